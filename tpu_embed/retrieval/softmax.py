@@ -5,6 +5,11 @@ in the same table as an ordinary feature (`sampled_softmax`). Both take vectors,
 matter whether they are activations of an engine, of a layer, or what towers make of them. Under a
 jit with arrays that are split over devices, the negatives are those of the global batch.
 
+If each query has negatives of its own, their rows are still looked up once: `chosen` says which of
+them each query has. Then, as with the same negatives for all, the products of all queries and all
+negatives are what costs. They are computed for a part of the queries at a time, and again for the
+gradient, so that they are never there as a whole.
+
 Three things are corrected. Items that are sampled more often get a lower logit, by the log of the
 probability with which they are drawn (`log_q`, see `sampling.py`). An item that is drawn as a
 negative where it is the right one, an accidental hit, is left out. And padding is no item.
@@ -19,15 +24,26 @@ Reference:
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_ids, check_same_ids, is_number, message
+from tpu_embed._checks import check_ids, check_same_ids, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
+from tpu_embed.retrieval.sampling import check_below
+from tpu_embed.retrieval.scores import Score, check_score, check_temperature, scored
+
+PRODUCT_NUMBERS = 2**20
+"""How many products of queries and negatives there are at a time, about."""
+
+LEAST_QUERIES = 64
+"""Products are computed of so many queries at a time, or of more, however many the negatives."""
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -38,11 +54,12 @@ def in_batch_softmax(
     *,
     log_q: ArrayLike | None = None,
     candidate_ids: ArrayLike | None = None,
+    score: Score = "dot",
     temperature: float | ArrayLike = 1.0,
 ) -> Array:
     """Return -log softmax of each example's own item among the items of the batch.
 
-    logit[i, j] = ⟨queries[i], candidates[j]⟩ / temperature - log_q[j], and
+    logit[i, j] = score(queries[i], candidates[j]) / temperature - log_q[j], and
     loss[i] = log Σⱼ exp(logit[i, j] - logit[i, i]).
 
     Args:
@@ -51,13 +68,14 @@ def in_batch_softmax(
       log_q: floats `[B]`, the log probability with which each candidate is drawn; None: all alike.
       candidate_ids: integers `[B]`. Given them, other places with the id of an example's own item
         are no negatives, and a place with -1 is padding: no negative, and its loss is 0.
-      temperature: by what the products are divided, one number above 0.
+      score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one.
+      temperature: by what scores are divided, one number above 0.
 
     Returns:
       `[B]`, float32 (float64 if the vectors are).
 
     Raises:
-      ValueError: shapes that do not fit; a temperature that is not above 0.
+      ValueError: shapes that do not fit; another score; a temperature that is not above 0.
       TypeError: vectors that are not floats, or ids that are not integers.
 
     Example:
@@ -73,10 +91,12 @@ def in_batch_softmax(
         raise ValueError(message(f"{what}: queries", expected="shape [B, D]", got=got))
     _check_like_queries(what, "candidates", candidates, queries)
     size, dtype = len(queries), queries.dtype
-    scale = _scale(what, temperature, dtype)
+    scale = check_temperature(what, temperature, dtype)
     ids = None if candidate_ids is None else _ids(what, "candidate_ids", candidate_ids, (size,))
     if ids is not None:
         queries, candidates = _without_padding(ids, queries), _without_padding(ids, candidates)
+    score = check_score(what, score)
+    queries, candidates = scored(queries, score), scored(candidates, score)
     right = jnp.einsum("bd,bd->b", queries, candidates, precision=_EXACT) / scale
     logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=_EXACT) / scale
     if log_q is not None:
@@ -98,35 +118,47 @@ def sampled_softmax(
     positives: ArrayLike,
     negatives: ArrayLike,
     *,
+    chosen: ArrayLike | None = None,
     positive_ids: ArrayLike | None = None,
     negative_ids: ArrayLike | None = None,
     positive_log_q: ArrayLike | None = None,
     negative_log_q: ArrayLike | None = None,
+    score: Score = "dot",
     temperature: float | ArrayLike = 1.0,
 ) -> Array:
-    """Return -log softmax of the right item of each example among itself and sampled ones.
+    """Return -log softmax of the right item of each query among itself and sampled ones.
 
-    logit = ⟨query, item⟩ / temperature - log_q of the item, and
+    logit = score(query, item) / temperature - log_q of the item, and
     loss = log(1 + Σₙ exp(logit[negative n] - logit[positive])).
 
+    With negatives `[K, D]`, about 2²⁰ products of queries and negatives are there at a time, and
+    never fewer than those of 64 queries; time is in proportion to K for each query. Where a query
+    has few of many, N · D below K, `negatives[chosen]` as negatives `[…, N, D]` may be faster.
+
     Args:
-      queries: floats `[…, D]`: `[B, D]`, or `[B, L, D]` for the places of sequences.
-      positives: floats `[…, D]`, the right item of each query.
-      negatives: floats `[N, D]`, the same for all queries; or `[…, N, D]`, some for each.
+      queries: floats `[…, D]`: `[B, D]`; `[B, L, D]` for the places of sequences; `[S, C, D]` for
+        those of a `Jagged`, or under a `jax.vmap` over its replicas `[C, D]`.
+      positives: floats `[…, D]`, the right item of each query; or integers `[…]`, which of the
+        negatives `[K, D]` it is.
+      negatives: floats `[K, D]`, for all queries; or `[…, N, D]`, some for each.
+      chosen: integers `[…, N]`, which of the negatives `[K, D]` each query has, -1 for none; None:
+        all of them. What is chosen twice counts twice.
       positive_ids: integers `[…]`; -1 is padding, whose loss is 0.
-      negative_ids: integers `[N]` or `[…, N]`, as the negatives; a negative with the id of the
+      negative_ids: integers `[K]` or `[…, N]`, as the negatives; a negative with the id of the
         positive is left out, and so is -1, padding. Ids are given of both or of neither.
       positive_log_q: floats `[…]`, the log probability with which the sampler draws each positive.
-      negative_log_q: floats `[N]` or `[…, N]`, that of each negative. Both or neither.
-      temperature: by what the products are divided, one number above 0.
+      negative_log_q: floats `[K]` or `[…, N]`, that of each negative. Both or neither.
+      score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one.
+      temperature: by what scores are divided, one number above 0.
 
     Returns:
-      `[…]`, float32 (float64 if the vectors are).
+      `[…]`, float32 (float64 if the vectors are). An index that a jit is given, which cannot be
+      checked, makes the loss of its query NaN if it is K or more, or the positive's below 0.
 
     Raises:
-      ValueError: shapes that do not fit; ids, or log probabilities, of one side only;
-        a temperature that is not above 0.
-      TypeError: vectors that are not floats, or ids that are not integers.
+      ValueError: shapes that do not fit; an index of K or more; ids, or log probabilities, of one
+        side only; another score; a temperature that is not above 0.
+      TypeError: vectors that are not floats, ids or indices that are not integers.
 
     Example:
       >>> query, positive = jnp.array([[1.0, 0.0]]), jnp.array([[1.0, 1.0]])
@@ -134,49 +166,135 @@ def sampled_softmax(
       >>> ids = {"positive_ids": jnp.array([5]), "negative_ids": jnp.array([9, 5])}
       >>> print(np.asarray(sampled_softmax(query, positive, negatives, **ids)).round(3))
       [0.313]
+      >>> drawn = jnp.array([[0, 0, 1]])  # the first one twice
+      >>> print(np.asarray(sampled_softmax(query, [1], negatives, chosen=drawn, **ids)).round(3))
+      [0.551]
     """
     what = "sampled_softmax"
-    queries, positives, negatives = _vectors(
-        what, queries=queries, positives=positives, negatives=negatives
+    right = positives if isinstance(positives, jax.Array) else np.asarray(positives)
+    by_index = jnp.issubdtype(right.dtype, jnp.integer)
+    given = {"queries": queries, "negatives": negatives} | (
+        {} if by_index else {"positives": right}
     )
-    shape, dtype = queries.shape[:-1], queries.dtype
-    _check_sampled(queries, positives, negatives)
+    of_query, drawn, *of_right = _vectors(what, **given)
+    _check_sampled(of_query, of_right, drawn, shared=by_index or chosen is not None)
     _check_pair(what, "ids", positive_ids, negative_ids)
     _check_pair(what, "log_q", positive_log_q, negative_log_q)
-    drawn = negatives.shape[:-1]  # [N] or […, N]
-    shared = negatives.ndim == 2
-    own = others = None
+    score, scale = check_score(what, score), check_temperature(what, temperature, drawn.dtype)
+    lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
+    if by_index:
+        of_right = [_indices("positives", right, lead, len(drawn))[..., None]]
+    which = None
+    if chosen is not None:
+        which = _indices("chosen", chosen, (*lead, *np.shape(chosen)[-1:]), len(drawn))
+    own = others = own_log_q = log_q = None
     if positive_ids is not None:
-        own = _ids(what, "positive_ids", positive_ids, shape)
-        others = _ids(what, "negative_ids", negative_ids, drawn)
-        queries, positives = _without_padding(own, queries), _without_padding(own, positives)
-        negatives = _without_padding(others, negatives)
+        own = _ids(what, "positive_ids", positive_ids, lead)
+        others = _ids(what, "negative_ids", negative_ids, inner)
         own, others = check_same_ids(f"{what}: positive_ids and negative_ids", own, others)
-    kind, negatives = ("nd", gather_explicit(negatives)) if shared else ("...nd", negatives)
-    right = jnp.einsum("...d,...d->...", queries, positives, precision=_EXACT)
-    wrong = jnp.einsum(f"...d,{kind}->...n", queries, negatives, precision=_EXACT)
-    scale = _scale(what, temperature, dtype)
-    right, wrong = right / scale, wrong / scale
+        without = functools.partial(_without_padding, own)
+        of_query, of_right, which = jax.tree.map(without, (of_query, of_right, which))
+        drawn = _without_padding(others, drawn)
     if positive_log_q is not None:
-        right -= _numbers(what, "positive_log_q", positive_log_q, shape, dtype)
-        of_drawn = _numbers(what, "negative_log_q", negative_log_q, drawn, dtype)
-        wrong -= gather_explicit(of_drawn) if shared else of_drawn
-    others = gather_explicit(others) if shared and others is not None else others
-    return _sampled_losses(wrong - right[..., None], own, others)
+        own_log_q = _numbers(what, "positive_log_q", positive_log_q, lead, drawn.dtype)
+        log_q = _numbers(what, "negative_log_q", negative_log_q, inner, drawn.dtype)
+    rows = of_right[0] if by_index else scored(of_right[0], score)
+    of_queries = _Queries(scored(of_query, score), rows, own, own_log_q, which)
+    items = _Items(scored(drawn, score), others, log_q)
+    if drawn.ndim > 2:
+        return _losses(items, scale, of_queries)
+    losses = functools.partial(_losses, jax.tree.map(gather_explicit, items), scale)
+    return _in_parts(losses, of_queries, len(drawn))
 
 
-def _sampled_losses(differences: Array, own: Array | None, others: Array | None) -> Array:
-    """Return the losses `[…]`.
+class _Queries(NamedTuple):
+    """What there is of each query; an array that is not given is None.
+
+    Attributes:
+      vectors: floats `[…, D]`.
+      positives: floats `[…, D]`, the right items; or integers `[…, 1]`, which of the items.
+      ids: integers `[…]`, those of the right items.
+      log_q: floats `[…]`, those of the right items.
+      chosen: integers `[…, N]`, which of the items are negatives of each query.
+    """
+
+    vectors: Array
+    positives: Array
+    ids: Array | None
+    log_q: Array | None
+    chosen: Array | None
+
+
+class _Items(NamedTuple):
+    """What there is of the items that are negatives, `[K]` of each or `[…, N]`.
+
+    Attributes:
+      vectors: floats `[K, D]` or `[…, N, D]`.
+      ids: integers; None without those of the queries.
+      log_q: floats; likewise.
+    """
+
+    vectors: Array
+    ids: Array | None
+    log_q: Array | None
+
+
+def _losses(items: _Items, scale: Array, queries: _Queries) -> Array:
+    """Return the losses `[…]`."""
+    kind = "nd" if items.vectors.ndim == 2 else "...nd"
+    wrong = jnp.einsum(f"...d,{kind}->...n", queries.vectors, items.vectors, precision=_EXACT)
+    if jnp.issubdtype(queries.positives.dtype, jnp.integer):
+        right = _take(wrong, queries.positives)[..., 0]
+    else:
+        right = jnp.einsum("...d,...d->...", queries.vectors, queries.positives, precision=_EXACT)
+    right, wrong = right / scale, wrong / scale
+    if queries.log_q is not None and items.log_q is not None:
+        right, wrong = right - queries.log_q, wrong - items.log_q
+    differences = wrong - right[..., None]
+    if queries.ids is not None and items.ids is not None:
+        left_out = (items.ids == queries.ids[..., None]) | (items.ids < 0)
+        differences = jnp.where(left_out, -jnp.inf, differences)
+    if queries.chosen is not None:
+        chosen = queries.chosen
+        differences = jnp.where(chosen < 0, -jnp.inf, _take(differences, chosen))
+    losses = _log_sum(differences)
+    return losses if queries.ids is None else jnp.where(queries.ids < 0, 0, losses)
+
+
+def _in_parts(losses: Callable[[_Queries], Array], queries: _Queries, items: int) -> Array:
+    """Return the losses `[…]` of queries; the products with the items are not there at once.
 
     Args:
-      differences: the logits of the negatives less those of the positives, `[…, N]`.
-      own: the ids of the positives, `[…]`; None: no negative is left out.
-      others: the ids of the negatives, `[N]` or `[…, N]`; None without `own`.
+      losses: a function of some of the queries.
+      queries: `[…, C]` of each.
+      items: K.
     """
-    if own is None or others is None:
-        return _log_sum(differences)
-    left_out = (others == own[..., None]) | (others < 0)
-    return jnp.where(own < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
+    *lead, size = queries.vectors.shape[:-1]
+    at, count = len(lead), math.prod(lead) * size
+    wanted, most = count * items // PRODUCT_NUMBERS, min(size, count // LEAST_QUERIES)
+    # Powers of two, which divide most C: more than are wanted, but no more than may be.
+    each = -(-size >> max(min(wanted.bit_length(), most.bit_length() - 1), 0))
+    parts = -(-size // max(each, 1))
+    if parts <= 1 or jax.typeof(queries.vectors).sharding.spec[at] is not None:
+        return losses(queries)
+
+    # Query c is in part c mod n: [C] -> [C / n, n] -> [n, C / n]. If C is split over devices, each
+    # of them has a share of every part.
+    def split(array: Array) -> Array:
+        padded = jnp.pad(array, [(0, -size % parts if a == at else 0) for a in range(array.ndim)])
+        by_part = padded.reshape(*lead, -1, parts, *array.shape[at + 1 :])
+        return jnp.moveaxis(by_part, at + 1, 0)
+
+    found = jax.lax.map(jax.checkpoint(losses, prevent_cse=False), jax.tree.map(split, queries))
+    return jnp.moveaxis(found, 0, at + 1).reshape(*lead, -1)[..., :size]
+
+
+def _take(array: Array, indices: Array) -> Array:
+    """Return the elements along the last axis; NaN for an index that is outside of it."""
+    inside = (indices >= 0) & (indices <= min(array.shape[-1] - 1, np.iinfo(indices.dtype).max))
+    at = jnp.where(inside, indices, 0).astype(jnp.int32)
+    found = jnp.take_along_axis(array, at, axis=-1, mode="promise_in_bounds")
+    return jnp.where(inside, found, jnp.nan)
 
 
 def _log_sum(differences: Array) -> Array:
@@ -212,18 +330,22 @@ def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> N
         raise ValueError(message(f"{what}: {name}", expected=wanted, got=got))
 
 
-def _check_sampled(queries: Array, positives: Array, negatives: Array) -> None:
+def _check_sampled(
+    queries: Array, positives: list[Array], negatives: Array, *, shared: bool
+) -> None:
+    """Check shapes; `positives` are one array of vectors or none, `shared` negatives `[K, D]`."""
     what = "sampled_softmax"
     if queries.ndim < 2:
         got = f"{list(queries.shape)}"
         raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
-    _check_like_queries(what, "positives", positives, queries)
+    for array in positives:
+        _check_like_queries(what, "positives", array, queries)
     *lead, dim = queries.shape
-    fits = negatives.ndim == 2 or negatives.shape[:-2] == tuple(lead)
+    fits = negatives.ndim == 2 or (negatives.shape[:-2] == tuple(lead) and not shared)
     if negatives.ndim < 2 or negatives.shape[-1] != dim or not fits:
-        expected = f"shape [N, {dim}] or {[*lead, 'N', dim]}".replace("'", "")
+        each = "" if shared else f" or {[*lead, 'N', dim]}".replace("'", "")
         got = f"{list(negatives.shape)}"
-        raise ValueError(message(f"{what}: negatives", expected=expected, got=got))
+        raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
 
 
 def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
@@ -233,27 +355,12 @@ def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
         raise ValueError(message(what, expected=expected, got=got))
 
 
-def _without_padding(ids: Array, vectors: Array) -> Array:
-    """Return vectors `[…, D]` with zeros where the ids `[…]` are padding.
+def _without_padding(ids: Array, array: Array) -> Array:
+    """Return vectors or indices `[…, n]` with zeros where the ids `[…]` are padding.
 
     A tower may make NaN of padding. Times a gradient of 0, that would be NaN for every example.
     """
-    return jnp.where(ids[..., None] < 0, 0, vectors)
-
-
-def _scale(what: str, temperature: Any, dtype: Any) -> Array:
-    """Return the temperature as a number.
-
-    Raises:
-      ValueError: it is no number, or known and not above 0.
-    """
-    known = is_number(temperature)
-    if (known and not temperature > 0) or (not known and jnp.shape(temperature) != ()):
-        got = f"{temperature}" if known else f"shape {list(jnp.shape(temperature))}"
-        remedy = "of one temperature per query, divide the queries by it instead"
-        expected = "one number above 0"
-        raise ValueError(message(f"{what}: temperature", expected=expected, got=got, remedy=remedy))
-    return jnp.asarray(temperature, dtype)
+    return jnp.where(ids[..., None] < 0, 0, array)
 
 
 def _numbers(what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -275,4 +382,16 @@ def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
     if array.shape != shape:
         expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
         raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+    return array
+
+
+def _indices(name: str, given: Any, shape: tuple[int, ...], items: int) -> Array:
+    """Return indices of K items.
+
+    Raises:
+      TypeError, ValueError: as for ids; one that is known is K or more.
+    """
+    array = _ids("sampled_softmax", name, given, shape)
+    expected = "indices below the number of negatives, K"
+    check_below(f"sampled_softmax: {name}", given, items, expected=expected)
     return array
