@@ -13,7 +13,7 @@ from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
-from tpu_embed.retrieval import softmax
+from tpu_embed.retrieval import parts
 
 K = 6
 BOUND = 16 * (D + 4) * EPS
@@ -53,8 +53,8 @@ def loop(queries, rows, *, chosen, right, ids, log_q, score, temperature):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Products of two queries at a time, so that 7 queries are padded to 8."""
-    monkeypatch.setattr(softmax, "PRODUCT_NUMBERS", 2 * K)
-    monkeypatch.setattr(softmax, "LEAST_QUERIES", 2)
+    monkeypatch.setattr(parts, "PRODUCT_NUMBERS", 2 * K)
+    monkeypatch.setattr(parts, "LEAST_QUERIES", 2)
 
 
 @pytest.mark.parametrize(("score", "by_index"), [("dot", False), ("cosine", True)])
@@ -91,7 +91,7 @@ def test_without_a_choice_and_without_ids_all_rows_are_negatives(small_parts):
 
 def test_products_are_not_there_as_a_whole():
     """Neither C K numbers nor C N D, with the gradient: 64 queries at a time."""
-    size, rows, chosen = 4096, 20_000, 8
+    size, rows, chosen = 4096, 200_000, 8
     kinds = ((1, size, D), np.float32), ((rows, D), np.float32), ((1, size, chosen), np.int32)
 
     def loss(queries, negatives, which, right):

@@ -120,8 +120,6 @@ def scan_shard(
     here = _rows_here(stack, table)
     if exclude is not None:  # by local row of the stack: those of other shards are outside of it
         exclude -= axis_index(stack.shard_axes).astype(dtype) * stack.num_rows
-        # A block's share of E; where a query has more rows in one block, the rest come in rounds.
-        most = max(exclude.shape[1] // blocks.count, LEAST_HIDDEN)
     if allowed is not None:  # by local row of the stack, with room for the last block's last bundle
         after = stack.num_rows - table.offset - table.rows_per_shard + BUNDLE_ROWS
         allowed = jnp.pad(allowed, (table.offset, after))
@@ -139,7 +137,7 @@ def scan_shard(
             usable &= jax.lax.dynamic_slice_in_dim(allowed, start, len(local))
         scores = _product(queries, scored(rows, score), len(usable) // BUNDLE_ROWS)
         if exclude is not None:
-            scores = _hide(scores, exclude, start, most)
+            scores = _hide(scores, exclude, start, blocks.count)
         return merge_block(found, scores, usable, start - table.offset)
 
     shape = len(queries), kept
@@ -158,15 +156,17 @@ def _rows_here(stack: Stack, table: TableSlice) -> Array:
     return (size - shard + stack.num_shards - 1) // stack.num_shards
 
 
-def _hide(scores: Array, rows: Array, first: Array, most: int) -> Array:
+def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
     """Return the scores of a block, -inf where a query must not find the row.
 
     Args:
       scores: `[B, G, n]`; the row G * c + g is in bundle c.
       rows: int `[B, E]`, local rows of the stack, ascending; others than the block's are ignored.
       first: int `[]`, the first local row of the block.
-      most: of so many rows of each query the scores are hidden together.
+      blocks: how many there are.
     """
+    # A block's share of E at once; where a query has more of its rows here, the rest in rounds.
+    most = max(rows.shape[1] // blocks, LEAST_HIDDEN)
     size, bundles = BUNDLE_ROWS * scores.shape[2], scores.shape[2]
     # A query's rows 3 5 8 9 17 and a block of rows 8 to 15: the places 2 and 3, from 2 up to 4.
     ends = jnp.stack([first, first + size])

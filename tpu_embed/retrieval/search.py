@@ -207,10 +207,9 @@ def _search(
     """Search the shards, and merge what they found; `allowed` is bool `[V]`."""
     stored, queries = _not_differentiable((stored, queries))
     queries = scored(_not_mapped(queries), score)
-    (stack, part), axes = layout.table(table), layout.axes
+    (stack, part), axes, size = layout.table(table), layout.axes, len(queries)
     # Devices that hold the same rows divide the queries among them.
     query_axes = tuple(axis for axis in axes.names if axis not in stack.shard_axes)
-    size = len(queries)
     pad = round_up(size, axes.size(query_axes)) - size
     queries = axes.reshard(jnp.pad(queries, ((0, pad), (0, 0))), query_axes)
     operands = {"stored": stored, "queries": queries}

@@ -25,9 +25,8 @@ Reference:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +35,9 @@ import numpy as np
 from tpu_embed._checks import check_ids, check_same_ids, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
+from tpu_embed.retrieval.parts import EXACT, Items, Queries, losses_in_parts, losses_of
 from tpu_embed.retrieval.sampling import check_below
 from tpu_embed.retrieval.scores import Score, check_score, check_temperature, scored
-
-PRODUCT_NUMBERS = 2**20
-"""How many products of queries and negatives there are at a time, about."""
-
-LEAST_QUERIES = 64
-"""Products are computed of so many queries at a time, or of more, however many the negatives."""
-
-_EXACT = jax.lax.Precision.HIGHEST
 
 
 def in_batch_softmax(
@@ -97,8 +89,8 @@ def in_batch_softmax(
         queries, candidates = _without_padding(ids, queries), _without_padding(ids, candidates)
     score = check_score(what, score)
     queries, candidates = scored(queries, score), scored(candidates, score)
-    right = jnp.einsum("bd,bd->b", queries, candidates, precision=_EXACT) / scale
-    logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=_EXACT) / scale
+    right = jnp.einsum("bd,bd->b", queries, candidates, precision=EXACT) / scale
+    logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=EXACT) / scale
     if log_q is not None:
         drawn = _numbers(what, "log_q", log_q, (size,), dtype)
         right, logits = right - drawn, logits - gather_explicit(drawn)[None, :]
@@ -131,7 +123,7 @@ def sampled_softmax(
     logit = score(query, item) / temperature - log_q of the item, and
     loss = log(1 + Σₙ exp(logit[negative n] - logit[positive])).
 
-    With negatives `[K, D]`, about 2²⁰ products of queries and negatives are there at a time, and
+    With negatives `[K, D]`, about 2²² products of queries and negatives are there at a time, and
     never fewer than those of 64 queries; time is in proportion to K for each query. Where a query
     has few of many, N · D below K, `negatives[chosen]` as negatives `[…, N, D]` may be faster.
 
@@ -173,136 +165,30 @@ def sampled_softmax(
     what = "sampled_softmax"
     right = positives if isinstance(positives, jax.Array) else np.asarray(positives)
     by_index = jnp.issubdtype(right.dtype, jnp.integer)
-    given = {"queries": queries, "negatives": negatives} | (
-        {} if by_index else {"positives": right}
-    )
-    of_query, drawn, *of_right = _vectors(what, **given)
+    besides = {} if by_index else {"positives": right}
+    of_query, drawn, *of_right = _vectors(what, queries=queries, negatives=negatives, **besides)
     _check_sampled(of_query, of_right, drawn, shared=by_index or chosen is not None)
-    _check_pair(what, "ids", positive_ids, negative_ids)
-    _check_pair(what, "log_q", positive_log_q, negative_log_q)
-    score, scale = check_score(what, score), check_temperature(what, temperature, drawn.dtype)
     lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
+    own, others = _pair("ids", positive_ids, negative_ids, (lead, inner), _ids)
+    numbers = functools.partial(_numbers, dtype=drawn.dtype)
+    own_log_q, log_q = _pair("log_q", positive_log_q, negative_log_q, (lead, inner), numbers)
+    score, scale = check_score(what, score), check_temperature(what, temperature, drawn.dtype)
     if by_index:
         of_right = [_indices("positives", right, lead, len(drawn))[..., None]]
     which = None
     if chosen is not None:
         which = _indices("chosen", chosen, (*lead, *np.shape(chosen)[-1:]), len(drawn))
-    own = others = own_log_q = log_q = None
-    if positive_ids is not None:
-        own = _ids(what, "positive_ids", positive_ids, lead)
-        others = _ids(what, "negative_ids", negative_ids, inner)
+    if own is not None and others is not None:
         own, others = check_same_ids(f"{what}: positive_ids and negative_ids", own, others)
         without = functools.partial(_without_padding, own)
         of_query, of_right, which = jax.tree.map(without, (of_query, of_right, which))
         drawn = _without_padding(others, drawn)
-    if positive_log_q is not None:
-        own_log_q = _numbers(what, "positive_log_q", positive_log_q, lead, drawn.dtype)
-        log_q = _numbers(what, "negative_log_q", negative_log_q, inner, drawn.dtype)
     rows = of_right[0] if by_index else scored(of_right[0], score)
-    of_queries = _Queries(scored(of_query, score), rows, own, own_log_q, which)
-    items = _Items(scored(drawn, score), others, log_q)
+    of_queries = Queries(scored(of_query, score), rows, own, own_log_q, which)
+    items = Items(scored(drawn, score), others, log_q)
     if drawn.ndim > 2:
-        return _losses(items, scale, of_queries)
-    losses = functools.partial(_losses, jax.tree.map(gather_explicit, items), scale)
-    return _in_parts(losses, of_queries, len(drawn))
-
-
-class _Queries(NamedTuple):
-    """What there is of each query; an array that is not given is None.
-
-    Attributes:
-      vectors: floats `[…, D]`.
-      positives: floats `[…, D]`, the right items; or integers `[…, 1]`, which of the items.
-      ids: integers `[…]`, those of the right items.
-      log_q: floats `[…]`, those of the right items.
-      chosen: integers `[…, N]`, which of the items are negatives of each query.
-    """
-
-    vectors: Array
-    positives: Array
-    ids: Array | None
-    log_q: Array | None
-    chosen: Array | None
-
-
-class _Items(NamedTuple):
-    """What there is of the items that are negatives, `[K]` of each or `[…, N]`.
-
-    Attributes:
-      vectors: floats `[K, D]` or `[…, N, D]`.
-      ids: integers; None without those of the queries.
-      log_q: floats; likewise.
-    """
-
-    vectors: Array
-    ids: Array | None
-    log_q: Array | None
-
-
-def _losses(items: _Items, scale: Array, queries: _Queries) -> Array:
-    """Return the losses `[…]`."""
-    kind = "nd" if items.vectors.ndim == 2 else "...nd"
-    wrong = jnp.einsum(f"...d,{kind}->...n", queries.vectors, items.vectors, precision=_EXACT)
-    if jnp.issubdtype(queries.positives.dtype, jnp.integer):
-        right = _take(wrong, queries.positives)[..., 0]
-    else:
-        right = jnp.einsum("...d,...d->...", queries.vectors, queries.positives, precision=_EXACT)
-    right, wrong = right / scale, wrong / scale
-    if queries.log_q is not None and items.log_q is not None:
-        right, wrong = right - queries.log_q, wrong - items.log_q
-    differences = wrong - right[..., None]
-    if queries.ids is not None and items.ids is not None:
-        left_out = (items.ids == queries.ids[..., None]) | (items.ids < 0)
-        differences = jnp.where(left_out, -jnp.inf, differences)
-    if queries.chosen is not None:
-        chosen = queries.chosen
-        differences = jnp.where(chosen < 0, -jnp.inf, _take(differences, chosen))
-    losses = _log_sum(differences)
-    return losses if queries.ids is None else jnp.where(queries.ids < 0, 0, losses)
-
-
-def _in_parts(losses: Callable[[_Queries], Array], queries: _Queries, items: int) -> Array:
-    """Return the losses `[…]` of queries; the products with the items are not there at once.
-
-    Args:
-      losses: a function of some of the queries.
-      queries: `[…, C]` of each.
-      items: K.
-    """
-    *lead, size = queries.vectors.shape[:-1]
-    at, count = len(lead), math.prod(lead) * size
-    wanted, most = count * items // PRODUCT_NUMBERS, min(size, count // LEAST_QUERIES)
-    # Powers of two, which divide most C: more than are wanted, but no more than may be.
-    each = -(-size >> max(min(wanted.bit_length(), most.bit_length() - 1), 0))
-    parts = -(-size // max(each, 1))
-    if parts <= 1 or jax.typeof(queries.vectors).sharding.spec[at] is not None:
-        return losses(queries)
-
-    # Query c is in part c mod n: [C] -> [C / n, n] -> [n, C / n]. If C is split over devices, each
-    # of them has a share of every part.
-    def split(array: Array) -> Array:
-        padded = jnp.pad(array, [(0, -size % parts if a == at else 0) for a in range(array.ndim)])
-        by_part = padded.reshape(*lead, -1, parts, *array.shape[at + 1 :])
-        return jnp.moveaxis(by_part, at + 1, 0)
-
-    found = jax.lax.map(jax.checkpoint(losses, prevent_cse=False), jax.tree.map(split, queries))
-    return jnp.moveaxis(found, 0, at + 1).reshape(*lead, -1)[..., :size]
-
-
-def _take(array: Array, indices: Array) -> Array:
-    """Return the elements along the last axis; NaN for an index that is outside of it."""
-    inside = (indices >= 0) & (indices <= min(array.shape[-1] - 1, np.iinfo(indices.dtype).max))
-    at = jnp.where(inside, indices, 0).astype(jnp.int32)
-    found = jnp.take_along_axis(array, at, axis=-1, mode="promise_in_bounds")
-    return jnp.where(inside, found, jnp.nan)
-
-
-def _log_sum(differences: Array) -> Array:
-    """Return log(1 + Σ exp(differences)) over the last axis; the 1 is that of the right item."""
-    # The right one's difference to itself is 0. A loss near 0 keeps its digits, which
-    # log Σ exp(logits) - logit would lose where logits are large.
-    own = jnp.zeros_like(differences.sum(axis=-1, keepdims=True))  # also without differences
-    return jax.nn.logsumexp(jnp.concatenate([own, differences], axis=-1), axis=-1)
+        return losses_of(items, scale, of_queries)
+    return losses_in_parts(jax.tree.map(gather_explicit, items), scale, of_queries)
 
 
 def _vectors(what: str, **given: Any) -> list[Array]:
@@ -348,11 +234,24 @@ def _check_sampled(
         raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
 
 
-def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
+def _pair(
+    kind: str, positive: Any, negative: Any, shapes: tuple[Any, Any], convert: Callable[..., Array]
+) -> tuple[Array | None, Array | None]:
+    """Return ids, or log probabilities, of both sides as arrays; None if neither is given.
+
+    Raises:
+      ValueError: one side is given; besides, what `convert` raises.
+    """
+    what = "sampled_softmax"
     if (positive is None) != (negative is None):
         got = f"only {'negative' if positive is None else 'positive'}_{kind}"
         expected = f"positive_{kind} and negative_{kind}, or neither"
         raise ValueError(message(what, expected=expected, got=got))
+    if positive is None:
+        return None, None
+    sides = zip(("positive", "negative"), (positive, negative), shapes, strict=True)
+    own, others = (convert(what, f"{side}_{kind}", given, shape) for side, given, shape in sides)
+    return own, others
 
 
 def _without_padding(ids: Array, array: Array) -> Array:
