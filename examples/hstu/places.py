@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import Jagged
 from tpu_embed.data import place_values
-
-
-def own_example(sequences: Jagged) -> jax.Array:
-    """Return the example of each value, int32 `[N]`; the last one's where there is no example."""
-    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
 
 
 def find_candidates(
@@ -29,9 +23,8 @@ def find_candidates(
     """
     # A request that begins at place 4, with 2 values before its candidates: its candidate 1 is at
     # place 4 + 2 + 1.
-    own = own_example(candidates)
-    flags = (joined.positions >= before[own_example(joined)]) & joined.valid
-    return flags, joined.row_splits[own] + before[own] + candidates.positions
+    flags = (joined.positions >= joined.spread(before)) & joined.valid
+    return flags, candidates.spread(joined.row_splits[:-1] + before) + candidates.positions
 
 
 def in_places(engine, batch, feature: str, rows: Sequence[np.ndarray]) -> jax.Array:
