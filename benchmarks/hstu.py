@@ -15,13 +15,9 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import common
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples" / "hstu"))
 
 
 def arguments() -> argparse.Namespace:
@@ -131,7 +127,7 @@ def with_gradients(form: Any) -> Any:
 
 
 def jagged_form(args, q, k, v, tables, *, times, splits):
-    from attention import jagged_attention
+    from tpu_embed.nn import jagged_attention
 
     return jagged_attention(
         q,
@@ -149,7 +145,8 @@ def jagged_form(args, q, k, v, tables, *, times, splits):
 def events_of(times):
     """Return what a tile is told about the events `[L]` of one padded example."""
     import jax.numpy as jnp
-    from tiles import Events
+
+    from tpu_embed.nn.attention import Events
 
     index, zeros = jnp.arange(len(times), dtype=jnp.int32), jnp.zeros(len(times), jnp.int32)
     return Events(index, zeros, index, zeros, times, times)
@@ -157,7 +154,8 @@ def events_of(times):
 
 def tables_of(args, tables):
     import jax.numpy as jnp
-    from tiles import Tables
+
+    from tpu_embed.nn.attention import Tables
 
     position = tables.get("position")
     if position is not None:
@@ -168,7 +166,8 @@ def tables_of(args, tables):
 def padded_form(args, q, k, v, tables, *, times, splits):
     """Attend example by example, and in it by 128 queries; q, k and v are [B, L, heads, D]."""
     import jax
-    import tiles
+
+    from tpu_embed.nn.attention import Form, tile, time_bucket
 
     tables = tables_of(args, tables)
 
@@ -179,7 +178,9 @@ def padded_form(args, q, k, v, tables, *, times, splits):
 
         @jax.checkpoint
         def of_queries(part):
-            return tiles.tile(float(args.longest), part[0], k, v, tables, part[1], events)
+            return tile(
+                Form(float(args.longest), time_bucket), part[0], k, v, tables, part[1], events
+            )
 
         out = jax.lax.map(of_queries, (blocks, jax.tree.map(lambda x: x.reshape(-1, 128), events)))
         return out.swapaxes(1, 2).reshape(q.shape)
@@ -190,14 +191,17 @@ def padded_form(args, q, k, v, tables, *, times, splits):
 def whole_form(args, q, k, v, tables, *, times, splits):
     """Attend with all scores at once."""
     import jax
-    import tiles
+
+    from tpu_embed.nn.attention import Form, tile, time_bucket
 
     tables = tables_of(args, tables)
 
     def of_example(q, k, v, times):
         q, k, v = (x.swapaxes(0, 1) for x in (q, k, v))
         events = events_of(times)
-        return tiles.tile(float(args.longest), q, k, v, tables, events, events).swapaxes(0, 1)
+        return tile(
+            Form(float(args.longest), time_bucket), q, k, v, tables, events, events
+        ).swapaxes(0, 1)
 
     return jax.vmap(of_example)(q, k, v, times)
 

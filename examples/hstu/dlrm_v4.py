@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import optax
 from dlrm_v4_model import DlrmV4, Samples
 from flax import nnx
-from places import on_each_replica
 
 import tpu_embed
 from tpu_embed import Jagged
+from tpu_embed.nn import on_each_replica
 
 WORKLOAD = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "dlrm_v4.py"))
 feature_config, table_optimizer = WORKLOAD["feature_config"], WORKLOAD["optimizer"]

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attention import jagged_attention
 from flax import nnx
-from places import find_candidates, own_example
+from places import find_candidates
 
 from tpu_embed import Jagged
+from tpu_embed.nn import jagged_attention
 
 DAY, WEEK = 86_400, 7 * 86_400  # seconds
 
@@ -100,7 +100,7 @@ class DlrmV4(nnx.Module):
         for layer in self.layers:
             x = nnx.remat(WideLayer.__call__)(layer, x, splits, candidate)
         candidates = requests.candidates
-        asked = requests.asked[own_example(candidates)]
+        asked = candidates.spread(requests.asked)
         turns = 2 * jnp.pi * jnp.stack([asked % DAY / DAY, asked % WEEK / WEEK], axis=-1)
         user = jnp.concatenate([x[places], jnp.sin(turns), jnp.cos(turns)], axis=-1)
         user = self.user_norm(self.clock(user))
@@ -124,14 +124,14 @@ class DlrmV4(nnx.Module):
         x = contexts.concatenate([part.with_values(y.astype(jnp.float32)) for part, y in parts])
 
         # How long before its request each place was, in seconds: 0 but in the history.
-        before = history.with_values(asked[own_example(history)] - requests.times)
+        before = history.with_values(history.spread(asked) - requests.times)
         of_contexts = Jagged(jnp.zeros(count * n, jnp.int32), every_n)
         of_shown = candidates.with_values(jnp.zeros(len(shown), jnp.int32))
         ages = of_contexts.concatenate([before, of_shown])
         bucket = jnp.sqrt(jnp.maximum(ages.values, 0) / 60).astype(jnp.int32)
         # All candidates of a request have the position that follows its history.
         follows = n + history.lengths  # [R]
-        position = jnp.minimum(x.positions, follows[own_example(x)])
+        position = jnp.minimum(x.positions, x.spread(follows))
         added = self.positions(jnp.minimum(position, self.positions.num_embeddings - 1))
         added += self.ages(jnp.minimum(bucket, self.ages.num_embeddings - 1))
         return x.with_values(x.values + added), *find_candidates(x, candidates, follows)

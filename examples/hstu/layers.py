@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from attention import jagged_attention
 from flax import nnx
+
+from tpu_embed.nn import jagged_attention
 
 
 class Sequences(NamedTuple):

@@ -14,10 +14,11 @@ import optax
 import sequences_model
 from flax import nnx
 from layers import Sequences, Stack
-from places import in_places, on_each_replica
+from places import in_places
 
 import tpu_embed
 from tpu_embed import RaggedIds
+from tpu_embed.nn import on_each_replica
 
 
 class Hstu(nnx.Module):

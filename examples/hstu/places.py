@@ -1,53 +1,14 @@
-"""One replica at a time, and the places of its events.
-
-The loops of `jagged_attention` are as long as a device's own histories want. `jax.vmap` would join
-them to one loop that waits for the longest; `jax.shard_map` lets every device run its own.
-"""
+"""The places of the events of one replica, and of the candidates among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from tpu_embed import Jagged
 from tpu_embed.data import place_values
-
-
-def on_each_replica(engine, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of what all replicas share and of arrays `[S, …]`, for use in a jit.
-
-    Args:
-      engine: whose devices hold the replicas.
-      function: of the shared tree, and of the part `[…]` of one replica of each other argument.
-
-    Returns:
-      a function of the same arguments with all parts, `[S, …]`, which returns results `[S, …]`.
-    """
-    axes = engine.layout.axes
-    split = PartitionSpec(axes.batch_axes)
-
-    def of_device(shared, parts):
-        results = function(shared, *jax.tree.map(lambda x: x[0], parts))
-        return jax.tree.map(lambda x: x[None], results)
-
-    mapped = jax.shard_map(
-        of_device,
-        mesh=axes.mesh,
-        in_specs=(PartitionSpec(), split),
-        out_specs=split,
-        check_vma=False,  # the gradient of what is shared is then the sum over the replicas
-    )
-    return lambda shared, *parts: mapped(shared, parts)
-
-
-def own_example(sequences: Jagged) -> jax.Array:
-    """Return the example of each value, int32 `[N]`; the last one's where there is no example."""
-    return jnp.minimum(sequences.segment_ids, len(sequences.row_splits) - 2)
 
 
 def find_candidates(
@@ -62,9 +23,8 @@ def find_candidates(
     """
     # A request that begins at place 4, with 2 values before its candidates: its candidate 1 is at
     # place 4 + 2 + 1.
-    own = own_example(candidates)
-    flags = (joined.positions >= before[own_example(joined)]) & joined.valid
-    return flags, joined.row_splits[own] + before[own] + candidates.positions
+    flags = (joined.positions >= joined.spread(before)) & joined.valid
+    return flags, candidates.spread(joined.row_splits[:-1] + before) + candidates.positions
 
 
 def in_places(engine, batch, feature: str, rows: Sequence[np.ndarray]) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from layers import Sequences, Stack
-from places import find_candidates, own_example
+from places import find_candidates
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig
 
@@ -52,7 +52,7 @@ class Ranker(nnx.Module):
         flags, places = find_candidates(joined, candidates, history.lengths)
         times = None
         if requests.times is not None and requests.now is not None:
-            now = candidates.with_values(requests.now[own_example(candidates)])
+            now = candidates.with_values(candidates.spread(requests.now))
             times = requests.times.concatenate([now]).values
         about = Sequences(joined.row_splits, times, None, flags)
         logits = self.head(self.stack(joined.values, about))[:, 0]
@@ -66,11 +66,10 @@ def listwise_losses(logits: Jagged, chosen: jax.Array) -> jax.Array:
       logits: float [M].
       chosen: int32 [B], the position of the chosen one among the request's candidates.
     """
-    own, requests = own_example(logits), len(logits.lengths)
     counted = jnp.where(logits.valid, jax.lax.stop_gradient(logits.values), -jnp.inf)
     # Relative to the request's own largest logit, so that no sum of exponentials becomes 0.
-    largest = jax.ops.segment_max(counted, own, requests)
-    shifted = jnp.where(logits.valid, logits.values - largest[own], -jnp.inf)
+    largest = jax.ops.segment_max(counted, logits.segment_ids, len(logits.lengths))
+    shifted = jnp.where(logits.valid, logits.values - logits.spread(largest), -jnp.inf)
     total = logits.with_values(jnp.exp(shifted)).sums()
     return jnp.log(total) - shifted[logits.row_splits[:-1] + chosen]
 

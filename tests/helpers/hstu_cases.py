@@ -39,7 +39,13 @@ def pairs(lengths, candidates):
         begin += length
 
 
-def attention_by_loops(inputs, given, lengths, candidates, asked, times, longest):
+def log2_bucket(elapsed):
+    return max(elapsed, 1).bit_length() - 1
+
+
+def attention_by_loops(
+    inputs, given, lengths, candidates, asked, times, longest, bucket_of=log2_bucket
+):
     """Return results and gradients.
 
     Args:
@@ -48,14 +54,14 @@ def attention_by_loops(inputs, given, lengths, candidates, asked, times, longest
       lengths, candidates: of each example, how many events it has, and how many are candidates.
       asked, times: integers [N], when a query attends, and when a key happened.
       longest: L.
+      bucket_of: the bucket of the time between key and query, before the last one takes the rest.
     """
     q, k, v, position, time = (inputs[name] for name in ("q", "k", "v", "position", "time"))
     out = np.zeros_like(v)
     gradients = {name: np.zeros_like(x) for name, x in inputs.items()}
     for i, j, distance in pairs(lengths, candidates):
         place = min(distance, position.shape[1] - 1)
-        elapsed = max(int(asked[i]) - int(times[j]), 1)
-        bucket = min(elapsed.bit_length() - 1, time.shape[1] - 1)
+        bucket = min(bucket_of(int(asked[i]) - int(times[j])), time.shape[1] - 1)
         for h in range(q.shape[1]):
             score = q[i, h] @ k[j, h] + position[h, place] + time[h, bucket]
             weight, slope = (x / longest for x in silu_and_slope(score))

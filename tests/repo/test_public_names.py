@@ -26,8 +26,8 @@ NAMES = {
     ),
     "tpu_embed.nn": (
         "ActivationGradient Counter Embed EmbeddingBag MapVersion ModelPlacer Slot Table "
-        "TableGradients admit apply_table_gradients fused_value_and_grad place "
-        "sparse_value_and_grad"
+        "TableGradients admit apply_table_gradients fused_value_and_grad "
+        "jagged_attention on_each_replica place sparse_value_and_grad"
     ),
     "tpu_embed.optimizers": (
         "Adadelta Adagrad AdagradMomentum Adam CenteredRMSProp CustomOptimizer FTRL LAMB "

@@ -45,3 +45,17 @@ def test_temporaries_do_not_grow_with_the_table(exclude):
     # The blocks are not of quite the same size: their number is rounded up.
     assert many < 1.2 * few
     assert many < 5 * 4 * scan.PRODUCT_NUMBERS < 4 * 64 * 200_000
+
+
+def test_temporaries_do_not_grow_with_the_square_of_what_is_excluded():
+    """A comparison of k + E ids with E ids would be 540 MB here."""
+    queries, excluded = 128, 2048
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(4096, 8, name="t")), mesh=mesh(1))
+    search = jax.jit(lambda s, q, e: retrieval.top_k(engine, s, "t", q, 10, exclude=e))
+    lowered = search.lower(
+        jax.eval_shape(engine.init, jax.random.key(0)),
+        jax.ShapeDtypeStruct((queries, 8), np.float32),
+        jax.ShapeDtypeStruct((queries, excluded), np.int32),
+    )
+    used = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert used < 4 * (2 * queries * 4096 + 8 * queries * excluded)  # products, and of the ids

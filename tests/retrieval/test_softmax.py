@@ -8,12 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
+from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, nn, retrieval
 from tpu_embed import optimizers as o
-
-B, D, N = 8, 4, 5
-EPS = float(np.finfo(np.float32).eps)
 
 
 def loop_in_batch(queries, candidates, log_q, ids, temperature):
@@ -35,54 +33,8 @@ def loop_in_batch(queries, candidates, log_q, ids, temperature):
     return losses
 
 
-def loop_sampled(queries, positives, negatives, ids, log_q, temperature):
-    losses = np.zeros(queries.shape[:-1])
-    for at in np.ndindex(losses.shape):
-        own = ids[0][at] if ids else 0
-        if own < 0:
-            continue
-        right = queries[at] @ positives[at] / temperature - (log_q[0][at] if log_q else 0)
-        total = 1.0
-        drawn = negatives if negatives.ndim == 2 else negatives[at]
-        for n, item in enumerate(drawn):
-            place = (n,) if negatives.ndim == 2 else (*at, n)
-            if ids and (ids[1][place] == own or ids[1][place] < 0):
-                continue
-            logit = queries[at] @ item / temperature - (log_q[1][place] if log_q else 0)
-            total += math.exp(logit - right)
-        losses[at] = math.log(total)
-    return losses
-
-
-def numeric(loss, arrays, which, step=1e-5):
-    """Return the gradient of the sum of a float64 loss by central differences."""
-    found = np.zeros(arrays[which].shape)
-    for at in np.ndindex(found.shape):
-        sides = []
-        for sign in (1, -1):
-            moved = [a.copy() for a in arrays]
-            moved[which][at] += sign * step
-            sides.append(loss(*moved).sum())
-        found[at] = (sides[0] - sides[1]) / (2 * step)
-    return found
-
-
 def vectors(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
-
-
-def single(*arrays):
-    return [jnp.asarray(a, jnp.float32) for a in arrays]
-
-
-def check(ours, loop, arrays, bound):
-    """Compare losses and gradients of float32 `ours` with those of a float64 `loop`."""
-    np.testing.assert_allclose(jax.jit(ours)(*single(*arrays)), loop(*arrays), atol=bound)
-    # Central differences are off by about step² and eps64 / step, both below 1e-9.
-    gradients = jax.grad(lambda *a: ours(*a).sum(), range(len(arrays)))(*single(*arrays))
-    for which, gradient in enumerate(gradients):
-        wanted = numeric(loop, arrays, which)
-        np.testing.assert_allclose(gradient, wanted, atol=B * bound)
 
 
 IDS = np.array([3, 4, 3, -1, 5, 6, 4, 3])
@@ -224,6 +176,11 @@ def test_log_probabilities():
     with pytest.raises(ValueError, match="ids: expected ids of 32 bits while x64 is off"):
         retrieval.log_uniform_log_q([2**32], 2**40)
     assert retrieval.log_uniform_log_q(jnp.array([127], jnp.uint8), 2**40) < 0
+    known = jnp.array([49])  # to a jit that is given nothing
+    np.testing.assert_array_equal(
+        jax.jit(lambda: retrieval.log_uniform_log_q(known, 50))(),
+        retrieval.log_uniform_log_q(known, 50),
+    )
     traced = jax.jit(lambda ids: retrieval.log_uniform_log_q(ids, 50))(
         jnp.array([49, 50, 2**31 - 1])
     )
@@ -248,7 +205,7 @@ def test_what_is_refused():
     refused(ValueError, "32 bits while x64 is off.*np.unique", one, q, q, candidate_ids=large)
     refused(ValueError, r"positives: expected the shape of queries", many, q, q[:2], q)
     refused(ValueError, r"queries: expected shape \[B, D\] or more", many, q[0], q[0], q)
-    refused(ValueError, r"negatives: expected shape \[N, 4\] or \[3, N, 4\]", many, q, q, q[0])
+    refused(ValueError, r"negatives: expected shape \[K, 4\] or \[3, N, 4\]", many, q, q, q[0])
     refused(ValueError, r"negatives: expected", many, q, q, np.ones((2, 5, D)))
     refused(ValueError, "got only positive_ids", many, q, q, q, positive_ids=np.arange(3))
     refused(ValueError, "got only negative_log_q", many, q, q, q, negative_log_q=np.zeros(3))

@@ -41,12 +41,16 @@ def loaded(engine):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
-    """Blocks of 16 rows in bundles of 4, so that small tables have several of each."""
+    """Blocks of 16 rows in bundles of 4, so that small tables have several of each.
+
+    What a query must not find is hidden in rounds of 2 rows, unless a block's share is more.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(scan, "PRODUCT_NUMBERS", 16)
         patched.setattr(scan, "LEAST_ROWS", 16)
         patched.setattr(scan, "BUNDLE_ROWS", 4)
         patched.setattr(scan, "FEW_BUNDLES", (0, 1))
+        patched.setattr(scan, "LEAST_HIDDEN", 2)
         yield
 
 
@@ -76,6 +80,61 @@ def test_excluded_and_allowed_rows(devices):
     assert_found(search(exclude=exclude, allowed=allowed), both)
     on_device = jnp.asarray(np.where(exclude < 2**31, exclude, -1), jnp.int32)
     assert_found(jax.jit(lambda e, a: search(exclude=e, allowed=a))(on_device, allowed), both)
+
+
+@pytest.mark.parametrize(("devices", "name"), [(1, "stacked"), (2, "div"), (2, "half"), (8, "mod")])
+def test_many_excluded_rows(devices, name):
+    """Most of the table, many in one block, in any order and several times; some exclude nothing.
+
+    By id the rows of a shard do not stand together, and those of a table may begin anywhere.
+    """
+    engine = engine_of(devices)
+    state, rows = loaded(engine)
+    size, queries = SIZES[name], integers(17, 5, DIM)
+    exclude = np.random.default_rng(18).integers(-2, size + 2, (5, 3 * size))
+    exclude[1], exclude[2], exclude[3, 20:] = -1, np.arange(3 * size) % 20, -1
+    found = retrieval.top_k(engine, state, name, queries, 6, exclude=exclude)
+    assert_found(found, expected(rows[name], queries, 6, exclude))
+    narrow = jnp.asarray(exclude % 128, jnp.int8)  # on the devices, and smaller than row numbers
+    found = jax.jit(lambda e: retrieval.top_k(engine, state, name, queries, 6, exclude=e))(narrow)
+    assert_found(found, expected(rows[name], queries, 6, narrow))
+
+
+@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.whole)])
+def test_cosines(devices):
+    """Of each vector only the direction counts; a row of zeros has the score 0."""
+    engine = engine_of(devices)
+    state, rows = loaded(engine)
+    lengths = 10.0 ** np.random.default_rng(19).integers(-30, 30, (SIZES["mod"], 1))
+    table, queries = (rows["mod"] * lengths).astype(np.float32), integers(20, 4, DIM) + 0.5
+    state = engine.load_arrays(state, {"mod": table})
+    found = retrieval.top_k(
+        engine, state, "mod", queries, SIZES["mod"], score="cosine", temperature=0.25
+    )
+    units = [
+        x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300)
+        for x in (queries.astype(np.float64), table.astype(np.float64))
+    ]
+    wanted = np.take_along_axis(units[0] @ units[1].T, np.asarray(found.ids), axis=1) / 0.25
+    # A quotient, a square root and D products of numbers up to 1, each of which rounds once.
+    np.testing.assert_allclose(found.scores, wanted, atol=4 * 16 * np.finfo(np.float32).eps)
+    assert (np.diff(found.scores) <= 0).all()
+    assert (np.sort(found.ids) == np.arange(SIZES["mod"])).all()
+    zeros = np.take_along_axis(~table.any(axis=1), np.asarray(found.ids).reshape(-1), axis=0)
+    assert zeros.any()
+    assert not np.asarray(found.scores).reshape(-1)[zeros].any()
+
+
+def test_a_temperature_divides_scores_and_changes_no_id():
+    engine = engine_of(2)
+    state, rows = loaded(engine)
+    queries = integers(21, 3, DIM)
+    scores, ids = expected(rows["div"], queries, 9)
+    search = jax.jit(lambda t: retrieval.top_k(engine, state, "div", queries, 9, temperature=t))
+    for temperature in (0.5, 4.0):  # XLA multiplies by 1 / temperature, exact for these
+        found = search(temperature)
+        np.testing.assert_array_equal(found.ids, ids)
+        np.testing.assert_array_equal(found.scores, (scores / temperature).astype(np.float32))
 
 
 def test_fewer_rows_than_k():
@@ -136,8 +195,8 @@ def test_what_is_no_number_is_no_answer():
 def test_zeros_are_equal():
     """With D = 1 a product with -1 is -0.0, which `jax.lax.top_k` would put after 0.0."""
     nothing = scan.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
-    rows, usable = jnp.array([[0.0], [-0.0], [-1.0], [0.0]]), jnp.array([True, True, True, False])
-    found = scan.merge_block(nothing, jnp.array([[-1.0]]), rows, usable, jnp.int32(10))
+    scores, usable = jnp.array([[-0.0, 0.0, 1.0, -0.0]]), jnp.array([True, True, True, False])
+    found = scan.merge_block(nothing, scores[:, :, None], usable, jnp.int32(10))  # [B, G, 1 bundle]
     assert found.indices.tolist() == [[12, 10, 11]]
 
 
@@ -209,6 +268,8 @@ def test_what_is_refused():
     refused(ValueError, r"top_k: exclude: expected shape \[2, E\]", exclude=[1, 2])
     elsewhere = {"queries": jax.device_put(queries, jax.devices()[1])}
     refused(ValueError, r"queries: expected an array on the host, or on all 1 devices", **elsewhere)
+    refused(ValueError, r"top_k: score: expected 'dot' \| 'cosine', got 'angle'", score="angle")
+    refused(ValueError, "top_k: temperature: expected one number above 0, got 0", temperature=0)
     refused(TypeError, "top_k: allowed: expected bool", allowed=np.ones(131))
     refused(ValueError, r"top_k: allowed: expected shape \[131\]", allowed=np.ones(3, bool))
     with pytest.raises(TypeError, match="top_k: expected a search that is not differentiated"):

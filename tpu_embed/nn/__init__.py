@@ -5,10 +5,13 @@ counter. `program.py` traces the user's function, finds those equations by the c
 function with a tap at each of them. `gradients.py` passes the gradients of the taps to the engine
 of the layer. `placing.py` places the batches of all layers of a model in one call.
 
+Beside the layers stands the attention of models over jagged histories (`attention.py`).
+
 Input: ids, in the `__call__` of a model.
 Output: activations; after a training step, the new tables of the layers.
 """
 
+from tpu_embed.nn.attention import jagged_attention, on_each_replica
 from tpu_embed.nn.embedding import Embed, EmbeddingBag
 from tpu_embed.nn.gradients import (
     TableGradients,
@@ -33,6 +36,8 @@ __all__ = [
     "admit",
     "apply_table_gradients",
     "fused_value_and_grad",
+    "jagged_attention",
+    "on_each_replica",
     "place",
     "sparse_value_and_grad",
 ]

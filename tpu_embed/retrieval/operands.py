@@ -35,7 +35,10 @@ def check_queries(queries: Any, stack: Stack, table: str) -> Array:
 
 
 def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -> Array:
-    """Return ids to leave out, `[B, E]`; those that are outside the table become -1."""
+    """Return the physical rows of ids to leave out, `[B, E]`, in each line ascending.
+
+    Ids outside the table become -1, so these come first.
+    """
     array = exclude if isinstance(exclude, jax.Array) else np.asarray(exclude)
     what = "top_k: exclude"
     if isinstance(array, np.ndarray) and not array.size:
@@ -45,11 +48,13 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
     if array.ndim != 2 or len(array) != queries:
         expected = f"shape [{queries}, E], a line per query"
         raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
-    # Ids of 64 bits must not become others that are in the table when they are cut to 32.
-    inside = (array >= 0) & (array < table.vocabulary_size)
-    if isinstance(array, jax.Array):
-        return jnp.where(inside, array.astype(stack.index_dtype), PADDING_ID)
-    return jnp.asarray(np.where(inside, array, PADDING_ID).astype(stack.index_dtype))
+    on = jnp if isinstance(array, jax.Array) else np  # NumPy sorts ten times as fast as XLA's CPU
+    # Ids of 64 bits must not become others that are in the table when they are cut to 32. Beside
+    # those of 8 bits, V = 300 would be 44.
+    last = min(table.vocabulary_size - 1, np.iinfo(array.dtype).max)
+    inside = (array >= 0) & (array <= last)
+    rows = stack.physical(on.where(inside, array, 0).astype(stack.index_dtype), table)
+    return jnp.asarray(on.sort(on.where(inside, rows, PADDING_ID), axis=1))
 
 
 def check_allowed(allowed: Any, table: TableSlice) -> Array:

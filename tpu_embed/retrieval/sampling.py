@@ -59,8 +59,8 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
       vocabulary_size: V.
 
     Returns:
-      float32 in the shape of the ids, 0 for padding. Where ids cannot be checked, inside a jit
-      and on devices of other processes, an id of V or above counts as padding, too.
+      float32 in the shape of the ids, 0 for padding. Where ids cannot be checked, because a jit
+      is given them or other processes have them, an id of V or above counts as padding, too.
 
     Raises:
       ValueError: V < 1; an id of V or above, where ids can be checked.
@@ -72,19 +72,30 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
     """
     size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)
     array = check_ids("log_uniform_log_q: ids", ids)
+    remedy = "V is the number of rows from which the sampler draws"
+    check_below("log_uniform_log_q: ids", ids, size, expected="ids below V", remedy=remedy)
     last = min(size - 1, np.iinfo(array.dtype).max)  # the largest id that its dtype can hold
-    if not isinstance(array, Tracer) and array.is_fully_addressable:
-        _check_below(array, last)
     above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
     log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
     return jnp.where((array < 0) | (array > last), jnp.float32(0), log_q)
 
 
-def _check_below(ids: Array, last: int) -> None:
-    """Raise `ValueError` if an id is above the last one."""
-    largest = np.max(ids) if ids.size else -1
-    if largest > last:
-        remedy = "V is the number of rows from which the sampler draws"
-        expected, got = f"ids below V = {last + 1}", f"{largest}"
-        what = "log_uniform_log_q: ids"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+def check_below(what: str, ids: Any, size: int, *, expected: str, remedy: str = "") -> None:
+    """Check that ids, or indices, are below a number, if this process knows them.
+
+    Args:
+      what: what they are, for messages.
+      ids: integers of any shape.
+      size: the number.
+      expected: what is expected, for messages.
+      remedy: likewise.
+
+    Raises:
+      ValueError: one is not.
+    """
+    if isinstance(ids, Tracer) or not getattr(ids, "is_fully_addressable", True):
+        return
+    known = np.ma.compressed(np.asanyarray(ids))
+    if known.size and known.max() >= size:
+        text = message(what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy)
+        raise ValueError(text)

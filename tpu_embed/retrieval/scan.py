@@ -13,6 +13,9 @@ Rows are read in the order of their ids, and `jax.lax.top_k` puts the first of e
 so among equal scores those of the lower ids stay. For that, a bundle is G consecutive rows: if two
 bundles have the same maximum, all ids of the first one are lower.
 
+What a query must not find is hidden in the product before all that. Its E rows ascend, so those of
+a block stand together, and over all blocks each of them is written once: no product of K and E.
+
 Input: one shard of a stack, and queries. Output: K scores and indices per query.
 """
 
@@ -31,6 +34,7 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import axis_index
 from tpu_embed.core.layout import Stack, TableSlice, round_up
 from tpu_embed.core.state import read_rows, row_unit
+from tpu_embed.retrieval.scores import Score, scored
 
 PRODUCT_NUMBERS = 2**21
 """How many numbers the product of one block has, about; 8 MiB of float32 stay in a CPU's cache."""
@@ -43,6 +47,10 @@ BUNDLE_ROWS = 16
 
 FEW_BUNDLES = (0, 4, 16, 64)
 """Numbers of bundles for which a program has a branch of its own, besides all that may matter."""
+
+
+LEAST_HIDDEN = 8
+"""Of so many rows that a query must not find the scores are hidden together, or of more."""
 
 
 class Found(NamedTuple):
@@ -88,24 +96,30 @@ def plan_blocks(stack: Stack, table: TableSlice, queries: int) -> Blocks:
 def scan_shard(
     physical: Array,
     queries: Array,
+    exclude: Array | None,
     allowed: Array | None,
     *,
     stack: Stack,
     table: TableSlice,
     kept: int,
+    score: Score,
 ) -> Found:
     """Return the best rows of this shard; to be called inside `shard_map`.
 
     Args:
       physical: the shard's array of R local rows.
       queries: `[B, D]`, in the stack's compute dtype.
+      exclude: int `[B, E]`, the physical rows that a query must not find, ascending; None: none.
       allowed: bool `[rows_per_shard]`, which of the table's rows may be found; None: all.
       stack: the stack.
       table: the table.
       kept: K.
+      score: what the rows are made ready for; the queries are.
     """
     blocks, dtype = plan_blocks(stack, table, len(queries)), stack.index_dtype
     here = _rows_here(stack, table)
+    if exclude is not None:  # by local row of the stack: those of other shards are outside of it
+        exclude -= axis_index(stack.shard_axes).astype(dtype) * stack.num_rows
     if allowed is not None:  # by local row of the stack, with room for the last block's last bundle
         after = stack.num_rows - table.offset - table.rows_per_shard + BUNDLE_ROWS
         allowed = jnp.pad(allowed, (table.offset, after))
@@ -121,7 +135,10 @@ def scan_shard(
         usable = (local >= jnp.maximum(first, table.offset)) & (local < table.offset + here)
         if allowed is not None:
             usable &= jax.lax.dynamic_slice_in_dim(allowed, start, len(local))
-        return merge_block(found, queries, rows, usable, start - table.offset)
+        scores = _product(queries, scored(rows, score), len(usable) // BUNDLE_ROWS)
+        if exclude is not None:
+            scores = _hide(scores, exclude, start, blocks.count)
+        return merge_block(found, scores, usable, start - table.offset)
 
     shape = len(queries), kept
     nothing = Found(jnp.full(shape, -jnp.inf, queries.dtype), jnp.full(shape, PADDING_ID, dtype))
@@ -139,20 +156,46 @@ def _rows_here(stack: Stack, table: TableSlice) -> Array:
     return (size - shard + stack.num_shards - 1) // stack.num_shards
 
 
-def merge_block(
-    found: Found, queries: Array, rows: Array, usable: Array, first_index: Array
-) -> Found:
+def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
+    """Return the scores of a block, -inf where a query must not find the row.
+
+    Args:
+      scores: `[B, G, n]`; the row G * c + g is in bundle c.
+      rows: int `[B, E]`, local rows of the stack, ascending; others than the block's are ignored.
+      first: int `[]`, the first local row of the block.
+      blocks: how many there are.
+    """
+    # A block's share of E at once; where a query has more of its rows here, the rest in rounds.
+    most = max(rows.shape[1] // blocks, LEAST_HIDDEN)
+    size, bundles = BUNDLE_ROWS * scores.shape[2], scores.shape[2]
+    # A query's rows 3 5 8 9 17 and a block of rows 8 to 15: the places 2 and 3, from 2 up to 4.
+    ends = jnp.stack([first, first + size])
+    begin, end = jax.vmap(jnp.searchsorted, (0, None), 1)(rows, ends)  # [B] each
+
+    def hide_some(flat_and_begin: tuple[Array, Array]) -> tuple[Array, Array]:
+        flat, begin = flat_and_begin
+        places = begin[:, None] + np.arange(most, dtype=begin.dtype)
+        local = jnp.take_along_axis(rows, places, axis=1, mode="clip") - first
+        within = local % BUNDLE_ROWS * bundles + local // BUNDLE_ROWS  # of `[G, n]`, flat
+        within = jnp.where(places < end[:, None], within, size)  # outside: nothing is written
+        hide = jax.vmap(lambda of_query, at: of_query.at[at].set(-jnp.inf, mode="drop"))
+        return hide(flat, within), begin + most
+
+    flat = scores.reshape(len(scores), size)  # [B, G, n] -> [B, G * n]
+    flat, _ = jax.lax.while_loop(lambda x: (x[1] < end).any(), hide_some, (flat, begin))
+    return flat.reshape(scores.shape)
+
+
+def merge_block(found: Found, scores: Array, usable: Array, first_index: Array) -> Found:
     """Return the best rows of those found before and those of one more block.
 
     Args:
       found: the best K rows of the blocks before, whose indices are all lower.
-      queries: `[B, D]`.
-      rows: `[m, D]`.
-      usable: bool `[n * G]`, n * G being m rounded up: which rows count.
+      scores: `[B, G, n]`, the block's product; the row G * c + g is in bundle c.
+      usable: bool `[n * G]`: which rows count.
       first_index: int `[]`, the index of the first row.
     """
-    bundles, kept = len(usable) // BUNDLE_ROWS, found.scores.shape[1]
-    scores = _product(queries, rows, bundles)
+    bundles, kept = scores.shape[2], found.scores.shape[1]
     usable = usable.reshape(bundles, BUNDLE_ROWS)
     maxima = _masked(scores, usable.T).max(axis=1)  # [B, n]
     above = (maxima > found.scores[:, -1:]).sum(axis=1, dtype=jnp.int32).max()

@@ -1,4 +1,4 @@
-"""Exact top-k by inner product over a sharded table, where it lies.
+"""Exact top-k by inner product or cosine over a sharded table, where it lies.
 
 Every shard finds the best of its own rows (`scan.py`), and the candidates of all shards are merged:
 S · k per query. No device ever holds the product of all queries and all rows, or rows of others.
@@ -33,6 +33,7 @@ from tpu_embed.retrieval.operands import (
     check_same,
 )
 from tpu_embed.retrieval.scan import Found, scan_shard
+from tpu_embed.retrieval.scores import Score, check_score, check_temperature, scored
 
 _not_differentiable = refuse_derivatives(
     "top_k",
@@ -77,13 +78,15 @@ def top_k(
     *,
     exclude: ArrayLike | None = None,
     allowed: ArrayLike | None = None,
+    score: Score = "dot",
+    temperature: float | ArrayLike = 1.0,
 ) -> TopK:
-    """Return the k rows of a table with the largest inner products with each query.
+    """Return the k rows of a table with the largest scores for each query.
 
-    scores[b, i] = ⟨queries[b], rows[ids[b, i]]⟩, in float32 for bfloat16 tables too. The result is
-    exact: no row is left out. Call it inside a jit or outside; memory beyond the table is in
-    proportion to B (k + E) and to one block of rows, not to V. Scores that are NaN or -inf do not
-    count.
+    scores[b, i] = score(queries[b], rows[ids[b, i]]) / temperature, in float32 for bfloat16 tables
+    too. The result is exact: no row is left out. Call it inside a jit or outside; memory beyond the
+    table is in proportion to B (k + E) and to one block of rows, not to V. Scores that are NaN or
+    -inf do not count.
 
     With several processes all of them call this with the same arguments, and each gets the whole
     answer. Outside a jit, what lies on the host is compared first, so a call waits for the others.
@@ -95,10 +98,13 @@ def top_k(
       queries: floats `[B, D]`.
       k: how many rows; where fewer can be had, the rest of the answer is -1 with score -inf.
       exclude: int `[B, E]`, ids that a query's answer must not have, such as those that a user has
-        seen; -1 is padding, and ids outside the table are ignored. It costs what k + E would.
+        seen; -1 is padding, and ids outside the table are ignored.
       allowed: bool `[V]`, which rows may be found; None: all of them. Of a living vocabulary only
         rows that have a key are found; inside a jit, that is for the caller to say: give what
         `keyed_rows` returned for this state.
+      score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one, which is 0
+        for a row of zeros.
+      temperature: by what scores are divided, one number above 0; it changes no order.
 
     Returns:
       Scores and row ids, `[B, k]` each. Of a living vocabulary, `keys_of` turns ids into keys.
@@ -106,7 +112,8 @@ def top_k(
     Raises:
       ValueError: an unknown table, or one at home on the host; queries, exclude or allowed of a
         wrong shape, or on other devices than the table; arguments that differ between processes;
-        k < 1; the state of another engine; a living vocabulary inside a jit without `allowed`.
+        k < 1; another score; a temperature that is not above 0; the state of another engine; a
+        living vocabulary inside a jit without `allowed`.
       TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
         is not bool; differentiation, or `jax.vmap` over queries.
 
@@ -123,20 +130,19 @@ def top_k(
     """
     check_engine("top_k: engine", engine)
     layout = engine.layout
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, queries, exclude, allowed)))
-    checked = partial(
-        _checked, layout, state, table, queries, k, exclude=exclude, allowed=allowed, traced=traced
-    )
+    given = {"queries": queries, "exclude": exclude, "allowed": allowed, "temperature": temperature}
+    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, given)))
+    checked = partial(_checked, layout, state, table, k, score, traced=traced, **given)
     if traced or layout.axes.one_process:
         stored, given = checked()
     else:
         stored, given = raise_on_all("top_k", Path("search"), checked)
     if not traced:
-        check_same(f"{table} {k}", layout.axes, given)
+        check_same(f"{table} {k} {score}", layout.axes, given)
         if layout.table(table)[1].vocabulary is not None:
             keyed, besides = keyed_rows(engine, state, table), given["allowed"]
             given["allowed"] = keyed if besides is None else keyed & besides
-    search = partial(_search, layout=layout, table=table, k=k)
+    search = partial(_search, layout=layout, table=table, k=k, score=score)
     found = call(search, stored, *given.values())
     # An update later in the same trace must wait until the rows have been read.
     for result in found if found.ids.size else ():
@@ -148,15 +154,18 @@ def _checked(
     layout: Layout,
     state: TableState,
     table: str,
-    queries: ArrayLike,
     k: int,
+    score: Score,
     *,
+    queries: ArrayLike,
     exclude: ArrayLike | None,
     allowed: ArrayLike | None,
+    temperature: float | ArrayLike,
     traced: bool,
 ) -> tuple[Array, dict[str, Array | None]]:
     """Return the table as it lies, and what is searched for; see `top_k` for what is refused."""
     check_int("top_k: k", k, minimum=1)
+    check_score("top_k", score)
     stack, part = layout.table(table)
     layout.refuse_on_host("top_k", [table])
     check_tables_not_donated(state)
@@ -167,6 +176,7 @@ def _checked(
         "queries": found,
         "exclude": None if exclude is None else check_exclude(exclude, len(found), stack, part),
         "allowed": None if allowed is None else check_allowed(allowed, part),
+        "temperature": check_temperature("top_k", temperature, found.dtype),
     }
     if not traced:
         check_devices(layout.axes, given)
@@ -181,24 +191,25 @@ def _refuse_unknown_keys(table: str) -> None:
     raise ValueError(message("top_k", expected=expected, got="none", remedy=remedy))
 
 
-@partial(jax.jit, static_argnames=("layout", "table", "k"))
+@partial(jax.jit, static_argnames=("layout", "table", "k", "score"))
 def _search(
     stored: Array,
     queries: Array,
     exclude: Array | None,
     allowed: Array | None,
+    temperature: Array,
     *,
     layout: Layout,
     table: str,
     k: int,
+    score: Score,
 ) -> TopK:
     """Search the shards, and merge what they found; `allowed` is bool `[V]`."""
     stored, queries = _not_differentiable((stored, queries))
-    queries = _not_mapped(queries)
-    (stack, part), axes = layout.table(table), layout.axes
+    queries = scored(_not_mapped(queries), score)
+    (stack, part), axes, size = layout.table(table), layout.axes, len(queries)
     # Devices that hold the same rows divide the queries among them.
     query_axes = tuple(axis for axis in axes.names if axis not in stack.shard_axes)
-    size = len(queries)
     pad = round_up(size, axes.size(query_axes)) - size
     queries = axes.reshard(jnp.pad(queries, ((0, pad), (0, 0))), query_axes)
     operands = {"stored": stored, "queries": queries}
@@ -212,7 +223,7 @@ def _search(
         specs["allowed"] = axes.spec(stack.shard_axes)
     with jax.named_scope(f"top_k {stack.label}"):
         scores, ids = jax.shard_map(
-            partial(_search_shard, stack=stack, table=part, k=k),
+            partial(_search_shard, stack=stack, table=part, k=k, score=score),
             mesh=axes.mesh,
             in_specs=(specs,),
             out_specs=axes.spec(query_axes),
@@ -220,7 +231,7 @@ def _search(
         )(operands)
     # Every device gets all answers, so that each of several processes can read them.
     whole = axes.sharding(())
-    answers = (axes.reshard(x, ())[:size] for x in (scores, ids))
+    answers = (axes.reshard(x, ())[:size] for x in (scores / temperature, ids))
     return TopK(*(jax.lax.with_sharding_constraint(x, whole) for x in answers))
 
 
@@ -233,24 +244,22 @@ def _by_shard(allowed: Array, stack: Stack, table: TableSlice) -> Array:
 
 
 def _search_shard(
-    operands: dict[str, Array], *, stack: Stack, table: TableSlice, k: int
+    operands: dict[str, Array], *, stack: Stack, table: TableSlice, k: int, score: Score
 ) -> tuple[Array, Array]:
     """Return the best k rows of all shards, `[B, k]` each; runs inside `shard_map`."""
-    exclude = operands.get("exclude")
-    kept = min(k + (0 if exclude is None else exclude.shape[1]), table.rows_per_shard)
     found = scan_shard(
         operands["stored"],
         operands["queries"],
+        operands.get("exclude"),
         operands.get("allowed"),
         stack=stack,
         table=table,
-        kept=kept,
+        kept=min(k, table.rows_per_shard),
+        score=score,
     )
     shard = axis_index(stack.shard_axes).astype(found.indices.dtype)
     ids = stack.logical_in(shard, found.indices, table.rows_per_shard)
     found = Found(found.scores, jnp.where(found.indices < 0, PADDING_ID, ids))
-    if exclude is not None:
-        found = _without(found, exclude, min(k, kept))
     # [B, k] -> [S, B, k] -> [B, S * k]: the candidates of all shards, then the best k of them.
     scores, ids = (
         jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(len(x), -1)
@@ -262,11 +271,3 @@ def _search_shard(
     missing = ((0, 0), (0, max(0, k - scores.shape[1])))
     scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
     return scores, jnp.pad(ids[:, :k], missing, constant_values=PADDING_ID)
-
-
-def _without(found: Found, exclude: Array, k: int) -> Found:
-    """Return the best k of what was found, without the ids that are excluded."""
-    hidden = (found.indices[:, :, None] == exclude[:, None, :]).any(axis=-1)
-    scores, at = jax.lax.top_k(jnp.where(hidden, -jnp.inf, found.scores), k)
-    ids = jnp.take_along_axis(found.indices, at, axis=1)
-    return Found(scores, jnp.where(scores > -jnp.inf, ids, PADDING_ID))

@@ -5,6 +5,11 @@ in the same table as an ordinary feature (`sampled_softmax`). Both take vectors,
 matter whether they are activations of an engine, of a layer, or what towers make of them. Under a
 jit with arrays that are split over devices, the negatives are those of the global batch.
 
+If each query has negatives of its own, their rows are still looked up once: `chosen` says which of
+them each query has. Then, as with the same negatives for all, the products of all queries and all
+negatives are what costs. They are computed for a part of the queries at a time, and again for the
+gradient, so that they are never there as a whole.
+
 Three things are corrected. Items that are sampled more often get a lower logit, by the log of the
 probability with which they are drawn (`log_q`, see `sampling.py`). An item that is drawn as a
 negative where it is the right one, an accidental hit, is left out. And padding is no item.
@@ -19,17 +24,20 @@ Reference:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_ids, check_same_ids, is_number, message
+from tpu_embed._checks import check_ids, check_same_ids, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
-
-_EXACT = jax.lax.Precision.HIGHEST
+from tpu_embed.retrieval.parts import EXACT, Items, Queries, losses_in_parts, losses_of
+from tpu_embed.retrieval.sampling import check_below
+from tpu_embed.retrieval.scores import Score, check_score, check_temperature, scored
 
 
 def in_batch_softmax(
@@ -38,11 +46,12 @@ def in_batch_softmax(
     *,
     log_q: ArrayLike | None = None,
     candidate_ids: ArrayLike | None = None,
+    score: Score = "dot",
     temperature: float | ArrayLike = 1.0,
 ) -> Array:
     """Return -log softmax of each example's own item among the items of the batch.
 
-    logit[i, j] = ⟨queries[i], candidates[j]⟩ / temperature - log_q[j], and
+    logit[i, j] = score(queries[i], candidates[j]) / temperature - log_q[j], and
     loss[i] = log Σⱼ exp(logit[i, j] - logit[i, i]).
 
     Args:
@@ -51,13 +60,14 @@ def in_batch_softmax(
       log_q: floats `[B]`, the log probability with which each candidate is drawn; None: all alike.
       candidate_ids: integers `[B]`. Given them, other places with the id of an example's own item
         are no negatives, and a place with -1 is padding: no negative, and its loss is 0.
-      temperature: by what the products are divided, one number above 0.
+      score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one.
+      temperature: by what scores are divided, one number above 0.
 
     Returns:
       `[B]`, float32 (float64 if the vectors are).
 
     Raises:
-      ValueError: shapes that do not fit; a temperature that is not above 0.
+      ValueError: shapes that do not fit; another score; a temperature that is not above 0.
       TypeError: vectors that are not floats, or ids that are not integers.
 
     Example:
@@ -73,12 +83,14 @@ def in_batch_softmax(
         raise ValueError(message(f"{what}: queries", expected="shape [B, D]", got=got))
     _check_like_queries(what, "candidates", candidates, queries)
     size, dtype = len(queries), queries.dtype
-    scale = _scale(what, temperature, dtype)
+    scale = check_temperature(what, temperature, dtype)
     ids = None if candidate_ids is None else _ids(what, "candidate_ids", candidate_ids, (size,))
     if ids is not None:
         queries, candidates = _without_padding(ids, queries), _without_padding(ids, candidates)
-    right = jnp.einsum("bd,bd->b", queries, candidates, precision=_EXACT) / scale
-    logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=_EXACT) / scale
+    score = check_score(what, score)
+    queries, candidates = scored(queries, score), scored(candidates, score)
+    right = jnp.einsum("bd,bd->b", queries, candidates, precision=EXACT) / scale
+    logits = jnp.matmul(queries, gather_explicit(candidates).T, precision=EXACT) / scale
     if log_q is not None:
         drawn = _numbers(what, "log_q", log_q, (size,), dtype)
         right, logits = right - drawn, logits - gather_explicit(drawn)[None, :]
@@ -98,35 +110,47 @@ def sampled_softmax(
     positives: ArrayLike,
     negatives: ArrayLike,
     *,
+    chosen: ArrayLike | None = None,
     positive_ids: ArrayLike | None = None,
     negative_ids: ArrayLike | None = None,
     positive_log_q: ArrayLike | None = None,
     negative_log_q: ArrayLike | None = None,
+    score: Score = "dot",
     temperature: float | ArrayLike = 1.0,
 ) -> Array:
-    """Return -log softmax of the right item of each example among itself and sampled ones.
+    """Return -log softmax of the right item of each query among itself and sampled ones.
 
-    logit = ⟨query, item⟩ / temperature - log_q of the item, and
+    logit = score(query, item) / temperature - log_q of the item, and
     loss = log(1 + Σₙ exp(logit[negative n] - logit[positive])).
 
+    With negatives `[K, D]`, about 2²² products of queries and negatives are there at a time, and
+    never fewer than those of 64 queries; time is in proportion to K for each query. Where a query
+    has few of many, N · D below K, `negatives[chosen]` as negatives `[…, N, D]` may be faster.
+
     Args:
-      queries: floats `[…, D]`: `[B, D]`, or `[B, L, D]` for the places of sequences.
-      positives: floats `[…, D]`, the right item of each query.
-      negatives: floats `[N, D]`, the same for all queries; or `[…, N, D]`, some for each.
+      queries: floats `[…, D]`: `[B, D]`; `[B, L, D]` for the places of sequences; `[S, C, D]` for
+        those of a `Jagged`, or under a `jax.vmap` over its replicas `[C, D]`.
+      positives: floats `[…, D]`, the right item of each query; or integers `[…]`, which of the
+        negatives `[K, D]` it is.
+      negatives: floats `[K, D]`, for all queries; or `[…, N, D]`, some for each.
+      chosen: integers `[…, N]`, which of the negatives `[K, D]` each query has, -1 for none; None:
+        all of them. What is chosen twice counts twice.
       positive_ids: integers `[…]`; -1 is padding, whose loss is 0.
-      negative_ids: integers `[N]` or `[…, N]`, as the negatives; a negative with the id of the
+      negative_ids: integers `[K]` or `[…, N]`, as the negatives; a negative with the id of the
         positive is left out, and so is -1, padding. Ids are given of both or of neither.
       positive_log_q: floats `[…]`, the log probability with which the sampler draws each positive.
-      negative_log_q: floats `[N]` or `[…, N]`, that of each negative. Both or neither.
-      temperature: by what the products are divided, one number above 0.
+      negative_log_q: floats `[K]` or `[…, N]`, that of each negative. Both or neither.
+      score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one.
+      temperature: by what scores are divided, one number above 0.
 
     Returns:
-      `[…]`, float32 (float64 if the vectors are).
+      `[…]`, float32 (float64 if the vectors are). An index that a jit is given, which cannot be
+      checked, makes the loss of its query NaN if it is K or more, or the positive's below 0.
 
     Raises:
-      ValueError: shapes that do not fit; ids, or log probabilities, of one side only;
-        a temperature that is not above 0.
-      TypeError: vectors that are not floats, or ids that are not integers.
+      ValueError: shapes that do not fit; an index of K or more; ids, or log probabilities, of one
+        side only; another score; a temperature that is not above 0.
+      TypeError: vectors that are not floats, ids or indices that are not integers.
 
     Example:
       >>> query, positive = jnp.array([[1.0, 0.0]]), jnp.array([[1.0, 1.0]])
@@ -134,57 +158,37 @@ def sampled_softmax(
       >>> ids = {"positive_ids": jnp.array([5]), "negative_ids": jnp.array([9, 5])}
       >>> print(np.asarray(sampled_softmax(query, positive, negatives, **ids)).round(3))
       [0.313]
+      >>> drawn = jnp.array([[0, 0, 1]])  # the first one twice
+      >>> print(np.asarray(sampled_softmax(query, [1], negatives, chosen=drawn, **ids)).round(3))
+      [0.551]
     """
     what = "sampled_softmax"
-    queries, positives, negatives = _vectors(
-        what, queries=queries, positives=positives, negatives=negatives
-    )
-    shape, dtype = queries.shape[:-1], queries.dtype
-    _check_sampled(queries, positives, negatives)
-    _check_pair(what, "ids", positive_ids, negative_ids)
-    _check_pair(what, "log_q", positive_log_q, negative_log_q)
-    drawn = negatives.shape[:-1]  # [N] or […, N]
-    shared = negatives.ndim == 2
-    own = others = None
-    if positive_ids is not None:
-        own = _ids(what, "positive_ids", positive_ids, shape)
-        others = _ids(what, "negative_ids", negative_ids, drawn)
-        queries, positives = _without_padding(own, queries), _without_padding(own, positives)
-        negatives = _without_padding(others, negatives)
+    right = positives if isinstance(positives, jax.Array) else np.asarray(positives)
+    by_index = jnp.issubdtype(right.dtype, jnp.integer)
+    besides = {} if by_index else {"positives": right}
+    of_query, drawn, *of_right = _vectors(what, queries=queries, negatives=negatives, **besides)
+    _check_sampled(of_query, of_right, drawn, shared=by_index or chosen is not None)
+    lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
+    own, others = _pair("ids", positive_ids, negative_ids, (lead, inner), _ids)
+    numbers = functools.partial(_numbers, dtype=drawn.dtype)
+    own_log_q, log_q = _pair("log_q", positive_log_q, negative_log_q, (lead, inner), numbers)
+    score, scale = check_score(what, score), check_temperature(what, temperature, drawn.dtype)
+    if by_index:
+        of_right = [_indices("positives", right, lead, len(drawn))[..., None]]
+    which = None
+    if chosen is not None:
+        which = _indices("chosen", chosen, (*lead, *np.shape(chosen)[-1:]), len(drawn))
+    if own is not None and others is not None:
         own, others = check_same_ids(f"{what}: positive_ids and negative_ids", own, others)
-    kind, negatives = ("nd", gather_explicit(negatives)) if shared else ("...nd", negatives)
-    right = jnp.einsum("...d,...d->...", queries, positives, precision=_EXACT)
-    wrong = jnp.einsum(f"...d,{kind}->...n", queries, negatives, precision=_EXACT)
-    scale = _scale(what, temperature, dtype)
-    right, wrong = right / scale, wrong / scale
-    if positive_log_q is not None:
-        right -= _numbers(what, "positive_log_q", positive_log_q, shape, dtype)
-        of_drawn = _numbers(what, "negative_log_q", negative_log_q, drawn, dtype)
-        wrong -= gather_explicit(of_drawn) if shared else of_drawn
-    others = gather_explicit(others) if shared and others is not None else others
-    return _sampled_losses(wrong - right[..., None], own, others)
-
-
-def _sampled_losses(differences: Array, own: Array | None, others: Array | None) -> Array:
-    """Return the losses `[…]`.
-
-    Args:
-      differences: the logits of the negatives less those of the positives, `[…, N]`.
-      own: the ids of the positives, `[…]`; None: no negative is left out.
-      others: the ids of the negatives, `[N]` or `[…, N]`; None without `own`.
-    """
-    if own is None or others is None:
-        return _log_sum(differences)
-    left_out = (others == own[..., None]) | (others < 0)
-    return jnp.where(own < 0, 0, _log_sum(jnp.where(left_out, -jnp.inf, differences)))
-
-
-def _log_sum(differences: Array) -> Array:
-    """Return log(1 + Σ exp(differences)) over the last axis; the 1 is that of the right item."""
-    # The right one's difference to itself is 0. A loss near 0 keeps its digits, which
-    # log Σ exp(logits) - logit would lose where logits are large.
-    own = jnp.zeros_like(differences.sum(axis=-1, keepdims=True))  # also without differences
-    return jax.nn.logsumexp(jnp.concatenate([own, differences], axis=-1), axis=-1)
+        without = functools.partial(_without_padding, own)
+        of_query, of_right, which = jax.tree.map(without, (of_query, of_right, which))
+        drawn = _without_padding(others, drawn)
+    rows = of_right[0] if by_index else scored(of_right[0], score)
+    of_queries = Queries(scored(of_query, score), rows, own, own_log_q, which)
+    items = Items(scored(drawn, score), others, log_q)
+    if drawn.ndim > 2:
+        return losses_of(items, scale, of_queries)
+    return losses_in_parts(jax.tree.map(gather_explicit, items), scale, of_queries)
 
 
 def _vectors(what: str, **given: Any) -> list[Array]:
@@ -212,48 +216,50 @@ def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> N
         raise ValueError(message(f"{what}: {name}", expected=wanted, got=got))
 
 
-def _check_sampled(queries: Array, positives: Array, negatives: Array) -> None:
+def _check_sampled(
+    queries: Array, positives: list[Array], negatives: Array, *, shared: bool
+) -> None:
+    """Check shapes; `positives` are one array of vectors or none, `shared` negatives `[K, D]`."""
     what = "sampled_softmax"
     if queries.ndim < 2:
         got = f"{list(queries.shape)}"
         raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
-    _check_like_queries(what, "positives", positives, queries)
+    for array in positives:
+        _check_like_queries(what, "positives", array, queries)
     *lead, dim = queries.shape
-    fits = negatives.ndim == 2 or negatives.shape[:-2] == tuple(lead)
+    fits = negatives.ndim == 2 or (negatives.shape[:-2] == tuple(lead) and not shared)
     if negatives.ndim < 2 or negatives.shape[-1] != dim or not fits:
-        expected = f"shape [N, {dim}] or {[*lead, 'N', dim]}".replace("'", "")
+        each = "" if shared else f" or {[*lead, 'N', dim]}".replace("'", "")
         got = f"{list(negatives.shape)}"
-        raise ValueError(message(f"{what}: negatives", expected=expected, got=got))
+        raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
 
 
-def _check_pair(what: str, kind: str, positive: Any, negative: Any) -> None:
+def _pair(
+    kind: str, positive: Any, negative: Any, shapes: tuple[Any, Any], convert: Callable[..., Array]
+) -> tuple[Array | None, Array | None]:
+    """Return ids, or log probabilities, of both sides as arrays; None if neither is given.
+
+    Raises:
+      ValueError: one side is given; besides, what `convert` raises.
+    """
+    what = "sampled_softmax"
     if (positive is None) != (negative is None):
         got = f"only {'negative' if positive is None else 'positive'}_{kind}"
         expected = f"positive_{kind} and negative_{kind}, or neither"
         raise ValueError(message(what, expected=expected, got=got))
+    if positive is None:
+        return None, None
+    sides = zip(("positive", "negative"), (positive, negative), shapes, strict=True)
+    own, others = (convert(what, f"{side}_{kind}", given, shape) for side, given, shape in sides)
+    return own, others
 
 
-def _without_padding(ids: Array, vectors: Array) -> Array:
-    """Return vectors `[…, D]` with zeros where the ids `[…]` are padding.
+def _without_padding(ids: Array, array: Array) -> Array:
+    """Return vectors or indices `[…, n]` with zeros where the ids `[…]` are padding.
 
     A tower may make NaN of padding. Times a gradient of 0, that would be NaN for every example.
     """
-    return jnp.where(ids[..., None] < 0, 0, vectors)
-
-
-def _scale(what: str, temperature: Any, dtype: Any) -> Array:
-    """Return the temperature as a number.
-
-    Raises:
-      ValueError: it is no number, or known and not above 0.
-    """
-    known = is_number(temperature)
-    if (known and not temperature > 0) or (not known and jnp.shape(temperature) != ()):
-        got = f"{temperature}" if known else f"shape {list(jnp.shape(temperature))}"
-        remedy = "of one temperature per query, divide the queries by it instead"
-        expected = "one number above 0"
-        raise ValueError(message(f"{what}: temperature", expected=expected, got=got, remedy=remedy))
-    return jnp.asarray(temperature, dtype)
+    return jnp.where(ids[..., None] < 0, 0, array)
 
 
 def _numbers(what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -275,4 +281,16 @@ def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
     if array.shape != shape:
         expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
         raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+    return array
+
+
+def _indices(name: str, given: Any, shape: tuple[int, ...], items: int) -> Array:
+    """Return indices of K items.
+
+    Raises:
+      TypeError, ValueError: as for ids; one that is known is K or more.
+    """
+    array = _ids("sampled_softmax", name, given, shape)
+    expected = "indices below the number of negatives, K"
+    check_below(f"sampled_softmax: {name}", given, items, expected=expected)
     return array

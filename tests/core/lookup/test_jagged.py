@@ -13,6 +13,7 @@ from jagged_cases import FULL, LONGEST, SOME, B, C, D, N, S, make, rows_of
 from jax.experimental import checkify
 
 from tpu_embed import Jagged
+from tpu_embed.kernels import dispatch
 
 CUT = 3
 LENGTHS = st.lists(st.integers(0, LONGEST), min_size=B, max_size=B)
@@ -137,10 +138,68 @@ def test_forward_derivatives_are_the_results_of_the_direction():
         np.testing.assert_array_equal(tangent, expected[name], err_msg=name)
 
 
+def beside(of_examples, lengths, capacity=C):
+    """Return the number of each value's example, `[S, capacity, …]`; zeros where there is none."""
+    found = np.zeros((S, capacity, *of_examples.shape[1:]), of_examples.dtype)
+    for s in range(S):
+        part = slice(s * N, (s + 1) * N)
+        own = np.repeat(of_examples[part], lengths[part], axis=0)
+        found[s, : len(own)] = own
+    return found
+
+
+def spread_and_pull(jagged, of_examples, slopes):
+    found, pull = jax.vjp(jagged.spread, of_examples)
+    return found, pull(slopes)[0]
+
+
+SPREAD = jax.jit(spread_and_pull)
+
+
+@given(LENGTHS)
+@settings(max_examples=20)
+def test_numbers_of_examples_come_beside_their_values(lengths):
+    rng = np.random.default_rng(4)
+    given, slopes = ((rng.integers(-9, 9, n) / 4).astype("f") for n in ((B, D), (S, C, D)))
+    found, gradient = SPREAD(make(lengths), given, slopes)
+    np.testing.assert_array_equal(found, beside(given, lengths))
+    sums = [row.sum(0) for row in rows_of(make(lengths).with_values(slopes))]
+    np.testing.assert_array_equal(gradient, sums)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_numbers_of_few_bits_come_beside_their_values(dtype):
+    """The gradient is rounded once: 512 + 1 is 512 in bfloat16."""
+    given = np.arange(B).astype(dtype)
+    found = make(SOME).spread(given)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(found, beside(given, SOME))
+    if dtype == jnp.bfloat16:
+        one, slopes = Jagged(jnp.zeros((1, 6)), jnp.array([[0, 5]])), [[512, 1, 1, 1, 1, 9]]
+        pull = jax.vjp(one.spread, jnp.ones(1, dtype))[1]
+        assert pull(jnp.array(slopes, dtype))[0].tolist() == [516]
+
+
+def test_what_a_gpu_spreads_is_the_same(monkeypatch):
+    """By a scan, whose gradient adds in the same order in every run."""
+    operands = make(SOME), np.arange(B * D, dtype="f").reshape(B, D), np.ones((S, C, D), "f")
+    wanted, taken = SPREAD(*operands), []
+
+    def choose(*given, gpu, otherwise):
+        taken.append(gpu)
+        return gpu(*given)
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    found = jax.jit(lambda *given: spread_and_pull(*given))(*operands)
+    assert taken
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 def test_a_replica_under_vmap_gives_its_part():
     def of_all(jagged, other):
         joined, (values, mask) = jagged.concatenate([other]), jagged.to_padded(CUT)
         each = joined.values, joined.positions, joined.segment_ids, joined.valid, joined.lengths
+        each = *each, jagged.spread(other.sums())
         return *each, jagged.sums(), jagged.means(), values, mask
 
     jagged, other = make(SOME), make(FULL, seed=1)
@@ -190,6 +249,9 @@ def test_no_room_and_no_length(lengths):
     nothing = Jagged(np.zeros((S, 0, D), np.float32), np.zeros((S, N + 1), np.int32))
     assert nothing.to_padded(2)[0].tolist() == np.zeros((B, 2, D)).tolist()
     assert nothing.sums().tolist() == np.zeros((B, D)).tolist()
+    assert nothing.spread(np.ones((B, D))).shape == (S, 0, D)
+    no_one = Jagged(np.zeros((1, 2, D), np.float32), np.zeros((1, 1), np.int32))
+    assert no_one.spread(np.zeros(0)).tolist() == [[0, 0]]
     assert nothing.positions.shape == (S, 0)
     jagged = make(lengths)
     assert jagged.to_padded(0)[0].shape == (B, 0, D)
@@ -265,6 +327,10 @@ FAULTS = {
     "another dim": (
         lambda: make(SOME).concatenate([make(SOME, shape=(3,))]),
         r"others\[0\]: expected float32 values of shape \(2,\), got float32 values of shape \(3,\)",
+    ),
+    "numbers of other examples": (
+        lambda: make(SOME).spread(np.zeros((S, N))),
+        r"spread: of_examples: expected shape \[6, …\], got \[2, 3\]; one value per example",
     ),
     "a negative length": (lambda: make(SOME).to_padded(-1), r"length: expected an integer >= 0"),
     "no rows": (

@@ -291,6 +291,36 @@ class Jagged:
         counts = lengths.reshape(*lengths.shape, *[1] * (sums.ndim - lengths.ndim))
         return self._join_replicas(sums / counts.astype(sums.dtype)).astype(dtype)
 
+    def spread(self, of_examples: ArrayLike) -> Array:
+        """Return for each value what is known of its example, `[S, C, …]`; zeros beyond the last.
+
+        So a number of a user comes to stand beside each of the user's events. The gradient of what
+        is known of an example is the sum over its values.
+
+        Args:
+          of_examples: `[B, …]` of any dtype. Inside a `jax.vmap`, B is the number of the replica's
+            examples.
+
+        Raises:
+          ValueError: there is not one value per example.
+
+        Example:
+          >>> history = Jagged(jnp.array([[5, 6, 7, 0]]), jnp.array([[0, 2, 2, 3]]))
+          >>> history.spread([10, 20, 30]).tolist()
+          [[10, 10, 30, 0]]
+        """
+        array, splits = as_array(of_examples), self.row_splits.shape
+        by_replica = *splits[:-1], splits[-1] - 1  # [S, B / S]
+        if array.shape[:1] != (math.prod(by_replica),):
+            expected, got = f"shape [{math.prod(by_replica)}, …]", f"{list(array.shape)}"
+            remedy = "one value per example; inside jax.vmap, those of the replica's examples"
+            what = "Jagged.spread: of_examples"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        parts = array.reshape(*by_replica, *array.shape[1:])  # every part stays on its device
+        return self._by_replica(
+            lambda splits, part: segments.spread(splits, part, self._capacity), parts
+        )
+
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
         """Return the two leaves with their names; for JAX."""
         key = jax.tree_util.GetAttrKey

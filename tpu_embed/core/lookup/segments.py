@@ -111,8 +111,7 @@ def join(row_splits: Sequence[Array], values: Sequence[Array]) -> tuple[Array, A
 
 def sum_segments(row_splits: Array, values: Array) -> Array:
     """Return the sum of each segment, `[n, …]`; floats are summed in float32 at least."""
-    if jnp.issubdtype(values.dtype, jnp.floating) and jnp.finfo(values.dtype).bits < 32:
-        values = values.astype(jnp.float32)
+    values = _widen(values)
     ids, segments = segment_ids(row_splits, values.shape[0]), row_splits.shape[0] - 1
     # Not `dispatch.segment_sum`: a jit cannot split its compiled kernel over the devices.
     otherwise = functools.partial(reference.segment_sum, num_segments=segments)
@@ -121,6 +120,42 @@ def sum_segments(row_splits: Array, values: Array) -> Array:
         return otherwise(values, ids)
     scan = functools.partial(reference.segment_sum_scan, num_segments=segments)
     return dispatch.choose(values, ids, otherwise=otherwise, gpu=scan)
+
+
+def spread(row_splits: Array, of_segments: Array, capacity: int) -> Array:
+    """Return the value of each place's segment, `[C, …]`; zeros for free places.
+
+    Its gradient is the sum over the places of each segment, as `sum_segments` takes it.
+
+    Args:
+      row_splits: int32 `[n + 1]`.
+      of_segments: `[n, …]`, of any dtype.
+      capacity: C.
+    """
+    if not of_segments.shape[0]:  # JAX refuses to index an axis of length 0
+        return jnp.zeros((capacity, *of_segments.shape[1:]), of_segments.dtype)
+    ids, wide = segment_ids(row_splits, capacity), _widen(of_segments)
+
+    def take(values: Array, ids: Array) -> Array:
+        return values.at[ids].get(mode="fill", fill_value=0, indices_are_sorted=True)
+
+    def transpose_sum(values: Array, ids: Array) -> Array:
+        add = functools.partial(reference.segment_sum_scan, segments=ids, num_segments=len(values))
+        like = jax.ShapeDtypeStruct((capacity, *values.shape[1:]), values.dtype)
+        return jax.linear_transpose(add, like)(values)[0]
+
+    if isinstance(capacity, int) and jnp.issubdtype(wide.dtype, jnp.floating):
+        found = dispatch.choose(wide, ids, otherwise=take, gpu=transpose_sum)
+    else:
+        found = take(wide, ids)
+    return found.astype(of_segments.dtype)
+
+
+def _widen(values: Array) -> Array:
+    """Return floats of fewer than 32 bits as float32, and anything else as it is."""
+    if jnp.issubdtype(values.dtype, jnp.floating) and jnp.finfo(values.dtype).bits < 32:
+        return values.astype(jnp.float32)
+    return values
 
 
 def _take(values: Array, places: Array, wanted: Array) -> Array:

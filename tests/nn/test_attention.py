@@ -1,10 +1,13 @@
-"""Attention of the HSTU example against loops in float64, forward and backward."""
+"""Attention over jagged sequences against loops in float64, forward and backward."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hstu_cases import attention_by_loops, load_hstu
+from hstu_cases import attention_by_loops, log2_bucket
+
+from tpu_embed.nn import jagged_attention
+from tpu_embed.nn.attention import time_bucket
 
 HEADS, D, P, T, LONGEST = 2, 3, 9, 6, 10
 CASES = {  # lengths, how many of them are candidates, N, W
@@ -15,6 +18,10 @@ CASES = {  # lengths, how many of them are candidates, N, W
     "candidates": ([9, 0, 3, 8], [4, 0, 3, 1], 22, 4),
     "candidates of several blocks": ([14, 12], [11, 12], 26, 4),
     "nothing at all": ([0, 0], [0] * 2, 6, 4),
+}
+BUCKETS = {  # of times: of JAX's integers, and of Python's
+    "log₂": (time_bucket, log2_bucket),
+    "sevens": (lambda x: jnp.maximum(x, 0) // 7, lambda x: max(x, 0) // 7),
 }
 
 
@@ -32,8 +39,8 @@ def case_of(lengths, candidates, events, seed=0):
     return inputs, given, times, asked, splits, flags
 
 
-def attend(attention, inputs, block, times, asked, splits, flags):
-    return attention.jagged_attention(
+def attend(inputs, block, bucket, times, asked, splits, flags):
+    return jagged_attention(
         *(inputs[name] for name in "qkv"),
         splits,
         longest=LONGEST,
@@ -42,25 +49,29 @@ def attend(attention, inputs, block, times, asked, splits, flags):
         times=times,
         query_times=asked,
         candidate=flags,
+        time_bucket=bucket,
         block=block,
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "buckets"), [*((name, "log₂") for name in CASES), ("several blocks", "sevens")]
+)
 @pytest.mark.quick(4)
-def test_attention_is_that_of_loops(monkeypatch, name):
-    attention = load_hstu("attention", monkeypatch)
+def test_attention_is_that_of_loops(name, buckets):
+    bucket, bucket_of = BUCKETS[buckets]
     lengths, candidates, events, block = CASES[name]
     inputs, given, times, asked, splits, flags = case_of(lengths, candidates, events)
 
     @jax.jit
     def both(inputs, given, *about):
-        out, pull = jax.vjp(lambda x: attend(attention, x, block, *about), inputs)
+        out, pull = jax.vjp(lambda x: attend(x, block, bucket, *about), inputs)
         return out, pull(given)[0]
 
     out, gradients = both(inputs, given, times, asked, splits, flags)
     wide = {key: x.astype(np.float64) for key, x in inputs.items()}
-    expected, wanted = attention_by_loops(wide, given, lengths, candidates, asked, times, LONGEST)
+    about = lengths, candidates, asked, times, LONGEST, bucket_of
+    expected, wanted = attention_by_loops(wide, given, *about)
     # Sums of at most 14 · 29 products of 3 in float32.
     np.testing.assert_allclose(out, expected, atol=3e-6)
     assert not np.any(np.asarray(out)[splits[-1] :])
@@ -68,10 +79,9 @@ def test_attention_is_that_of_loops(monkeypatch, name):
         np.testing.assert_allclose(gradient, wanted[key], atol=1e-5, err_msg=key)
 
 
-def test_times_are_asked_for(monkeypatch):
-    attention = load_hstu("attention", monkeypatch)
+def test_times_are_asked_for():
     events = jnp.zeros((4, HEADS, D))
     with pytest.raises(ValueError, match=r"times: expected int32 \[N\] with a time_bias, got None"):
-        attention.jagged_attention(
+        jagged_attention(
             events, events, events, np.array([0, 4]), longest=4, time_bias=jnp.zeros((HEADS, T))
         )
