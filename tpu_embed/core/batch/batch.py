@@ -47,6 +47,7 @@ class Batch:
       visit_rows: the size of its small tables (`Layout.visiting`); 0 without visits.
       admitted: whether lookups and updates may use it, which they check while they are traced.
         False of a training batch with keys until `admit` returns it.
+      left_out: paths of the features that it does not have, because `place` was not given them.
     """
 
     packed: Array
@@ -57,6 +58,7 @@ class Batch:
     admitted: bool = dataclasses.field(default=True, metadata={"static": True})
     visits: tuple[Any, dict[str, Visits]] | None = None
     visit_rows: int = dataclasses.field(default=0, metadata={"static": True})
+    left_out: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
 
     def __post_init__(self) -> None:
         """Forget what only the host knows in a batch that is traced.

@@ -146,8 +146,8 @@ class EmbeddingEngine(LogicalRows):
             calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: a shape of earlier batches if it fits one of them.
-          training: False for a batch that is only looked up; it carries less, and living
-            vocabularies learn nothing from it.
+          training: False for a batch that is only looked up: it carries less, living vocabularies
+            learn nothing from it, and mappings may leave out features, which `lookup` then does.
 
         Raises:
           ValueError: bad ids, weights, structure or batch size, or a spec that the batch does not
@@ -269,7 +269,8 @@ class EmbeddingEngine(LogicalRows):
         activations = nan_if(refused, found)
         # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, split_activations(activations)[0], self.layout)
-        return self.structure.unflatten(activations)
+        left_out = source.left_out if isinstance(source, Batch) else ()
+        return self.structure.unflatten(activations, without=left_out)
 
     def update(
         self,

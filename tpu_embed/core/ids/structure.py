@@ -23,6 +23,9 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
+_LEFT_OUT = object()
+"""Stands for a leaf that is left out of its mapping."""
+
 _LEAVES = (FeatureConfig, TableConfig, SparseIds, RaggedIds, np.ndarray, jax.Array)
 
 
@@ -124,9 +127,15 @@ class Structure:
         tables, names = zip(*(pair for pair in named if id(pair[0]) in used), strict=True)
         return Structure(self.nest, tuple(paths), features, tables, names)
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Return `leaves` [F] in the configuration's nesting."""
-        remaining = iter(leaves)
+    def unflatten(self, leaves: Sequence[Any], without: Sequence[str] = ()) -> Any:
+        """Return `leaves` [F] in the configuration's nesting, but for some that mappings hold.
+
+        Args:
+          leaves: one per feature.
+          without: paths of the features that are left out.
+        """
+        pairs = zip(self.paths, leaves, strict=True)
+        remaining = (_LEFT_OUT if path in without else leaf for path, leaf in pairs)
         return _unflatten(self.nest, remaining)
 
 
@@ -189,16 +198,20 @@ def children(nest: Any) -> list[tuple[Any, Any]] | None:
 
 
 def rebuild(nest: Any, values: Mapping[Any, Any]) -> Any:
-    """Return a container like `nest` that holds `values`, keyed as by `children`."""
+    """Return a container like `nest` that holds `values`, keyed as by `children`.
+
+    A mapping need not have all keys.
+    """
     # Mappings keep the key order of `nest`; `children` lists them in sorted order.
     if isinstance(nest, collections.defaultdict):
-        return collections.defaultdict(nest.default_factory, {key: values[key] for key in nest})
+        kept = {key: values[key] for key in nest if key in values}
+        return collections.defaultdict(nest.default_factory, kept)
     make: Callable[..., Any] = type(nest)
     if isinstance(nest, Mapping):
         # A mapping type that JAX does not know as a pytree could not leave a jit: use a dict.
         if jax.tree_util.all_leaves([nest]):
             make = dict
-        return make({key: values[key] for key in nest})
+        return make({key: values[key] for key in nest if key in values})
     if _field_names(nest) is not None:
         return make(**values)
     return make(values[i] for i in range(len(nest)))
@@ -282,7 +295,8 @@ def _unflatten(nest: Any, leaves: Any) -> Any:
     inner = children(nest)
     if inner is None:
         return next(leaves)
-    return rebuild(nest, {key: _unflatten(child, leaves) for key, child in inner})
+    values = {key: _unflatten(child, leaves) for key, child in inner}
+    return rebuild(nest, {key: value for key, value in values.items() if value is not _LEFT_OUT})
 
 
 def _kind(nest: Any) -> str | type:

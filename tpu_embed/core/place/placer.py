@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import PyTree
+from tpu_embed._types import PADDING_ID, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, Routed
 from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
 from tpu_embed.core.layout import Layout
@@ -92,7 +92,9 @@ class Placer:
         Raises:
           ValueError, TypeError: this process, or another one, refuses its part.
         """
-        requested, hosts = self._read(features, weights, requested, "update")
+        requested = _routed(requested, "update")
+        with self.agreement.refusals():
+            hosts = self.host_ids(features, weights)
         if self._keyed is None:
             return self._router.route(hosts, requested, "update")
         with self._keyed.learn(hosts) as keyed:
@@ -104,7 +106,7 @@ class Placer:
         """Return a batch that is only looked up; no map changes.
 
         Args:
-          features: the ids.
+          features: the ids, of which mappings may leave out some.
           weights: their weights, or None.
           requested: see `Router.route`.
           step: of living vocabularies: the step whose rows the batch gets.
@@ -112,7 +114,36 @@ class Placer:
         Raises:
           ValueError, TypeError: as for `place`.
         """
-        requested, hosts = self._read(features, weights, requested, "lookup")
+        requested = _routed(requested, "lookup")
+        with self.agreement.refusals():
+            features, weights, left_out = self._filled(features, weights)
+            hosts = self.host_ids(features, weights)
+        batch = self._route_lookup(hosts, requested, step)
+        return dataclasses.replace(batch, left_out=left_out)
+
+    def _filled(
+        self, features: PyTree, weights: PyTree | None
+    ) -> tuple[PyTree, PyTree | None, tuple[str, ...]]:
+        """Return features and weights with empty examples of those that are left out; their paths.
+
+        Raises:
+          ValueError, TypeError: as `Structure.match`.
+        """
+        declared, part = self._declared, self._declared.part(features)
+        if part is declared:
+            return features, weights, ()
+        given = zip(*part.match_weighted(features, weights), strict=True)
+        found = dict(zip(part.paths, given, strict=True))
+        left_out = tuple(path for path in declared.paths if path not in found)
+        for path, config in zip(declared.paths, self._configs, strict=True):
+            if path in left_out:  # one example per replica, or as many as are declared
+                bags = config.output_shape or (self._replicas.size,)
+                found[path] = np.full((*bags, 1), PADDING_ID), None
+        ids, scales = zip(*(found[path] for path in declared.paths), strict=True)
+        return declared.unflatten(ids), declared.unflatten(scales), left_out
+
+    def _route_lookup(self, hosts: list[HostIds], requested: BatchSpec | None, step: int) -> Batch:
+        """Return a batch of validated ids that is only looked up; see `place_lookup`."""
         if self._keyed is None:
             return self._router.route(hosts, requested, "lookup")
         keyed, router = self._keyed.find(hosts, step), self._router
@@ -126,17 +157,15 @@ class Placer:
         visits = keyed.visit.make() if ready else None
         return dataclasses.replace(placed, visits=visits, visit_rows=rows)
 
-    def _read(
-        self, features: PyTree, weights: PyTree | None, requested: BatchSpec | None, routed: Routed
-    ) -> tuple[BatchSpec | None, list[HostIds]]:
-        """Return the requested spec of a batch that is routed, and its validated ids."""
-        if requested is not None:
-            if not isinstance(requested, BatchSpec):
-                got, remedy = type(requested).__name__, "batch.spec of a placed batch is one"
-                raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
-            requested = dataclasses.replace(requested, routed=routed)
-        with self.agreement.refusals():
-            return requested, self.host_ids(features, weights)
+
+def _routed(requested: BatchSpec | None, routed: Routed) -> BatchSpec | None:
+    """Return the requested spec of a batch that is routed."""
+    if requested is None:
+        return None
+    if not isinstance(requested, BatchSpec):
+        got, remedy = type(requested).__name__, "batch.spec of a placed batch is one"
+        raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
+    return dataclasses.replace(requested, routed=routed)
 
 
 def _stamp_placed(batch: Batch, keyed: Keyed) -> Batch:
