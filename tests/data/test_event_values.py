@@ -8,7 +8,7 @@ import pytest
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
-from tpu_embed.data import place_values
+from tpu_embed.data import EventValues, Prefetcher, place_values
 from tpu_embed.optimizers import SGD
 
 V = 50
@@ -69,7 +69,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"row_splits: expected \[9\], for the 8 examples of this process, got shape \(3,\)": {
         "row_splits": [0, 1, 2]
     },
-    "row_splits: expected numbers that rise from 0 to 3": {"values": np.zeros(3)},
+    r"values: expected \[2, …\], one per event, got shape \(3,\)": {"values": np.zeros(3)},
+    r"values: expected \[2, …\], one per event, got shape \(\)": {"values": 1.0},
+    r"row_splits: expected numbers that rise from 0, got \[0 2 1": {
+        "row_splits": [0, 2, 1, 2, 2, 2, 2, 2, 2]
+    },
     "row_splits: expected at most . events on a device, got 99": {
         "values": np.zeros(99),
         "row_splits": [0] * 8 + [99],
@@ -94,3 +98,56 @@ def test_what_does_not_fit_is_refused(words):
     other, _ = engine_of(8)
     with pytest.raises(ValueError, match="expected a Batch of this engine's place"):
         place_values(other, batch, "history", np.zeros(2), ids.row_splits)
+
+
+# -- in the items of a source --------------------------------------------------------------------
+
+
+def source_of(ids, values, splits=None):
+    known = {"of": [EventValues("history", values, splits), "Monday"], "price": 0.5}
+    return {"history": ids, "user": np.zeros(16, np.int64)}, known
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_values_of_an_item_are_placed_with_its_features(devices):
+    """With the item's own row splits, weights, and in batches that are only looked up."""
+    engine, state = engine_of(devices, 3, "last")
+    history = draw(np.random.default_rng(1))
+    values = np.asarray(history.values)[:, None] * np.float32([1, -1])
+    features, known = source_of(history, values)
+    sources = [
+        ((features, known), {}),
+        ((features, None, *source_of(history, values, history.row_splits)[1:]), {"weighted": True}),
+        (({"history": history}, known), {"training": False}),
+    ]
+    for item, options in sources:
+        ((batch, found),) = Prefetcher(engine, [item], **options)
+        rows, (placed, day) = engine.lookup(state, batch)["history"], found["of"]
+        np.testing.assert_array_equal(placed.values, rows.values)
+        np.testing.assert_array_equal(placed.row_splits, rows.row_splits)
+        assert (day, found["price"]) == ("Monday", 0.5)
+    assert isinstance(known["of"][0], EventValues)  # the source keeps its item
+
+
+def test_values_of_an_item_that_do_not_fit_are_refused_with_the_number_of_the_batch():
+    engine, _ = engine_of(1)
+    history = draw(np.random.default_rng(3))
+    dense = np.full((16, 2), 1)
+    wrong = {
+        "feature: expected a jagged feature among": (history, "user", None),
+        "values: expected .*, one per event, got shape .99,": (history, "history", np.zeros(99)),
+        "EventValues: feature 'history': expected RaggedIds, which have some, got ndarray; give": (
+            dense,
+            "history",
+            None,
+        ),
+    }
+    for words, (ids, feature, values) in wrong.items():
+        values = np.zeros(len(history.values)) if values is None else values
+        features = {"history": ids, "user": np.zeros(16, np.int64)}
+        source = [({**features, "history": history},), (features, EventValues(feature, values))]
+        with Prefetcher(engine, source) as batches:
+            next(batches)
+            with pytest.raises(ValueError, match=words) as refused:
+                next(batches)
+        assert refused.value.__notes__ == ["This was batch 2 of the source."]

@@ -13,7 +13,7 @@ NAMES = {
         "sparse_value_and_grad split_activations training"
     ),
     "tpu_embed.check": "PARTS PartReport run_parts",
-    "tpu_embed.data": "Place Prefetcher balance_replicas place_values reorder_batch",
+    "tpu_embed.data": ("EventValues Place Prefetcher balance_replicas place_values reorder_batch"),
     "tpu_embed.io": (
         "CheckpointManager FollowingModel ModuleCheckpointManager QuantizedTable Restored "
         "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "

@@ -9,13 +9,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tpu_embed.data.balance import balance_replicas, reorder_batch
-from tpu_embed.data.event_values import place_values
+from tpu_embed.data.event_values import EventValues, place_values
 from tpu_embed.data.prefetcher import Prefetcher
 
 if TYPE_CHECKING:
     from tpu_embed.data.grain_transform import Place
 
-__all__ = ["Place", "Prefetcher", "balance_replicas", "place_values", "reorder_batch"]
+__all__ = [
+    "EventValues",
+    "Place",
+    "Prefetcher",
+    "balance_replicas",
+    "place_values",
+    "reorder_batch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ lookup of the feature has.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,14 +18,69 @@ import jax
 import numpy as np
 
 from tpu_embed._checks import did_you_mean, message
-from tpu_embed._types import ArrayLike
+from tpu_embed._types import ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.engine import EmbeddingEngine, check_engine
+from tpu_embed.core.ids import RaggedIds
 from tpu_embed.core.lookup import Jagged
 
 _WHAT = "place_values"
 _SPLITS = f"{_WHAT}: row_splits"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EventValues:
+    """One value per event, in an item of a data source.
+
+    What places the item's features puts the `Jagged` of `place_values` in its place, wherever it
+    stands in the rest of the item.
+
+    Args:
+      feature, values: as for `place_values`.
+      row_splits: as for `place_values`; None: those of the `RaggedIds` that the item has for the
+        feature.
+
+    Example:
+      >>> import tpu_embed
+      >>> table = tpu_embed.TableConfig(8, 2, name="items")
+      >>> config = {"history": tpu_embed.FeatureConfig(table, jagged=True)}
+      >>> engine = tpu_embed.EmbeddingEngine(config, mesh=jax.make_mesh((1,), ("devices",)))
+      >>> ids = {"history": tpu_embed.RaggedIds.from_lists([[5], [7, 2]])}
+      >>> source = [(ids, {"time": EventValues("history", np.array([30, 10, 20]))})]
+      >>> for batch, rest in tpu_embed.data.Prefetcher(engine, source):
+      ...     print([of_example.tolist() for of_example in rest["time"].to_list()])
+      [[30], [10, 20]]
+    """
+
+    feature: str
+    values: ArrayLike
+    row_splits: ArrayLike | Sequence[int] | None = None
+
+    def place(self, engine: Any, batch: Batch, features: PyTree) -> Jagged:
+        """Send the values to the places of their events.
+
+        Args:
+          engine: which has placed the batch.
+          batch: a placed batch.
+          features: what it was placed from.
+
+        Raises:
+          TypeError, ValueError: as `place_values`; the feature has no row splits in the item.
+        """
+        check_engine("EventValues: engine", engine)
+        splits = self.row_splits
+        if splits is None:
+            _look_up(engine, batch, self.feature)
+            part = engine.structure.part(features)
+            leaves = part.match(features, what="features", columns=True)
+            ids = dict(zip(part.labels, leaves, strict=True)).get(self.feature)
+            if not isinstance(ids, RaggedIds):
+                what, got = f"EventValues: feature {self.feature!r}", type(ids).__name__
+                expected, remedy = "RaggedIds, which have some", "give the row splits"
+                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            splits = ids.row_splits
+        return place_values(engine, batch, self.feature, self.values, splits)
 
 
 def place_values(
@@ -135,12 +191,13 @@ def _check_splits(given: Any, values: np.ndarray, examples: int) -> np.ndarray:
     if splits.shape != (examples + 1,):
         expected = f"[{examples + 1}], for the {examples} examples of this process"
         raise ValueError(message(_SPLITS, expected=expected, got=f"shape {splits.shape}"))
-    count = len(values) if values.ndim else 0
     lengths = np.diff(splits.astype(np.int64))
-    if splits[0] != 0 or splits[-1] != count or (lengths < 0).any():
+    if splits[0] != 0 or (lengths < 0).any():
         got = np.array2string(splits, threshold=8, edgeitems=3)
-        expected = f"numbers that rise from 0 to {count}, the number of values"
-        raise ValueError(message(_SPLITS, expected=expected, got=got))
+        raise ValueError(message(_SPLITS, expected="numbers that rise from 0", got=got))
+    if values.shape[:1] != (splits[-1],):
+        expected, got = f"[{splits[-1]}, …], one per event", f"shape {values.shape}"
+        raise ValueError(message(f"{_WHAT}: values", expected=expected, got=got))
     return lengths
 
 

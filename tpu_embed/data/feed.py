@@ -44,14 +44,15 @@ class Feed:
     """The thread's part: reads items, and places them.
 
     Args:
+      engine: places them.
       source: yields items.
       rules: how they are placed.
       skipped: how many items to read and leave out first.
     """
 
-    def __init__(self, source: Iterator[Any], rules: ItemRules, skipped: int) -> None:
-        self._source, self._rules, self._skipped = source, rules, skipped
-        self._number = skipped
+    def __init__(self, engine: Any, source: Iterator[Any], rules: ItemRules, skipped: int) -> None:
+        self._engine, self._source, self._rules = engine, source, rules
+        self._number = self._skipped = skipped
 
     def place_next(self, turn: Turn) -> Placed | None:
         """Return the next batch, placed in its turn; None if there are no more in any process.
@@ -77,10 +78,11 @@ class Feed:
             raise
         try:
             batch = turn.place(item.features, item.weights, self._rules.spec)
+            placed = item.around(batch, self._engine)
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise
-        return Placed(item.around(batch), source_state, turn.shapes)
+        return Placed(placed, source_state, turn.shapes)
 
     def _read(self) -> Any:
         """Return the next item, after those that are left out."""

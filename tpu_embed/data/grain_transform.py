@@ -65,7 +65,7 @@ class Place(Map):
         """
         item, rules = self._rules.take_apart(element), self._rules
         batch = self._engine.place(item.features, item.weights, rules.spec, training=rules.training)
-        return item.around(batch)
+        return item.around(batch, self._engine)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be sent to another process.

@@ -11,7 +11,8 @@ yield tuples, of which only the first part is placed:
 Only a plain tuple is taken apart. A namedtuple, list, dict or DataFrame is the features themselves.
 
 A source is read ahead of the loop, and may fill the same buffers with each batch. Placing copies
-the features; the rest is copied here, in the thread, before the source is asked for the next item.
+the features; the rest is copied here, in the thread, before the source is asked for the next item,
+but for `EventValues`, which are placed, too.
 
 Input: an item. Output: what `place` takes, and what goes around it.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +29,7 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch, BatchSpec
+from tpu_embed.data.event_values import EventValues
 
 
 class Item(NamedTuple):
@@ -42,9 +45,23 @@ class Item(NamedTuple):
     weights: PyTree | None
     rest: tuple[Any, ...] | None
 
-    def around(self, batch: Batch) -> Any:
-        """Return the item as the loop gets it: the batch, and copies of what follows it."""
-        return batch if self.rest is None else (batch, *map(copy_arrays, self.rest))
+    def around(self, batch: Batch, engine: Any) -> Any:
+        """Return the item as the loop gets it: the batch, and copies of what follows it.
+
+        Args:
+          batch: of the features.
+          engine: which has placed it.
+
+        Raises:
+          TypeError, ValueError: as `EventValues.place`.
+        """
+        if self.rest is None:
+            return batch
+
+        def place(values: EventValues) -> Any:
+            return values.place(engine, batch, self.features)
+
+        return (batch, *(copy_arrays(part, place) for part in self.rest))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +96,13 @@ class ItemRules:
         return Item(item[0], None, item[1:])
 
 
-def copy_arrays(part: Any) -> Any:
+def copy_arrays(part: Any, place: Callable[[EventValues], Any] | None = None) -> Any:
     """Return a part of an item with copies of its arrays, so that the source may change its own.
 
     Args:
       part: arrays of NumPy or of another library on the host, dicts, lists, tuples and dataclasses
         of them. JAX arrays cannot change; of all else the source itself is to make a new one.
+      place: what it returns takes the place of `EventValues`.
 
     Example:
       >>> import numpy as np
@@ -96,19 +114,21 @@ def copy_arrays(part: Any) -> Any:
     """
     if isinstance(part, jax.Array) or hasattr(part, "__jax_array__"):
         return part
+    if isinstance(part, EventValues) and place is not None:
+        return place(part)
     if hasattr(part, "__array__") or hasattr(part, "__dlpack__"):
         return copy.deepcopy(part)
     if isinstance(part, dict):
         made = copy.copy(part)  # an OrderedDict stays one, and a defaultdict keeps its default
         for key, value in part.items():
-            made[key] = copy_arrays(value)
+            made[key] = copy_arrays(value, place)
         return made
     if isinstance(part, (list, tuple)):
-        values = map(copy_arrays, part)
+        values = (copy_arrays(one, place) for one in part)
         return getattr(part, "_make", type(part))(values)  # namedtuples have `_make`
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
         fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-        copied = copy_arrays(fields)
+        copied = copy_arrays(fields, place)
         if any(copied[name] is not value for name, value in fields.items()):
             part = copy.copy(part)
             for name, value in copied.items():

@@ -53,8 +53,9 @@ class Prefetcher:
 
     The source yields features, and the loop gets a `Batch`; or plain tuples that begin with
     features, such as `(features, label)`, and the loop gets `(batch, label)`, with a copy of the
-    label: the source may fill the same arrays with each batch. The thread also runs the source, so
-    what a generator does before it yields is done ahead, too.
+    label: the source may fill the same arrays with each batch. `EventValues` in the label become a
+    `Jagged` each. The thread also runs the source, so what a generator does before it yields is
+    done ahead, too.
 
     What the source or `place` raises is raised by the `next` that would have given that batch; the
     batches before it come first, and it ends the pass. The thread ends with the pass: at the end of
@@ -187,7 +188,8 @@ class Prefetcher:
         """Return the worker; the first call starts it."""
         if self._worker is None:
             assert self._source is not None
-            feed = Feed(self._source, self._rules, 0 if self._stateful else self._before)
+            skipped = 0 if self._stateful else self._before
+            feed = Feed(self._engine, self._source, self._rules, skipped)
             draw = functools.partial(self._engine.next_turn, training=self._rules.training)
             with SignalsDeferred():  # else there might be a thread that nobody ends
                 self._worker = Worker(draw, feed.place_next)

@@ -20,7 +20,7 @@ import optax
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.lookup import split_activations
+from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.loop.network import Network, Objective
 
 
@@ -82,7 +82,7 @@ def _operand(engine: EmbeddingEngine, where: str, part: PyTree) -> PyTree:
     """Return a part of an item as arrays."""
     if isinstance(part, dict):
         return {key: _operand(engine, f"{where}[{key!r}]", value) for key, value in part.items()}
-    if part is None or isinstance(part, jax.Array):
+    if part is None or isinstance(part, (jax.Array, Jagged)):
         return part
     array = np.asarray(part)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
