@@ -229,6 +229,18 @@ def test_as_many_as_are_to_stay_do_after_a_wait_was_interrupted(tmp_path, monkey
             assert manager.all_steps() == [step - 1, step]
 
 
+@pytest.mark.parametrize("keep", [1, None])
+def test_a_pinned_checkpoint_stays_until_another_one_is(keep, tmp_path):
+    left = []
+    for pinned, step in ((None, 1), (1, 2), (1, 3), (3, 4), (None, 5)):
+        with manager_of(tmp_path, keep=keep) as manager:  # a new one, as after a restart
+            manager.pin(pinned)
+            manager.save(step, small_state(step))
+        left.append(manager.all_steps())
+    kept = [[1], [1, 2], [1, 3], [3, 4], [5]]
+    assert left == (kept if keep else [list(range(1, n)) for n in range(2, 7)])
+
+
 def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path, monkeypatch):
     with manager_of(tmp_path) as manager:
         for step in (1, 2):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,6 +25,26 @@ from tpu_embed.io.checkpoint.step_paths import StepNames, SyncedPath, steps_in
 from tpu_embed.processes import FILES_SECONDS, check_same, gather_from_all, raise_on_all
 
 _T = TypeVar("_T")
+
+
+class _Kept:
+    """Tells orbax to keep the latest checkpoints, and the one that is pinned.
+
+    Args:
+      latest: how many; None: all.
+
+    Attributes:
+      pinned: its number, or None.
+    """
+
+    def __init__(self, latest: int | None) -> None:
+        self._latest = latest
+        self.pinned: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Tell which of the checkpoints, from the first to the last, stay."""
+        first = 0 if self._latest is None else len(checkpoints) - self._latest
+        return [at >= first or one.step == self.pinned for at, one in enumerate(checkpoints)]
 
 
 class NumberedCheckpoints(abc.ABC):
@@ -56,13 +76,14 @@ class NumberedCheckpoints(abc.ABC):
         self._lock = threading.Lock()  # one save or removal at a time
         every = check_int("every", every, minimum=1)
         policies = ocp.checkpoint_managers
+        self._kept = _Kept(None if keep is None else check_int("keep", keep, minimum=1))
         options = ocp.CheckpointManagerOptions(
             save_decision_policy=policies.AnySavePolicy(
                 [policies.FixedIntervalPolicy(every), policies.PreemptionCheckpointingPolicy()]
             ),
             step_name_format=StepNames(),
             temporary_path_class=SyncedPath,
-            max_to_keep=None if keep is None else check_int("keep", keep, minimum=1),
+            preservation_policy=self._kept,
             enable_async_checkpointing=in_background,
             async_options=ocp.AsyncOptions(
                 create_directories_asynchronously=False, timeout_secs=FILES_SECONDS
@@ -168,6 +189,14 @@ class NumberedCheckpoints(abc.ABC):
         with self._lock:
             raise_on_all("remove", path, lambda: remove(path))
             self._manager.reload()
+
+    def pin(self, step: int | None) -> None:
+        """Have later saves leave this checkpoint there, whatever `keep` says.
+
+        Args:
+          step: its number, in place of the one that was pinned before; None: none is.
+        """
+        self._kept.pinned = step
 
     def _path_of(self, step: int | None, steps: list[int]) -> Path:
         """Return the directory of a checkpoint, which must be among the steps that exist."""
