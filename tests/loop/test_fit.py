@@ -378,6 +378,7 @@ def test_a_finished_run_is_had_again_without_its_data(tmp_path):
 
 def test_a_run_that_diverged_is_not_called_done(capsys):
     options = {"evaluation": list(of_items(1)), "report_every": 3, "progress": True}
+    options["on_nonfinite"] = "continue"
     trained(loss=lambda activations, *rest: loss_of_tables(activations, *rest) * np.nan, **options)
     lines = capsys.readouterr().err.splitlines()
     assert "nothing left" not in "".join(lines)

@@ -38,7 +38,7 @@ def test_a_run_that_a_callback_ended_has_ended(steps, tmp_path, capsys):
     options = {"directory": tmp_path, "callback": reports.append, "progress": True}
     again = trained([], steps=steps, **options)  # its source is not asked
     begun, done = capsys.readouterr().err.splitlines()
-    assert begun == f"{tmp_path}: its callback ended the run at step 4"
+    assert begun == f"{tmp_path}: the run was ended at step 4"
     assert "nothing left to train on" in done
     assert [report.step for report in reports] == [4]
     np.testing.assert_array_equal(table(again), table(first))

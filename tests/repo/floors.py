@@ -82,7 +82,17 @@ ORDERS = {
         "vocabularies",
         "choose",
     ],
-    "loop": ["network", "step", "progress", "run", "reports", "evaluation", "reporter", "fit"],
+    "loop": [
+        "network",
+        "step",
+        "reports",
+        "best",
+        "run",
+        "evaluation",
+        "progress",
+        "reporter",
+        "fit",
+    ],
     "training": ["paths", "replicas", "autodiff", "optimizer"],
 }
 """The rooms of a package in order: each imports only those before it."""

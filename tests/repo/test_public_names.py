@@ -19,7 +19,7 @@ NAMES = {
         "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "
         "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
     ),
-    "tpu_embed.loop": "Report fit",
+    "tpu_embed.loop": "Best Report fit",
     "tpu_embed.metrics": (
         "auc batch_statistics counters ndcg_at_k normalized_entropy recall_at_k table_statistics "
         "vocabulary_scalars vocabulary_statistics write_scalars"

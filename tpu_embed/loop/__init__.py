@@ -6,7 +6,8 @@ another loop begins with `examples/custom_loop.py`, which is this one without ch
 Input: an engine, a loss and a source of batches. Output: trained tables, and a trained network.
 """
 
+from tpu_embed.loop.best import Best
 from tpu_embed.loop.fit import fit
 from tpu_embed.loop.reports import Report
 
-__all__ = ["Report", "fit"]
+__all__ = ["Best", "Report", "fit"]

@@ -6,10 +6,11 @@ Input: an engine, a loss, a source of batches. Output: what was trained.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
@@ -19,11 +20,11 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
+from tpu_embed.loop.best import Best, check_best
 from tpu_embed.loop.evaluation import make_evaluate
 from tpu_embed.loop.network import check_optimizer, split_model
-from tpu_embed.loop.progress import ProgressLine
 from tpu_embed.loop.reporter import Reporter, Schedule
-from tpu_embed.loop.reports import Report
+from tpu_embed.loop.reports import Losses, Report
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import make_train_step
 
@@ -43,11 +44,14 @@ def fit(
     keep: int | None = 3,
     evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
     evaluate_every: int | None = None,
+    measure: Callable[[Report], Any] | None = None,
+    best: Best | None = None,
     report_every: int = 100,
     callback: Callable[[Report], Any] | None = None,
     progress: bool = True,
     weighted: bool = False,
     depth: int = 2,
+    on_nonfinite: Literal["stop", "continue"] = "stop",
 ) -> Report:
     """Train the tables of an engine, and a model beside them, on the batches of a source.
 
@@ -64,12 +68,14 @@ def fit(
       engine: of the tables; it has their optimizers.
       loss: `loss(activations, *rest)`, or `loss(model, activations, *rest)` if there is a model.
         It returns a number, usually the mean over the batch, or this and a dictionary of named
-        numbers, the metrics. It is traced.
+        numbers, the metrics. It is traced. If it has keyword-only parameters `step` and `rng`, it
+        gets the number of the step, int32 from 0, and a key of jax.random for it, which is
+        `fold_in(key(seed), step)`; in evaluations None.
       source: yields features, or plain tuples `(features, *rest)`, where the rest are numbers,
-        arrays, or dictionaries of them; as for a `Prefetcher`, or one that has not been read. It
-        may fill the same arrays with each batch. It is read once; epochs are its own. To go on from
-        a checkpoint, either its iterator has `get_state` and `set_state`, or it begins anew with
-        the same batches, which are left out.
+        arrays, `data.EventValues`, or dictionaries of them; as for a `Prefetcher`, or one that has
+        not been read. It may fill the same arrays with each batch. It is read once; epochs are its
+        own. To go on from a checkpoint, either its iterator has `get_state` and `set_state`, or it
+        begins anew with the same batches, which are left out.
       model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.
@@ -84,32 +90,40 @@ def fit(
       evaluation: a second source, which is read from its beginning each time; or a function that
         returns one, such as a generator function. A number is the mean over its batches.
       evaluate_every: how many steps lie between two evaluations; None: one, at the end. It needs
-        an `evaluation`.
+        an `evaluation`, or `measure`.
+      measure: called with the `Report` of each evaluation; it returns named numbers, which stand in
+        `evaluation` beside the means. With several processes, those of the first one count.
+      best: has the checkpoint of the best evaluation kept, beside those of `keep`; the report of
+        that step is returned. It needs `evaluate_every` and a `directory`.
       report_every: how many steps lie between two reports.
       callback: called with a `Report` every `report_every` steps, after each evaluation, and at the
         end. If it returns True, the run ends there: the same call gives it back as it is, and one
         with other `steps` goes on. With several processes, all return the same.
       progress: whether reports are shown, on `sys.stderr`.
       weighted: whether sources yield `(features, weights, *rest)`.
-      depth: how many batches are placed ahead.
+      depth: how many batches are placed ahead, and how many steps may be under way.
+      on_nonfinite: "stop" ends the run when a loss is NaN or infinite, at most `depth` steps later;
+        "continue" does not.
 
     Returns:
-      The last report: `state` and `model` are what was trained.
+      The last report, or that of the best evaluation: `state` and `model` are what was trained.
 
     Raises:
       ValueError: a number below 1; a model without an optimizer, or the other way round; `weighted`
         beside a `Prefetcher`; a source without a batch; an evaluation that can be read only once,
-        or has no batch; `evaluate_every` without one; `steps` below those of the latest checkpoint;
-        a directory with checkpoints of another program; a state that is not the engine's, or was
-        donated; whatever `place` and `restore` refuse. Batches before a bad one have been trained
-        on.
+        or has no batch; `evaluate_every` without one; `best` without what it needs, or of a number
+        that is not evaluated;
+        `steps` below those of the latest checkpoint; a directory with checkpoints of another
+        program; a state that is not the engine's, or was donated; whatever `place` and `restore`
+        refuse. Batches before a bad one have been trained on.
       TypeError: an argument of another kind; a model with embedding layers of its own; what the
-        loss returned is no number.
+        loss returned is no number, or what `measure` returned no dictionary of them.
+      FloatingPointError: a loss is not finite. No checkpoint holds what its step has left.
       RuntimeError: another run on this machine writes to the directory.
       KeyboardInterrupt: Ctrl-C, between two steps.
       SystemExit: SIGTERM, between two steps; its code is 143.
-      Exception: what the source, the loss or the callback raises. If there is a directory, a note
-        on it says which step was saved.
+      Exception: what the source, the loss, `measure` or the callback raises. If there is a
+        directory, a note on it says which step was saved.
 
     Example:
       >>> import numpy as np, tpu_embed
@@ -123,23 +137,37 @@ def fit(
       >>> trained.step, trained.loss < 1
       (20, True)
     """
-    schedule = Schedule(steps, report_every, evaluate_every, save_every)
+    placed = _placed(engine, source, weighted=weighted, depth=depth)
     objective, network = split_model(loss, model)
     optimizer = check_optimizer(optimizer, model)
-    placed = _placed(engine, source, weighted=weighted, depth=depth)
-    evaluate = make_evaluate(engine, objective, evaluation, weighted=weighted, depth=depth)
-    line = ProgressLine() if progress else None
-    run = new_run(engine, network, optimizer, steps)
-    train_step = make_train_step(engine, objective, optimizer)
-    with (
-        Stop() as stop,
-        Reporter(schedule, objective, evaluate, callback, line) as reporter,
-        contextlib.nullcontext()
-        if directory is None
-        else Keeper(directory, engine, stop, every=save_every, keep=keep) as keeper,
-    ):
-        if keeper is None or not keeper.resume(run, placed, line):
-            run.begin(state, seed)
+    run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite))
+    train_step = make_train_step(engine, objective, optimizer, seed)
+    evaluate = make_evaluate(engine, objective, evaluation, measure, weighted=weighted, depth=depth)
+    check_best(best, evaluate_every, directory)
+    schedule = Schedule(steps, report_every, evaluate_every, save_every)
+    reporter = Reporter(schedule, objective, evaluate, best, callback, progress=progress)
+    kept = None
+    if directory is not None:
+        kept = functools.partial(Keeper, directory, engine, every=save_every, keep=keep)
+    return _run(run, train_step, placed, reporter, kept, lambda: run.begin(state, seed))
+
+
+def _run(
+    run: Run,
+    train_step: Callable[..., Any],
+    placed: Prefetcher,
+    reporter: Reporter,
+    kept: Callable[[Stop], Keeper] | None,
+    begin: Callable[[], None],
+) -> Report:
+    """Begin a run, or go on with it, and train."""
+    no_keeper = contextlib.nullcontext()
+    with Stop() as stop, reporter, kept(stop) if kept else no_keeper as keeper:
+        if keeper is None or not keeper.resume(run, placed):
+            begin()
+        else:
+            does = "the run was ended at" if run.ended else "going on from"
+            reporter.say(f"{keeper.directory}: {does} step {run.step:,}")
         return _train(run, train_step, placed, reporter, keeper, stop)
 
 
@@ -166,7 +194,11 @@ def _train(
         if keeper is not None:
             keeper.save(run, force=True)
         stop.check()
-        return reporter.finish(run)
+        report = reporter.finish(run)
+        if keeper is not None and reporter.had_better(run):
+            keeper.take_best(run)
+            report = reporter.show_best(run)
+        return report
     except BaseException as error:
         if keeper is not None and not stop.at_once:
             keeper.rescue(run, error)

@@ -12,6 +12,7 @@ Input: a model and a loss. Output: a `Network` of arrays, and the loss as a func
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array, PyTree
 from tpu_embed.nn import Table
 
 Metrics = dict[str, Array]
+
+KEYWORDS = ("step", "rng")
+"""What a loss gets besides if it has a keyword-only parameter of that name."""
 
 
 class Network(NamedTuple):
@@ -47,11 +51,13 @@ class Objective:
       loss: the user's function.
       graph: how a `Network` becomes an nnx module again; None of any other model.
       has_model: whether the loss takes a model.
+      keywords: those of `KEYWORDS` that the loss takes.
     """
 
     loss: Callable[..., Any]
     graph: nnx.GraphDef | None
     has_model: bool
+    keywords: tuple[str, ...]
 
     def model_of(self, network: Network) -> Any:
         """Return the model with these arrays, as the loss takes it."""
@@ -59,8 +65,19 @@ class Objective:
             return network.trained if self.has_model else None
         return nnx.merge(self.graph, network.trained, network.others, copy=True)
 
+    def given(self, step: Any, rng: Any) -> dict[str, Any]:
+        """Return those of two values that the loss takes, by their names."""
+        values = {"step": step, "rng": rng}
+        return {name: values[name] for name in self.keywords}
+
     def __call__(
-        self, network: Network, activations: PyTree, rest: tuple[Any, ...], *, training: bool
+        self,
+        network: Network,
+        activations: PyTree,
+        rest: tuple[Any, ...],
+        given: Mapping[str, Any],
+        *,
+        training: bool,
     ) -> tuple[Array, tuple[Metrics, PyTree]]:
         """Return the loss, its metrics, and `others` as the call of the model has left them.
 
@@ -68,15 +85,19 @@ class Objective:
           network: the arrays of the model.
           activations: what the lookup returned.
           rest: the other parts of the batch.
+          given: a value for each of the `keywords`.
           training: False has an nnx module behave as in evaluation (`module.eval()`).
         """
         model = self.model_of(network)
         if self.graph is not None and not training:
             model.eval()
-        found = self.loss(*([model] if self.has_model else []), activations, *rest)
+        before = _drawn(model)
+        found = self.loss(*([model] if self.has_model else []), activations, *rest, **given)
         loss, metrics = _loss_and_metrics(found)
         if self.graph is None:
             return loss, (metrics, network.others)
+        if training and "rng" not in self.keywords:
+            _warn_of_repetition(before, _drawn(model))
         return loss, (metrics, nnx.state(model, nnx.Not(nnx.Param)))
 
 
@@ -84,20 +105,22 @@ def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Networ
     """Return the loss as a function of arrays, and the arrays of the model.
 
     Raises:
-      TypeError: the loss is no function; the model has embedding layers of its own.
+      TypeError: the loss is no function, or takes `step` or `rng` in a way that it would not get
+        it; the model has embedding layers of its own.
     """
     if not callable(loss):
         remedy = "write a function of the activations and the other parts of a batch"
         got = type(loss).__name__
         raise TypeError(message("fit: loss", expected="a function", got=got, remedy=remedy))
+    keywords = _keywords(loss)
     if not isinstance(model, nnx.Module):
-        return Objective(loss, None, model is not None), Network(model, None)
+        return Objective(loss, None, model is not None, keywords), Network(model, None)
     if jax.tree.leaves(nnx.state(model, Table)):
         expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
         remedy = "give its tables to the engine, or train it with nn.fused_value_and_grad"
         raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
     graph, trained, others = nnx.split(model, nnx.Param, ...)
-    return Objective(loss, graph, True), Network(trained, others)
+    return Objective(loss, graph, True, keywords), Network(trained, others)
 
 
 def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
@@ -120,6 +143,50 @@ def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
         expected, got = "a transformation of optax", type(optimizer).__name__
         raise TypeError(message("fit: optimizer", expected=expected, got=got, remedy=remedy))
     return optimizer
+
+
+def _keywords(loss: Callable[..., Any]) -> tuple[str, ...]:
+    """Return those of `KEYWORDS` that a loss takes; a value that a `partial` has bound stays.
+
+    Raises:
+      TypeError: one with the default None is not keyword-only, so the loss would never get it.
+    """
+    try:
+        parameters = inspect.signature(loss).parameters
+    except ValueError:  # not every function that is written in C tells
+        return ()
+    named = [parameters[name] for name in KEYWORDS if name in parameters]
+    for one in named:
+        if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is None:
+            expected, got = f"{one.name!r} as a keyword-only parameter", "one among the others"
+            remedy = f"write a star before it: *, {one.name}=None"
+            raise TypeError(message("fit: loss", expected=expected, got=got, remedy=remedy))
+    free = [one for one in named if one.default is None or one.default is one.empty]
+    return tuple(one.name for one in free if one.kind is one.KEYWORD_ONLY)
+
+
+def _drawn(model: Any) -> dict[str, Any]:
+    """Return how often each layer of a module that drops at random has drawn, by its path."""
+    if not isinstance(model, nnx.Module):
+        return {}
+    return {
+        "/".join(map(str, path)): layer.rngs.count[...]
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, nnx.Dropout) and layer.rngs is not None
+        if 0 < layer.rate < 1 and layer.deterministic is False
+    }
+
+
+def _warn_of_repetition(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Warn of layers whose count is, while a step is traced, the very array that it was before."""
+    for path, count in after.items():
+        if count is before.get(path):
+            expected, got = "random numbers drawn in each training step", "none"
+            remedy = "a copy of the model, such as nnx.merge makes inside of shard_map, drops the "
+            remedy += "same places at every step: give the loss a parameter rng, and the copy keys "
+            remedy += "made of it"
+            what = f"fit: model: dropout {path!r}"
+            warn_user(message(what, expected=expected, got=got, remedy=remedy))
 
 
 def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from tpu_embed._checks import check_choice, check_int, message
 from tpu_embed.core.state import TableState
-
-AHEAD = 4
-"""How many steps may be under way: the loop waits for the loss of the step that is so far back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,8 @@ class Report:
       steps: how many there will be, or None if the source decides.
       loss: the mean over the steps since the last report; NaN if there were none.
       metrics: the same of each metric that the loss returned.
-      evaluation: means over the second source, "loss" among them; None if it was not read now.
+      evaluation: means over the second source, "loss" among them, and what `measure` returned;
+        None if nothing was evaluated now.
       steps_per_second: since the last report, without evaluations.
       state: tables and slots. The next step takes their memory: copy what is to stay.
       model: with its parameters as they are now, for which the same holds.
@@ -72,6 +71,57 @@ class Report:
         ]
 
 
+class Losses:
+    """The losses of the last steps, which may be under way.
+
+    A loss is looked at when `ahead` steps have followed, which waits for nothing that these do not
+    wait for; and before anything is made of the state that its step has left.
+
+    Args:
+      ahead: how many steps may be under way.
+      on_nonfinite: "stop": a loss that is not finite is an error, then in each call; "continue": it
+        is not.
+
+    Raises:
+      ValueError: `on_nonfinite` is another word, or `ahead` is below 1.
+    """
+
+    def __init__(self, ahead: int, on_nonfinite: Literal["stop", "continue"]) -> None:
+        words = ("stop", "continue")
+        self._stops = check_choice("fit: on_nonfinite", on_nonfinite, words) == "stop"
+        self._ahead = check_int("fit: depth", ahead, minimum=1)
+        self._waiting: collections.deque[tuple[int, Any]] = collections.deque()
+        self._error: FloatingPointError | None = None
+
+    def add(self, step: int, loss: Any) -> None:
+        """Add the loss of a step, whose number counts from 1, and look at that of an earlier one.
+
+        Raises:
+          FloatingPointError: it is not finite.
+        """
+        loss.copy_to_host_async()
+        self._waiting.append((step, loss))
+        self.check(self._ahead)
+
+    def check(self, ahead: int = 0) -> None:
+        """Wait until at most so many steps are under way, and look at the losses of the others.
+
+        Raises:
+          FloatingPointError: one is not finite.
+        """
+        while self._error is None and len(self._waiting) > ahead:
+            step, loss = self._waiting.popleft()
+            value = np.asarray(loss)
+            if self._stops and not np.isfinite(value):
+                what, remedy = f"fit: loss of step {step}", "take smaller learning rates; or leave "
+                remedy += 'such steps out: on_nonfinite="continue", and on_bad_gradient="skip" of '
+                remedy += "the engine"
+                text = message(what, expected="a finite number", got=f"{value}", remedy=remedy)
+                self._error = FloatingPointError(text)
+        if self._error is not None:
+            raise self._error
+
+
 class Window:
     """Losses and metrics of some steps.
 
@@ -84,12 +134,15 @@ class Window:
         self.count, self._since = 0, time.perf_counter()
 
     def add(self, loss: Any, metrics: dict[str, Any]) -> None:
-        """Add a step; wait until at most `AHEAD` steps are under way."""
+        """Add a step."""
         for name, value in {"loss": loss, **metrics}.items():
             self._values[name].append(value)
         self.count += 1
-        if self.count > AHEAD:
-            jax.block_until_ready(self._values["loss"][-1 - AHEAD])
+
+    def wait(self, ahead: int) -> None:
+        """Wait until at most so many of the steps are under way."""
+        if self.count > ahead:
+            jax.block_until_ready(self._values["loss"][-1 - ahead])
 
     def means(self) -> dict[str, float]:
         """Return the mean of each; this waits for the last step."""

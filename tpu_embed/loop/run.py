@@ -29,8 +29,9 @@ from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.io.checkpoint import MismatchError
+from tpu_embed.loop.best import Record
 from tpu_embed.loop.network import Network
-from tpu_embed.loop.progress import ProgressLine
+from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.step import take_apart
 from tpu_embed.processes import raise_on_all
 
@@ -42,7 +43,8 @@ except ImportError:  # Windows
 FORMAT = 1
 """Of the position in a checkpoint: {"fit": FORMAT, "step": …, "data": `Prefetcher.get_state`}.
 
-If a callback has ended the run, it has "ended": [the `steps` of the call], too.
+If the run was ended, it has "ended": [the `steps` of the call], too; and "best": the `Record` of
+its evaluations, if they are compared.
 """
 
 _REMEDY = (
@@ -62,17 +64,21 @@ class Run:
       carry: `(state, network, opt_state)`, as a step takes them.
       steps: how many batches the whole run has, or None.
       position: of the data after the last of these batches; None before the first.
+      losses: of the last steps.
       is_whole: False if a batch was admitted to the tables, but not trained on.
-      ended: whether a callback has ended the run.
+      ended: whether a callback has ended the run, or the patience for evaluations.
+      best: the record of its evaluations; {} if they are not compared.
     """
 
     engine: EmbeddingEngine
     step: int
     carry: tuple[Any, Network, PyTree]
     steps: int | None
+    losses: Losses
     position: Any = None
     is_whole: bool = True
     ended: bool = False
+    best: Record = dataclasses.field(default_factory=dict)
 
     @property
     def state(self) -> TableState:
@@ -88,6 +94,11 @@ class Run:
     def left(self) -> int | None:
         """How many steps are left; None if the source decides."""
         return 0 if self.ended else None if self.steps is None else self.steps - self.step
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation; None before there is one."""
+        return self.best.get("report", {}).get("step")
 
     def begin(self, state: TableState | None, seed: int) -> None:
         """Take a first state; None: that of the seed.
@@ -115,14 +126,16 @@ class Run:
 
         Raises:
           Exception: what `admit`, the loss or the update raises. Then this item was not trained on.
+          FloatingPointError: the loss of an earlier step is not finite.
         """
         batch, rest = take_apart(self.engine, item)
-        rates = self.engine.learning_rates()
+        step, rates = train_step(batch, rest, self.step), self.engine.learning_rates()
         state, batch = self.engine.admit(self.state, batch)
         # `update` is one call of C, which no exception of a signal handler cuts in two.
         vars(self).update(carry=(state, *self.carry[1:]), is_whole=state is self.state)
-        carry, found = train_step(self.carry, batch, rest, rates)
+        carry, found = step(self.carry, batch, rates=rates)
         vars(self).update(carry=carry, step=self.step + 1, position=position(), is_whole=True)
+        self.losses.add(self.step, found[0])
         return found
 
     def check_begun(self) -> None:
@@ -154,7 +167,8 @@ def new_run(
     engine: EmbeddingEngine,
     network: Network,
     optimizer: optax.GradientTransformation,
-    steps: int | None = None,
+    steps: int | None,
+    losses: Losses,
 ) -> Run:
     """Return a run that has no tables yet: `begin` makes them, or `Keeper.resume` reads them.
 
@@ -173,7 +187,7 @@ def new_run(
 
     network = jax.tree.map(placed, network)
     opt_state = jax.tree.map(placed, optimizer.init(network.trained))
-    return Run(engine, 0, (None, network, opt_state), steps)
+    return Run(engine, 0, (None, network, opt_state), steps, losses)
 
 
 class Keeper:
@@ -185,6 +199,9 @@ class Keeper:
       stop: tells whether the run has to end at once.
       every: save at multiples of this step.
       keep: how many of the latest checkpoints to keep; None keeps all.
+
+    Attributes:
+      directory: see above.
 
     Raises:
       RuntimeError: another run on this machine writes to the directory.
@@ -200,21 +217,20 @@ class Keeper:
         every: int,
         keep: int | None,
     ) -> None:
-        self._directory, self._stop = directory, stop
-        self._manager = CheckpointManager(directory, engine, every=every, keep=keep)
+        self.directory, self._stop, self._every = directory, stop, every
+        self._manager = CheckpointManager(directory, engine, keep=keep)
         try:
             self._lock = raise_on_all("fit", Path(directory), functools.partial(_lock, directory))
         except BaseException:
             self._manager.close()
             raise
 
-    def resume(self, run: Run, placed: Prefetcher, line: ProgressLine | None) -> bool:
+    def resume(self, run: Run, placed: Prefetcher) -> bool:
         """Give a new run, and its source, what the latest checkpoint holds; False: there is none.
 
         Args:
           run: new.
           placed: the source.
-          line: says where the run goes on; None: nobody does.
 
         Raises:
           ValueError: the checkpoint has more steps than the run is to have, or is not one of `fit`;
@@ -224,56 +240,76 @@ class Keeper:
         if latest is None:
             return False
         if run.steps is not None and run.steps < latest:
-            expected = f"at least {latest}, as the latest checkpoint in {self._directory} has"
+            expected = f"at least {latest}, as the latest checkpoint in {self.directory} has"
             remedy = "give more steps, or another directory for another run"
             text = message("fit: steps", expected=expected, got=f"{run.steps}", remedy=remedy)
             raise ValueError(text)
         model = _saved_model(run)
-        saved = Path(self._directory) / f"{latest}" / "model"
+        saved = Path(self.directory) / f"{latest}" / "model"
         if model is None and saved.is_dir():  # it would be left out of the next checkpoint
             remedy = "give the model and its optimizer as before, or another directory"
             expected = f"one, as it is in {saved}"
             raise ValueError(message("fit: model", expected=expected, got="None", remedy=remedy))
         try:
-            found = self._manager.restore(model=model)
+            position, carry = self._restored(run, None)
         except (ValueError, FileNotFoundError) as error:
             if isinstance(error, MismatchError):
                 error.advise(_REMEDY)
             error.add_note("fit: to begin a new run instead, name another directory.")
             raise
-        position = found.position
         if not isinstance(position, dict) or position.get("fit") != FORMAT:
             expected, got = "checkpoints that fit has written", f"one with position {position!r}"
-            what, remedy = f"fit: directory {self._directory}", "give another directory"
+            what, remedy = f"fit: directory {self.directory}", "give another directory"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-        model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
-        run.step, run.position = position["step"], position["data"]
-        run.carry = found.state, Network(*model["network"]), model["optimizer"]
+        run.carry, run.step, run.position = carry, position["step"], position["data"]
+        run.best = position.get("best", {})
+        if run.best_step not in (None, *self._manager.all_steps()):
+            run.best = {}  # somebody has removed that checkpoint
         run.ended = position.get("ended") == [run.steps]
         if run.left != 0:  # else nothing is left to read
             placed.set_state(run.position)
-        if line is not None:
-            does = "its callback ended the run at" if run.ended else "going on from"
-            line.begin(f"{self._directory}: {does} step {run.step:,}")
         return True
 
+    def take_best(self, run: Run) -> None:
+        """Give a run what the checkpoint of its best evaluation holds, in the memory of its own.
+
+        Raises:
+          Exception: whatever the manager raises.
+        """
+        run.is_whole = False
+        for leaf in jax.tree.leaves(run.state):
+            leaf.delete()
+        run.carry = self._restored(run, run.best_step)[1]
+
+    def _restored(self, run: Run, step: int | None) -> tuple[Any, tuple[Any, Network, PyTree]]:
+        """Return the position and the carry in a checkpoint, the latest one if `step` is None."""
+        found = self._manager.restore(step, model=_saved_model(run))
+        model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
+        return found.position, (found.state, Network(*model["network"]), model["optimizer"])
+
     def save(self, run: Run, *, force: bool = False) -> None:
-        """Save a run if it is due and has begun.
+        """Save a run if it is due and has begun, also where its evaluation is the best one.
 
         Args:
           run: to be saved; it may be trained on at once.
           force: whether to save it whatever its step is.
 
         Raises:
+          FloatingPointError: a loss is not finite.
           Exception: whatever the manager raises.
         """
-        if not run.step:
+        due = force or run.step % self._every == 0 or run.step == run.best_step
+        if not run.step or not due:
             return
+        run.losses.check()
         position = {"fit": FORMAT, "step": run.step, "data": run.position}
         if run.ended:
             position["ended"] = [run.steps]
+        if run.best:
+            position["best"] = run.best
+        self._manager.pin(run.best_step)
         model = _saved_model(run)
-        self._manager.save(run.step, run.state, model=model, position=position, force=force)
+        self._manager.save(run.step, run.state, model=model, position=position, force=True)
 
     def rescue(self, run: Run, error: BaseException) -> None:
         """Save a run that an error has ended; notes on the error say what became of it.
@@ -287,14 +323,13 @@ class Keeper:
                 self.save(run, force=True)
                 self._manager.wait()
         except Exception as second:
-            error.add_note(f"fit: step {run.step} could not be saved: {second}")
+            if second is not error:  # a loss that is not finite
+                error.add_note(f"fit: step {run.step} could not be saved: {second}")
         last = self._manager.latest_step()
         if last is None:
-            error.add_note(f"fit: there is no checkpoint in {self._directory}.")
+            error.add_note(f"fit: there is no checkpoint in {self.directory}.")
         else:
-            error.add_note(
-                f"fit: {self._directory} has step {last}; the same call goes on from it."
-            )
+            error.add_note(f"fit: {self.directory} has step {last}; the same call goes on from it.")
 
     def __enter__(self) -> Keeper:
         return self

@@ -19,27 +19,35 @@ import optax
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
+from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.loop.network import Network, Objective
 
 
 def make_train_step(
-    engine: EmbeddingEngine, objective: Objective, optimizer: optax.GradientTransformation
+    engine: EmbeddingEngine,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    seed: int,
 ) -> Callable[..., Any]:
-    """Return a compiled step: `(carry, batch, rest, rates) -> (carry, (loss, metrics))`.
+    """Return a function that prepares a step: `(batch, rest, number) -> step`.
 
-    `carry` is `(state, network, opt_state)`.
+    `number` is that of the step, from 0. The step is
+    `(carry, batch, rates=…) -> (carry, (loss, metrics))`, of the batch when it is admitted; `carry`
+    is `(state, network, opt_state)`.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(carry, batch, rest, rates):
+    def train_step(carry, batch, *, rates, rest, number):
         state, network, opt_state = carry
         values, rebuild = split_activations(engine.lookup(state, batch))
+        rng = None if number is None else jax.random.fold_in(jax.random.key(seed), number)
+        given = objective.given(number, rng)
 
         def loss_fn(trained, values):
-            given = Network(trained, network.others)
-            return objective(given, rebuild(values), rest, training=True)
+            whole = Network(trained, network.others)
+            return objective(whole, rebuild(values), rest, given, training=True)
 
         differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
         (loss, (metrics, others)), gradients = differentiate(network.trained, values)
@@ -48,16 +56,22 @@ def make_train_step(
         state = engine.update(state, batch, gradients[1], learning_rates=rates)
         return (state, Network(trained, others), opt_state), (loss, metrics)
 
-    return train_step
+    def prepare(batch: Batch, rest: tuple[Any, ...], number: int) -> Callable[..., Any]:
+        # An operand that no loss takes would still be sent in each step.
+        known = np.int32(number) if objective.keywords else None
+        return functools.partial(train_step, rest=rest, number=known)
+
+    return prepare
 
 
 def make_evaluation_step(engine: EmbeddingEngine, objective: Objective) -> Callable[..., Any]:
-    """Return a compiled evaluation: `(state, network, batch, rest) -> (loss, metrics)`."""
+    """Return a compiled evaluation: `(state, network, batch, rest, number) -> (loss, metrics)`."""
 
     @jax.jit
-    def evaluation_step(state, network, batch, rest):
+    def evaluation_step(state, network, batch, rest, number):
         activations = engine.lookup(state, batch)
-        loss, (metrics, _) = objective(network, activations, rest, training=False)
+        given = objective.given(number, None)
+        loss, (metrics, _) = objective(network, activations, rest, given, training=False)
         return loss, metrics
 
     return evaluation_step

@@ -1,0 +1,162 @@
+"""A loss may ask for the number of its step, and for random numbers that are new in each step."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from loop_cases import DENSE, Network, batches, loss_of_network, mesh, plain_engine
+
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
+from tpu_embed.loop.network import split_model
+from tpu_embed.optimizers import SGD
+
+of_items = functools.partial(batches, names=("item",))
+
+
+@pytest.fixture(autouse=True)
+def promote():
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
+        yield
+
+
+def trained(loss, steps=4, devices=2, **options):
+    engine, reports = plain_engine(devices), []
+    options = {"report_every": 1, "callback": reports.append, "progress": False} | options
+    fit(engine, loss, of_items(steps), **options)
+    return reports
+
+
+def drawing(activations, wanted, *, step, rng):
+    loss = ((activations["item"].sum(axis=-1) - wanted) ** 2).mean()
+    drawn = -1.0 if rng is None else jax.random.uniform(rng, (8,))[5]
+    return loss, {"step": step, "drawn": drawn}
+
+
+def numbers(reports, name="drawn"):
+    return [report.metrics[name] for report in reports]
+
+
+def test_random_numbers_are_those_of_the_seed_and_the_step(tmp_path):
+    """On any number of devices, and in a run that goes on."""
+    expected = [
+        float(jax.random.uniform(jax.random.fold_in(jax.random.key(7), step), (8,))[5])
+        for step in range(4)
+    ]
+    assert len(set(expected)) == 4
+    reports = trained(drawing, devices=1, seed=7)
+    assert numbers(reports) == expected
+    assert numbers(reports, "step") == [0, 1, 2, 3]
+    options = {"devices": 8, "seed": 7, "directory": tmp_path}
+    for steps, these in ((2, expected[:2]), (4, expected[2:])):
+        assert numbers(trained(drawing, steps=steps, **options)) == these
+
+
+def test_evaluations_have_the_step_of_the_run_and_no_random_numbers():
+    evaluation = {"evaluation": list(of_items(2)), "evaluate_every": 2, "report_every": 9}
+    found = [report.evaluation for report in trained(drawing, **evaluation)]
+    assert [(each["step"], each["drawn"]) for each in found] == [(2, -1), (4, -1)]
+
+
+LOSSES: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "both": (drawing, ("step", "rng")),
+    "None by default": (lambda activations, *, rng=None: 0, ("rng",)),
+    "a value by default": (lambda activations, *, step=5, rng: 0, ("rng",)),
+    "bound": (functools.partial(drawing, step=3), ("rng",)),
+    "an array bound": (functools.partial(drawing, wanted=np.ones(3)), ("step", "rng")),
+    "a part of the batch": (lambda activations, step: 0, ()),
+    "no signature": (max, ()),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_gets_what_it_has_keyword_only_and_no_value_for(case):
+    loss, keywords = LOSSES[case]
+    objective, _ = split_model(loss, None)
+    assert objective.keywords == keywords
+    assert objective.given(1, 2) == {n: {"step": 1, "rng": 2}[n] for n in keywords}
+
+
+def test_a_keyword_that_would_never_come_is_refused():
+    with pytest.raises(TypeError, match=r"fit: loss: expected 'rng' as a keyword-only .*\*, rng=N"):
+        trained(lambda activations, wanted, rng=None: 0)
+
+
+def test_what_is_drawn_by_event_does_not_depend_on_the_devices():
+    """As the guide draws it: by the example and the position of the event."""
+    items, rng = TableConfig(20, 2, name="items"), np.random.default_rng(2)
+    splits = np.concatenate([[0], np.cumsum(rng.integers(0, 6, 16))])
+    source = [({"history": RaggedIds(rng.integers(0, 20, splits[-1]), splits)}, np.ones(16))] * 2
+
+    def loss(activations, wanted, *, rng):
+        history = activations["history"]
+
+        def kept(example, position):
+            key = jax.random.fold_in(jax.random.fold_in(rng, example), position)
+            return jax.random.bernoulli(key, 0.5, (2,))
+
+        def drop(history, replica):
+            examples = replica * len(history.lengths) + history.segment_ids
+            mask = jax.vmap(kept)(examples, history.positions)
+            return history.with_values(jnp.where(mask, history.values / 0.5, 0))
+
+        dropped = jax.vmap(drop)(history, jnp.arange(len(history.values)))
+        return ((dropped.sums().sum(axis=-1) - jnp.float32(wanted)) ** 2).mean()
+
+    tables = []
+    for devices in (1, 8):
+        features = {"history": FeatureConfig(items, jagged=True)}
+        engine = EmbeddingEngine(features, SGD(1 / 16), mesh=mesh(devices))
+        report = fit(engine, loss, source, progress=False)
+        tables.append(np.asarray(engine.tables(report.state)["items"]))
+    np.testing.assert_array_equal(*tables)
+
+
+# -- dropout that repeats ------------------------------------------------------------------------
+
+
+def copied(network, activations, wanted):
+    """Call a copy of the network, as `nnx.merge` in a function of one device does."""
+    return loss_of_network(nnx.merge(*nnx.split(network), copy=True), activations, wanted)
+
+
+def test_a_copy_of_the_model_that_drops_is_warned_of():
+    options = {"optimizer": DENSE, "steps": 1}
+    with pytest.warns(UserWarning, match="model: dropout 'dropout': expected random numbers drawn"):
+        trained(copied, model=Network(nnx.Rngs(0)), **options)
+
+
+def reseeded(network, activations, wanted, *, rng):
+    copy = nnx.merge(*nnx.split(network), copy=True)
+    if rng is not None:
+        nnx.reseed(copy, dropout=rng)
+    else:
+        copy.eval()
+    return loss_of_network(copy, activations, wanted)
+
+
+def without_dropout():
+    network = Network(nnx.Rngs(0))
+    network.dropout.rate = 0.0
+    return network
+
+
+@pytest.mark.parametrize("case", ["drawn", "of the step", "rate 0", "no module"])
+def test_nobody_is_warned_without_a_reason(case):
+    """Warnings are errors in these tests."""
+    model = without_dropout() if case == "rate 0" else Network(nnx.Rngs(0))
+    losses = {"drawn": loss_of_network, "of the step": reseeded}
+    options = {"optimizer": DENSE, "steps": 1, "evaluation": list(of_items(1))}
+    if case == "no module":
+        options = {"optimizer": optax.sgd(0.1), "steps": 1}
+        model, losses[case] = (
+            {"w": np.ones(2)},
+            lambda model, activations, wanted: (
+                (activations["item"] @ model["w"] - wanted) ** 2
+            ).mean(),
+        )
+    trained(losses.get(case, copied), model=model, **options)
