@@ -130,7 +130,7 @@ wheel: $(VENV)/.with-wheel
 	cd $(WHEEL) && bin/python -m tpu_embed check --no-speed && bin/python quickstart.py
 
 bench: setup $(VENV)/.with-bench
-	set -e; for name in embedding scaling small place pipeline outlier vocabulary vocabulary_map living in_place jagged hstu sparse_grad flax_layers checkpoint delta rows_at_home retrieval; do \
+	set -e; for name in embedding scaling small place pipeline outlier vocabulary vocabulary_map living in_place jagged hstu parts sparse_grad flax_layers checkpoint delta rows_at_home retrieval; do \
 	  echo "== $$name"; $(PY) benchmarks/$$name.py; done
 
 # The C++ kernels under the address and undefined-behaviour sanitizers, on random input.

@@ -15,6 +15,7 @@ from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_netwo
 import tpu_embed
 from tpu_embed.io.checkpoint import tables
 from tpu_embed.loop.network import split_model
+from tpu_embed.loop.parts import Parts
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.run import Run, new_run
 from tpu_embed.loop.step import make_train_step
@@ -221,7 +222,7 @@ def of_a_step(code):
 def test_what_cuts_a_step_at_any_bytecode_leaves_nothing_to_be_saved_or_a_run_between_two_steps():
     made, source = engine(), Stateful(200)
     objective, network = split_model(loss_of_network, Network(nnx.Rngs(0)))
-    step, lost = make_train_step(made, objective, DENSE, 0), 0
+    step, lost = make_train_step(objective, DENSE, Parts(made, 1, ()), 0), 0
 
     def begun():
         return new_run(made, network, DENSE, None, Losses(2, "stop"))

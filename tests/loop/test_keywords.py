@@ -62,6 +62,16 @@ def test_evaluations_have_the_step_of_the_run_and_no_random_numbers():
     assert [(each["step"], each["drawn"]) for each in found] == [(2, -1), (4, -1)]
 
 
+def test_each_part_of_a_batch_has_random_numbers_of_its_own():
+    def loss(activations, wanted, *, rng):
+        return 0 * activations["item"].sum(), {"drawn": jax.random.uniform(rng)}
+
+    (first, _) = trained(loss, steps=2, micro_batches=2)
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    parts = [float(jax.random.uniform(jax.random.fold_in(key, part))) for part in range(2)]
+    assert first.metrics["drawn"] == pytest.approx(np.mean(parts))
+
+
 LOSSES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "both": (drawing, ("step", "rng")),
     "None by default": (lambda activations, *, rng=None: 0, ("rng",)),

@@ -84,6 +84,7 @@ ORDERS = {
     ],
     "loop": [
         "network",
+        "parts",
         "step",
         "reports",
         "best",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from tpu_embed.data import Prefetcher
 from tpu_embed.loop.best import Best, check_best
 from tpu_embed.loop.evaluation import make_evaluate
 from tpu_embed.loop.network import check_optimizer, split_model
+from tpu_embed.loop.parts import Parts
 from tpu_embed.loop.reporter import Reporter, Schedule
 from tpu_embed.loop.reports import Losses, Report
 from tpu_embed.loop.run import Keeper, Run, new_run
@@ -52,6 +53,8 @@ def fit(
     weighted: bool = False,
     depth: int = 2,
     on_nonfinite: Literal["stop", "continue"] = "stop",
+    micro_batches: int = 1,
+    whole_features: Sequence[str] = (),
 ) -> Report:
     """Train the tables of an engine, and a model beside them, on the batches of a source.
 
@@ -104,6 +107,10 @@ def fit(
       depth: how many batches are placed ahead, and how many steps may be under way.
       on_nonfinite: "stop" ends the run when a loss is NaN or infinite, at most `depth` steps later;
         "continue" does not.
+      micro_batches: k, the equal parts in which a batch passes the network, whose memory is that of
+        one part. The loss is to be a mean over the examples. Each replica's examples are a multiple
+        of k.
+      whole_features: paths of features that belong to no example, which each part gets whole.
 
     Returns:
       The last report, or that of the best evaluation: `state` and `model` are what was trained.
@@ -112,7 +119,7 @@ def fit(
       ValueError: a number below 1; a model without an optimizer, or the other way round; `weighted`
         beside a `Prefetcher`; a source without a batch; an evaluation that can be read only once,
         or has no batch; `evaluate_every` without one; `best` without what it needs, or of a number
-        that is not evaluated;
+        that is not evaluated; features that differ in size, or do not divide into `micro_batches`;
         `steps` below those of the latest checkpoint; a directory with checkpoints of another
         program; a state that is not the engine's, or was donated; whatever `place` and `restore`
         refuse. Batches before a bad one have been trained on.
@@ -141,7 +148,8 @@ def fit(
     objective, network = split_model(loss, model)
     optimizer = check_optimizer(optimizer, model)
     run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite))
-    train_step = make_train_step(engine, objective, optimizer, seed)
+    parts = Parts(engine, micro_batches, whole_features)
+    train_step = make_train_step(objective, optimizer, parts, seed)
     evaluate = make_evaluate(engine, objective, evaluation, measure, weighted=weighted, depth=depth)
     check_best(best, evaluate_every, directory)
     schedule = Schedule(steps, report_every, evaluate_every, save_every)

@@ -21,15 +21,13 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.lookup import Jagged, split_activations
+from tpu_embed.core.lookup import ARRAYS
 from tpu_embed.loop.network import Network, Objective
+from tpu_embed.loop.parts import Parts
 
 
 def make_train_step(
-    engine: EmbeddingEngine,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    seed: int,
+    objective: Objective, optimizer: optax.GradientTransformation, parts: Parts, seed: int
 ) -> Callable[..., Any]:
     """Return a function that prepares a step: `(batch, rest, number) -> step`.
 
@@ -37,29 +35,26 @@ def make_train_step(
     `(carry, batch, rates=…) -> (carry, (loss, metrics))`, of the batch when it is admitted; `carry`
     is `(state, network, opt_state)`.
     """
+    engine = parts.engine
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train_step(carry, batch, *, rates, rest, number):
+    @functools.partial(jax.jit, donate_argnums=0, static_argnames="cuts")
+    def train_step(carry, batch, *, rates, rest, number, cuts):
         state, network, opt_state = carry
-        values, rebuild = split_activations(engine.lookup(state, batch))
+        activations = engine.lookup(state, batch)
         rng = None if number is None else jax.random.fold_in(jax.random.key(seed), number)
         given = objective.given(number, rng)
-
-        def loss_fn(trained, values):
-            whole = Network(trained, network.others)
-            return objective(whole, rebuild(values), rest, given, training=True)
-
-        differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
-        (loss, (metrics, others)), gradients = differentiate(network.trained, values)
+        found = parts.differentiate(objective, network, activations, rest, given, cuts)
+        (loss, (metrics, others)), gradients = found
         updates, opt_state = optimizer.update(gradients[0], opt_state, network.trained)
         trained = optax.apply_updates(network.trained, updates)
         state = engine.update(state, batch, gradients[1], learning_rates=rates)
         return (state, Network(trained, others), opt_state), (loss, metrics)
 
     def prepare(batch: Batch, rest: tuple[Any, ...], number: int) -> Callable[..., Any]:
+        known = {"rest": rest, "cuts": parts.cuts(batch, rest)}
         # An operand that no loss takes would still be sent in each step.
-        known = np.int32(number) if objective.keywords else None
-        return functools.partial(train_step, rest=rest, number=known)
+        known["number"] = np.int32(number) if objective.keywords else None
+        return functools.partial(train_step, **known)
 
     return prepare
 
@@ -96,7 +91,7 @@ def _operand(engine: EmbeddingEngine, where: str, part: PyTree) -> PyTree:
     """Return a part of an item as arrays."""
     if isinstance(part, dict):
         return {key: _operand(engine, f"{where}[{key!r}]", value) for key, value in part.items()}
-    if part is None or isinstance(part, (jax.Array, Jagged)):
+    if part is None or isinstance(part, ARRAYS):
         return part
     array = np.asarray(part)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):

@@ -11,6 +11,8 @@ from process_cases import BATCH, arrays, draw, make_engine, mesh, part
 
 import tpu_embed
 from tpu_embed import optimizers as o
+from tpu_embed.data import EventValues
+from tpu_embed.loop import Best
 
 STEPS = 6
 
@@ -36,7 +38,7 @@ def failing():
     yield from list(parts(STEPS))[4:]
 
 
-def call(engine, source, directory):
+def call(engine, source, directory, loss=loss, **options):
     model = {"scale": np.ones((), np.float32)}
     with jax.numpy_dtype_promotion("standard"):
         return tpu_embed.fit(
@@ -48,6 +50,7 @@ def call(engine, source, directory):
             directory=directory,
             save_every=3,
             progress=False,
+            **options,
         )
 
 
@@ -100,3 +103,33 @@ def undisturbed(devices):
     engine = make_engine(devices, "mod")
     report = call(engine, parts(STEPS), None)
     return arrays(engine, report.state), np.asarray(report.model["scale"])
+
+
+def with_times(count):
+    """Yield the same parts, with a number per event of the jagged feature."""
+    for ids, wanted in parts(count):
+        yield ids, wanted, EventValues("path", np.float32(ids["path"].values % 3))
+
+
+def loss_of_events(model, activations, wanted, times, *, rng):
+    path, drawn = activations["path"], jax.random.uniform(rng, (8, 1))
+    scaled = path.with_values(path.values * times.values[..., None])
+    return loss(model, activations | {"path": scaled, "user": activations["user"] * drawn}, wanted)
+
+
+def in_parts(devices, directory):
+    """Train in two parts per batch, until the patience for what is measured ends; return all.
+
+    Each process measures something else; the numbers of the first one count.
+    """
+    engine, seen = make_engine(devices, "mod"), []
+
+    def measure(report):
+        seen.append(report.step)
+        return {"score": abs(report.step - 4) * (-1) ** jax.process_index()}
+
+    options = {"measure": measure, "evaluate_every": 2, "best": Best("score", "min", patience=2)}
+    options |= {"loss": loss_of_events, "micro_batches": 2}
+    report = call(engine, with_times(12), directory, **options)
+    left = arrays(engine, report.state), np.asarray(report.model["scale"])
+    return left, (report.step, report.evaluation, seen)

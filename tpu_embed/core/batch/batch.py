@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array, Tracer
-from tpu_embed.core.batch.line import line_length, line_of, read_line
+from tpu_embed.core.batch.line import ROW_SPLITS, line_length, line_of, read_line
 from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
@@ -148,8 +148,19 @@ class Batch:
             if view.bags.jagged:
                 line = read_line(self.packed[0], fields)
                 features = [view.features[number] for number in view.bags.jagged]
-                found |= {f: line[f"row_splits/{f}"] for f in features}
+                found |= {f: line[f"{ROW_SPLITS}{f}"] for f in features}
         return found
+
+    def row_splits_of_devices(self, layout: Layout) -> dict[int, Array]:
+        """Return the row splits `[devices, B/S + 1]` of every jagged feature, outside a program."""
+        return {
+            int(one.name.removeprefix(ROW_SPLITS)): self.packed[
+                :, one.start : one.start + one.words
+            ]
+            for fields in line_of(self.spec, layout)
+            for one in fields
+            if one.name.startswith(ROW_SPLITS)
+        }
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
         """Report nothing, because the host has validated the ids.

@@ -54,6 +54,9 @@ from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.transport import INT32, Shape, transport_of
 from tpu_embed.core.layout import Layout
 
+ROW_SPLITS = "row_splits/"
+"""What the names of fields begin with that end with the number of a jagged feature."""
+
 
 class LineField(NamedTuple):
     """One array of one stack in a line.
@@ -84,7 +87,7 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...
         fields = []
         found = _routed(view) if view.is_routed else _ids(view)
         found += [
-            (f"row_splits/{view.features[i]}", (view.bags.sizes[i] + 1,), INT32)
+            (f"{ROW_SPLITS}{view.features[i]}", (view.bags.sizes[i] + 1,), INT32)
             for i in view.bags.jagged
         ]
         for name, shape, dtype in found:

@@ -13,6 +13,13 @@ from tpu_embed.core.lookup.combine import (
 )
 from tpu_embed.core.lookup.differentiable import split_activations
 from tpu_embed.core.lookup.jagged import Jagged
+from tpu_embed.core.lookup.parts import (
+    ARRAYS,
+    extent_of,
+    flatten_arrays,
+    put_part,
+    take_part,
+)
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read
 from tpu_embed.core.lookup.sharded import (
     as_jagged,
@@ -23,6 +30,7 @@ from tpu_embed.core.lookup.sharded import (
 )
 
 __all__ = [
+    "ARRAYS",
     "BagEntries",
     "Jagged",
     "activations_of",
@@ -31,10 +39,13 @@ __all__ = [
     "bag_entries",
     "by_feature",
     "combine",
+    "extent_of",
+    "flatten_arrays",
     "join_gradients",
     "lookup",
     "not_differentiable",
     "optional_weights",
+    "put_part",
     "quantize",
     "record_lookup",
     "record_read",
@@ -42,4 +53,5 @@ __all__ = [
     "segments",
     "split_activations",
     "sum_gradients",
+    "take_part",
 ]
