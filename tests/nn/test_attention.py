@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hstu_cases import attention_by_loops, log2_bucket
+from jax.sharding import AxisType
 
-from tpu_embed.nn import jagged_attention
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed.nn import jagged_attention, on_each_replica
 from tpu_embed.nn.attention import time_bucket
 
 HEADS, D, P, T, LONGEST = 2, 3, 9, 6, 10
@@ -85,3 +87,18 @@ def test_times_are_asked_for():
         jagged_attention(
             events, events, events, np.array([0, 4]), longest=4, time_bias=jnp.zeros((HEADS, T))
         )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_each_replica_takes_what_lies_elsewhere(kind):
+    """Arrays that are whole on every device are split, and what is shared is not."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    features = {"x": FeatureConfig(TableConfig(8, 2, name="t"))}
+    engine = EmbeddingEngine(features, mesh=mesh)
+
+    @jax.jit
+    def sums(shared):
+        each = on_each_replica(engine, lambda shared, number: shared.sum() + number)
+        return each(shared, jnp.arange(8.0))
+
+    assert sums(jnp.ones(4)).tolist() == [4, 5, 6, 7, 8, 9, 10, 11]

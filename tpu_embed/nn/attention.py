@@ -164,7 +164,11 @@ def on_each_replica(engine: EmbeddingEngine, function: Callable[..., Any]) -> Ca
         out_specs=split,
         check_vma=False,  # the gradient of what is shared is then the sum over the replicas
     )
-    return lambda shared, *parts: mapped(shared, parts)
+
+    def of_all(shared, *parts):
+        return mapped(axes.reshard(shared, ()), axes.reshard(parts, axes.batch_axes))
+
+    return of_all
 
 
 class Form(NamedTuple):
