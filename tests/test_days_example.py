@@ -5,9 +5,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT
+from example_cases import ROOT, load_from
 from flax import nnx
-from hstu_cases import load_hstu
 
 from tpu_embed import Jagged
 
@@ -27,7 +26,7 @@ def config():
 
 
 def test_histories_are_what_a_user_was_shown_before(config, monkeypatch):
-    log = load_hstu("drifting_log", monkeypatch).Log(config)
+    log = load_from("hstu", "drifting_log", monkeypatch).Log(config)
     before = {user: [] for user in range(config.rows["user"])}
     for number in range(config.days):
         day = log.day(number)
@@ -43,7 +42,7 @@ def test_histories_are_what_a_user_was_shown_before(config, monkeypatch):
 
 
 def test_clicks_are_as_planted_and_tastes_drift(config, monkeypatch):
-    module = load_hstu("drifting_log", monkeypatch)
+    module = load_from("hstu", "drifting_log", monkeypatch)
     large = types.SimpleNamespace(**vars(config) | {"requests": 2_000, "days": 4, "drift": 0.9})
     days = [module.Log(large).day(number) for number in range(4)]
     surplus = sum((day.listened - day.probability).sum() for day in days)
@@ -99,7 +98,7 @@ def one_request(requests, r, without=None):
 
 @pytest.mark.whole
 def test_a_request_is_scored_by_itself_and_so_is_a_candidate(config, monkeypatch):
-    module = load_hstu("dlrm_v4_model", monkeypatch)
+    module = load_from("hstu", "dlrm_v4_model", monkeypatch)
     network = module.DlrmV4(config, nnx.Rngs(1))
     # With zeros, as they begin, biases and tables would tell nothing of their places.
     state = nnx.state(network, nnx.Param)
@@ -137,7 +136,7 @@ def bits(training):
 @pytest.mark.whole
 @jax.numpy_dtype_promotion("standard")  # optax asks for it
 def test_a_stopped_run_goes_on_to_the_same_bits(config, monkeypatch, tmp_path):
-    days = load_hstu("days", monkeypatch)
+    days = load_from("hstu", "days", monkeypatch)
     whole = days.Training(config, tmp_path / "whole")
     figures = dict(whole.run())
     assert list(figures) == [1, 2]

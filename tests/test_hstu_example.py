@@ -8,9 +8,8 @@ import types
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT, numbers, run
+from example_cases import ROOT, load_from, numbers, run
 from flax import nnx
-from hstu_cases import load_hstu
 
 from tpu_embed import EmbeddingEngine, Jagged, RaggedIds, TableConfig
 from tpu_embed.io import export_model, load_model
@@ -21,7 +20,7 @@ ITEMS, D = 600, 8
 
 @pytest.mark.whole
 def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
-    ranker = load_hstu("ranker", monkeypatch)
+    ranker = load_from("hstu", "ranker", monkeypatch)
     network = ranker.Ranker(2, D, 2, longest=64, buckets=8, block=32, rngs=nnx.Rngs(0))
     for layer in network.stack.layers:  # biases matter as soon as they are trained
         for bias in (layer.position_bias, layer.time_bias):
@@ -50,7 +49,7 @@ def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
 
 def test_the_loss_of_a_request_does_not_depend_on_others(monkeypatch):
     """Logits of 300 less than another request's, whose exponentials would be 0 beside those."""
-    ranker = load_hstu("ranker", monkeypatch)
+    ranker = load_from("hstu", "ranker", monkeypatch)
     logits = np.array([1.0, 2, 4, -300, -301, 7, 50, 90], np.float32)  # the last two are no one's
     splits, chosen = np.array([0, 3, 5, 6], np.int32), np.array([1, 0, 0], np.int32)
 
@@ -71,7 +70,7 @@ def test_the_loss_of_a_request_does_not_depend_on_others(monkeypatch):
 
 def test_held_out_films_are_ranked_among_the_unseen(monkeypatch):
     """User 0 has seen films 0 and 1, user 1 film 2; 2 and 0 are held out."""
-    next_film = load_hstu("next_film", monkeypatch)
+    next_film = load_from("hstu", "next_film", monkeypatch)
     columns = {"user": [0, 0, 0, 1, 1], "item": [0, 1, 2, 2, 0], "timestamp": [1, 2, 3, 1, 2]}
     data = types.SimpleNamespace(**{name: np.array(x) for name, x in columns.items()})
     scores = np.array([[9, 8, 1, 5, 4], [3, 2, 9, 1, 0]], np.float32)
@@ -96,7 +95,9 @@ def lengths_and_lists(seed, longest):
 )
 def test_tables_have_the_same_bits(monkeypatch, numbers_of_devices):
     """Given the gradients of the activations, which here are drawn."""
-    features = load_hstu("ranker", monkeypatch).feature_config(TableConfig(50, 4, name="items"))
+    features = load_from("hstu", "ranker", monkeypatch).feature_config(
+        TableConfig(50, 4, name="items")
+    )
     lists = {"history": lengths_and_lists(0, 12), "candidates": lengths_and_lists(1, 5)}
     rng, bits = np.random.default_rng(2), []
     drawn = {
@@ -137,7 +138,7 @@ def learner_of(model, mesh, **options):
 @pytest.mark.whole
 def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
     """Of 16 histories all but one are short; B · L · D is 16,384, and C · 4 D about 6,000."""
-    learner = learner_of(load_hstu("model", monkeypatch), mesh_of(1), longest=128, block=16)
+    learner = learner_of(load_from("hstu", "model", monkeypatch), mesh_of(1), longest=128, block=16)
     lists = [np.arange(n) % 10 for n in [2] * 15 + [128]]
     batch = learner.engine.place(learner.features(lists))
     zeros = np.zeros((1, batch.spec.feature_shapes[0].capacity), np.int32)
@@ -155,7 +156,7 @@ def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
 @pytest.mark.whole
 def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion):
     """Histories count upwards, each from an item of its own, at times that say nothing."""
-    model = load_hstu("model", monkeypatch)
+    model = load_from("hstu", "model", monkeypatch)
     losses = []
     for size in (1, 8):
         learner = learner_of(model, mesh_of(size), longest=8, block=4)
@@ -172,7 +173,7 @@ def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion):
 
 def test_what_is_known_of_sessions_is_what_happens(monkeypatch):
     """Chances add up to 1, and the items that are drawn follow them."""
-    sessions = load_hstu("sessions", monkeypatch)
+    sessions = load_from("hstu", "sessions", monkeypatch)
     planted = sessions.Sessions(items=9, longest=24)
     items, times, asked, known = planted.draw(np.random.default_rng(0), 40)
     assert all(len(a) == len(b) == len(c) for a, b, c in zip(items, times, asked, strict=True))
@@ -197,7 +198,7 @@ def test_what_is_known_of_sessions_is_what_happens(monkeypatch):
 
 
 def test_the_expected_score_is_that_of_a_loop(monkeypatch):
-    expected_ndcg = load_hstu("sessions", monkeypatch).expected_ndcg
+    expected_ndcg = load_from("hstu", "sessions", monkeypatch).expected_ndcg
     rng = np.random.default_rng(0)
     scores, chances = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), size=5)
     by_hand = 0.0

@@ -1,5 +1,6 @@
 """Run an example in a process of its own, or import one of its modules; write its data."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -41,3 +42,13 @@ def load(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)
     spec.loader.exec_module(module)
     return module
+
+
+def load_from(folder, name, monkeypatch):
+    """Return a module of a folder of examples; it and its neighbours are forgotten later."""
+    for path in (EXAMPLES, EXAMPLES / folder):
+        monkeypatch.syspath_prepend(str(path))
+    for neighbour in EXAMPLES.rglob("*.py"):
+        monkeypatch.setitem(sys.modules, neighbour.stem, None)  # undone after the test
+        del sys.modules[neighbour.stem]
+    return importlib.import_module(name)

@@ -1,24 +1,6 @@
 """HSTU attention as loops in float64 over examples, events and heads."""
 
-import importlib
-import sys
-
 import numpy as np
-from example_cases import EXAMPLES
-
-
-def load_hstu(name, monkeypatch):
-    """Return a module of `examples/hstu`; it and its neighbours are forgotten after the test."""
-    for folder in (EXAMPLES, EXAMPLES / "hstu"):
-        monkeypatch.syspath_prepend(str(folder))
-    for neighbour in (EXAMPLES / "hstu").glob("*.py"):
-        monkeypatch.delitem(sys.modules, neighbour.stem, raising=False)
-    before = set(sys.modules)
-    module = importlib.import_module(name)
-    for added in set(sys.modules) - before:
-        if str(EXAMPLES) in str(getattr(sys.modules[added], "__file__", "")):
-            monkeypatch.setitem(sys.modules, added, sys.modules[added])
-    return module
 
 
 def silu_and_slope(x):
