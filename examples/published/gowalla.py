@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -53,8 +54,8 @@ class Visits:
     def users(self) -> int:
         return len(self.wanted)
 
-    def of(self, users: np.ndarray) -> list[np.ndarray]:
-        """Return the places of some users."""
+    def of(self, users: np.ndarray) -> list[Any]:
+        """Return the places of some users, an array for each."""
         return [self.item[self.begin[u] : self.begin[u + 1]] for u in users]
 
 
@@ -151,18 +152,18 @@ def make_measure(
     return measure
 
 
-def main(description: str | None, config: str, prepare: Callable) -> None:
+def main(description: str | None, name: str, prepare: Callable) -> None:
     """Train for the epochs of the config, then measure.
 
     How many epochs these are is chosen with --validate, since the test is not to choose it.
 
     Args:
       description: of the program.
-      config: a file of `configs/published`.
+      name: a file of `configs/published`.
       prepare: `(config, visits)` returns the engine, a model or None, the loss, a source, and the
         last two arguments of `make_measure`.
     """
-    options = settings.parser(description, f"published/{config}")
+    options = settings.parser(description, f"published/{name}")
     options.add_argument("--data", required=True, help="the folder of the three files")
     options.add_argument("--epochs", type=int, help="instead of the config's")
     validate = "fit on train.txt alone and measure on valid.txt, every few epochs"
@@ -184,5 +185,6 @@ def main(description: str | None, config: str, prepare: Callable) -> None:
         report_every=epoch,
     )
     minutes = (time.perf_counter() - begin) / 60
-    numbers = (f"{name} {value:.4f}" for name, value in report.evaluation.items())
+    found = report.evaluation or {}
+    numbers = (f"{key} {value:.4f}" for key, value in found.items())
     print(f"{'validation' if args.validate else 'test'}:", *numbers, f"{minutes:.1f} minutes")

@@ -36,9 +36,9 @@ class Histories:
 
     def without(self, last: int) -> Histories:
         """Return the histories without their last events, at least one."""
-        lists = (self.rows, self.times, self.next_times)
-        rows, *times = (None if of is None else [row[:-last] for row in of] for of in lists)
-        return Histories(rows, self.items, *times)
+        times = (self.times, self.next_times)
+        known = (None if of is None else [row[:-last] for row in of] for of in times)
+        return Histories([row[:-last] for row in self.rows], self.items, *known)
 
 
 def read(path: str | Path, known: dict[str, str]) -> bytes:

@@ -50,7 +50,8 @@ def main() -> None:
         measure=task.measure(histories, 1),
         report_every=next_item.epoch_of(config, trained),
     )
-    print("test:", *(f"{name} {value:.4f}" for name, value in report.evaluation.items()))
+    found = report.evaluation or {}
+    print("test:", *(f"{name} {value:.4f}" for name, value in found.items()))
     print(f"{(time.perf_counter() - begin) / 60:.1f} minutes")
 
 

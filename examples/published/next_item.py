@@ -65,11 +65,13 @@ def make_engine(config, histories: Histories, mesh=None) -> EmbeddingEngine:
 def known_of(histories: Histories, users: np.ndarray, longest: int) -> tuple[RaggedIds, dict]:
     """Return the newest events of some histories, and what is known of each of them by name."""
     ids = RaggedIds.from_lists([histories.rows[u][-longest:] for u in users])
-    known = {"items": ids.values}
-    if histories.times is not None:
-        for name, times in (("times", histories.times), ("next_times", histories.next_times)):
-            known[name] = np.concatenate([times[u][-longest:] for u in users])
-    return ids, known
+    lists = {"times": histories.times, "next_times": histories.next_times}
+    known = {
+        name: np.concatenate([rows[u][-longest:] for u in users])
+        for name, rows in lists.items()
+        if rows is not None
+    }
+    return ids, {"items": ids.values, **known}
 
 
 def batches(config, histories: Histories) -> Iterator[tuple[dict, dict]]:

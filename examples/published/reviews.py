@@ -36,9 +36,9 @@ def load(path: str | Path) -> Histories:
     return Histories(rows, 1 + max(int(row.max()) for row in rows))
 
 
-def main(description: str | None, config: str, network: Callable[..., nnx.Module]) -> None:
+def main(description: str | None, name: str, network: Callable[..., nnx.Module]) -> None:
     """Train until the validation is no longer better, and measure the best model on the test."""
-    options = settings.parser(description, f"published/{config}")
+    options = settings.parser(description, f"published/{name}")
     options.add_argument("--data", required=True, help="the file")
     directory = "of the checkpoints, from which a run goes on; with other numbers, name another one"
     options.add_argument("--directory", default="build/published", help=directory)
@@ -47,7 +47,7 @@ def main(description: str | None, config: str, network: Callable[..., nnx.Module
     trained = histories.without(2)
     task = next_item.NextItem(config, next_item.make_engine(config, trained))
     epoch = next_item.epoch_of(config, trained)
-    name = f"{Path(args.config).stem}-{Path(args.data).stem}-{config.seed}"
+    run = f"{Path(args.config).stem}-{Path(args.data).stem}-{config.seed}"
     report = next_item.train(
         task,
         trained,
@@ -57,9 +57,9 @@ def main(description: str | None, config: str, network: Callable[..., nnx.Module
         report_every=epoch * config.evaluate_every,
         save_every=epoch * config.epochs,
         best=Best(f"NDCG@{next_item.TOP}", "max", patience=config.patience),
-        directory=Path(args.directory) / name,
+        directory=Path(args.directory) / run,
     )
-    found = {"validation": report.evaluation, "test": task.measure(histories, 1)(report)}
-    for name, numbers in found.items():
-        print(f"{name}, step {report.step}:", *(f"{k} {v:.4f}" for k, v in numbers.items()))
+    found = {"validation": report.evaluation or {}, "test": task.measure(histories, 1)(report)}
+    for part, numbers in found.items():
+        print(f"{part}, step {report.step}:", *(f"{k} {v:.4f}" for k, v in numbers.items()))
     print(f"{(time.perf_counter() - begin) / 60:.1f} minutes")

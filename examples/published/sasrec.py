@@ -68,14 +68,14 @@ class SASRecBlock(nnx.Module):
 
     def __call__(self, x: jax.Array, events: Events, layer: int) -> jax.Array:
         parts = jnp.split(self.qkv(self.before(x)), 3, axis=-1)
-        qkv = (y.reshape(len(x), self.heads, -1) for y in parts)
+        q, k, v = (y.reshape(len(x), self.heads, -1) for y in parts)
         width, layers = self.longest + 1, range(4 * layer + 1, 4 * layer + 5)
         of_weights, of_attention, of_hidden, last = (
             functools.partial(drop_events, rate=self.rate, events=events, layer=n) for n in layers
         )
         factors = of_weights(jnp.ones((len(x), self.heads * width), x.dtype))
         factors = factors.reshape(len(x), self.heads, width)
-        mixed = softmax_attention(*qkv, factors, events.history.segment_ids, width)
+        mixed = softmax_attention(q, k, v, factors, events.history.segment_ids, width)
         x = x + of_attention(self.out(mixed.reshape(x.shape)))
         hidden = self.second(of_hidden(jax.nn.relu(self.first(self.between(x)))))
         return x + last(hidden)
