@@ -1,8 +1,8 @@
 """Gowalla, matrix factorisation.
 
 Command:   python examples/published/factors.py --data gowalla
-Hardware:
-Expected:
+Hardware:  one core of an x86-64 CPU, the other one busy; 6 minutes; JAX 0.10.2
+Expected:  recall@20 0.168 and NDCG@20 0.134 (docs/published.md)
 """
 
 seed = 0

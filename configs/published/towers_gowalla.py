@@ -1,8 +1,8 @@
 """Gowalla, two towers after YoutubeDNN.
 
 Command:   python examples/published/towers.py --data gowalla
-Hardware:
-Expected:
+Hardware:  one core of an x86-64 CPU, the other one busy; 4 minutes; JAX 0.10.2
+Expected:  recall@20 0.166 and NDCG@20 0.131 (docs/published.md)
 """
 
 seed = 0
