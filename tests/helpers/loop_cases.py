@@ -1,5 +1,7 @@
 """A small model with tables of all kinds, its batches, and what a run of it leaves."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -62,6 +64,9 @@ def batches(steps, names=("item", "query", "far")):
         rng = np.random.default_rng(number)
         ids = {name: rng.integers(0, sizes[name], (BATCH, 2)) for name in names}
         yield ids, rng.random(BATCH, np.float32)
+
+
+of_items = functools.partial(batches, names=("item",))
 
 
 class Stateful:

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,6 +13,7 @@ from loop_cases import (
     loss_of_network,
     loss_of_tables,
     make_engine,
+    of_items,
     plain_engine,
 )
 
@@ -22,14 +22,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.io import CheckpointManager
 from tpu_embed.loop import Best
 from tpu_embed.optimizers import SGD
-
-of_items = functools.partial(batches, names=("item",))
-
-
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 @functools.cache

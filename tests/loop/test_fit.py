@@ -13,10 +13,10 @@ from flax import nnx
 from loop_cases import (
     DENSE,
     Network,
-    batches,
     loss_of_network,
     loss_of_tables,
     mesh,
+    of_items,
     plain_engine,
 )
 
@@ -25,14 +25,6 @@ from tpu_embed import FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.progress import ProgressLine
-
-of_items = functools.partial(batches, names=("item",))
-
-
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 @functools.cache

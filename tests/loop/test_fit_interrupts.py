@@ -5,7 +5,6 @@ import functools
 import itertools
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -22,12 +21,6 @@ from tpu_embed.loop.step import make_train_step
 
 STEPS, EVERY = 14, 4
 EVALUATION = list(batches(2))
-
-
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 @functools.cache

@@ -9,19 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from loop_cases import DENSE, Network, batches, loss_of_network, mesh, plain_engine
+from loop_cases import DENSE, Network, loss_of_network, mesh, of_items, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed.loop.network import split_model
 from tpu_embed.optimizers import SGD
-
-of_items = functools.partial(batches, names=("item",))
-
-
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 def trained(loss, steps=4, devices=2, **options):

@@ -5,13 +5,11 @@ import itertools
 
 import numpy as np
 import pytest
-from loop_cases import batches, loss_of_tables, mesh, plain_engine
+from loop_cases import loss_of_tables, mesh, of_items, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit
 from tpu_embed.data import Prefetcher
 from tpu_embed.optimizers import SGD
-
-of_items = functools.partial(batches, names=("item",))
 
 
 @functools.cache

@@ -6,19 +6,19 @@ import jax
 import optax
 import pytest
 from flax import nnx
-from loop_cases import DENSE, Network, batches, loss_of_network, loss_of_tables, mesh, plain_engine
+from loop_cases import (
+    DENSE,
+    Network,
+    loss_of_network,
+    loss_of_tables,
+    mesh,
+    of_items,
+    plain_engine,
+)
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, fit
 from tpu_embed import optimizers as o
-
-of_items = functools.partial(batches, names=("item",))
-
-
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
 
 
 @functools.cache

@@ -35,12 +35,6 @@ WANTED = RNG.integers(-2, 3, BATCH).astype(np.float32)
 START = RNG.integers(-2, 3, (ROWS, 2)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def promote():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
-
-
 def compare(seen, item, shared, wanted, scale):
     """Return a loss that is not a mean over the examples, so that it matters how they are parted.
 
