@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 PACKAGE = "tpu_embed"
-MAX_FILE_LINES = 400
-MAX_FUNCTION_LINES = 40
 
 FLOORS = {
     "_types": 0,
@@ -267,25 +265,6 @@ def import_work(path: PurePosixPath, tree: ast.Module) -> list[str]:
             if _starts(_dotted(node.value, aliases), ("os.environ",)):
                 faults.append(f"{path}:{node.lineno}: the environment is written at import")
     return faults
-
-
-def _length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    docstring = ast.get_docstring(node, clean=False)
-    lines = (node.end_lineno or node.lineno) - node.lineno + 1
-    return lines - (docstring.count("\n") + 1 if docstring else 0)
-
-
-def size_faults(path: PurePosixPath, source: str, tree: ast.Module) -> list[str]:
-    """List the file if it is too long, and its functions that are."""
-    lines = source.count("\n")
-    faults = [f"{path}: {lines} lines, at most {MAX_FILE_LINES}"] if lines > MAX_FILE_LINES else []
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return faults + [
-        f"{path}:{node.lineno}: {node.name} has {length} lines without its docstring, "
-        f"at most {MAX_FUNCTION_LINES}"
-        for node in functions
-        if (length := _length(node)) > MAX_FUNCTION_LINES
-    ]
 
 
 def docstring_faults(path: PurePosixPath, tree: ast.Module) -> list[str]:

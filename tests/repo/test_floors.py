@@ -1,7 +1,6 @@
-"""Check the rules of the architecture: floors, no work at import, sizes, docstrings."""
+"""Check the rules of the architecture: floors, no work at import, docstrings."""
 
 import ast
-import collections
 from pathlib import Path, PurePosixPath
 
 import floors
@@ -17,7 +16,6 @@ def faults(path, source, modules=MODULES):
     return (
         floors.import_faults(path, tree, modules)
         + floors.import_work(path, tree)
-        + floors.size_faults(path, source, tree)
         + floors.docstring_faults(path, tree)
     )
 
@@ -25,12 +23,6 @@ def faults(path, source, modules=MODULES):
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_file_keeps_the_rules(path):
     assert not faults(path, (ROOT / path).read_text())
-
-
-def test_tests_and_benchmarks_are_short():
-    files = [p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
-    lines = {str(p.relative_to(ROOT)): p.read_text().count("\n") for p in files}
-    assert not {name: n for name, n in lines.items() if n > floors.MAX_FILE_LINES}
 
 
 def test_examples_are_short():
@@ -44,11 +36,6 @@ def test_core_has_few_rooms_and_arrows():
     rooms = {room for arrow in found for room in arrow}
     assert len(rooms) <= 9
     assert len(found) <= 28
-    lines = collections.Counter()
-    for path in FILES:
-        if path.parts[1:2] == ("core",) and len(path.parts) > 3:
-            lines[path.parts[2]] += (ROOT / path).read_text().count("\n")
-    assert max(lines.values()) <= 2800, lines
 
 
 def test_nothing_is_imported_in_a_circle():
@@ -79,8 +66,6 @@ BAD = {
     "default argument": (HOST, "from jax import numpy as np\ndef _f(x=np.ones(3)): ..."),
     "environment": (HOST, "import os\nos.environ['XLA_FLAGS'] = ''"),
     "class body": (HOST, "import jax\nclass _C:\n    key = jax.random.key(0)"),
-    "long function": (HOST, "def _f():\n" + "    x = 1\n" * 40),
-    "long file": (HOST, "x = 1\n" * 401),
     "no docstring": (HOST, "def public(): ..."),
     "no method docstring": (HOST, 'class C:\n    """Doc."""\n    def public(self): ...'),
 }
@@ -93,7 +78,6 @@ GOOD = {
     "later": (HOST, "import jax\ndef _f():\n    return jax.devices()"),
     "types": (HOST, "import jax.numpy as jnp\nF = jnp.dtype('float32')"),
     "private": (HOST, "def _private(): ..."),
-    "docstring lines": (HOST, 'def _f():\n    """' + "word\n" * 60 + '"""\n    return 1'),
 }
 SKETCH = {
     "tpu_embed",
