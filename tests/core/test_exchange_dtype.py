@@ -177,9 +177,8 @@ def lowered(engine, case):
     return jax.jit(step, donate_argnums=0).lower(state, batch, gradients)
 
 
-def test_what_is_sent_of_sharded_tables_has_16_bits(monkeypatch):
+def test_what_is_sent_of_sharded_tables_has_16_bits():
     """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
-    monkeypatch.setenv("TPU_EMBED_KERNELS", "reference")  # no gathered gradients
     case = cases.draw(10)
     sent = COLLECTIVE.findall(lowered(cases.make_engine(case, 4), case).compile().as_text())
     assert {dtype for dtype, name in sent if name == "all-to-all"} == {"u16"}

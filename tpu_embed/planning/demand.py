@@ -19,7 +19,6 @@ from tpu_embed.core.batch import (
     BatchSpec,
     StackSpec,
     StackView,
-    may_gather,
     view_stacks,
     worst_case,
 )
@@ -252,7 +251,7 @@ def _capacities(view: StackView) -> dict[str, int]:
     if stack.num_shards == 1 and replicas == 1 and not view.is_routed:
         return {"row_capacity": 0, "partials": 0}
     blocks = view.blocks_per_device
-    rows = partials = merged = entries = 0.0
+    rows = partials = merged = 0.0
     for table in stack.tables:
         mine = [f for f in view.features if layout.features[f].table == table]
         shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
@@ -262,12 +261,9 @@ def _capacities(view: StackView) -> dict[str, int]:
         summed = blocks * _distinct_in(table, ids / blocks)
         partials += share * (summed if view.accumulates else ids)
         merged += share * _distinct_in(table, ids * replicas)
-        entries += share * ids * replicas
     room = {"row_capacity": rows, "partials": partials}
     if view.merges_on_host:
         room["merged"] = merged
-    if may_gather(view):
-        room["entries"] = entries
     return {name: roomy(math.ceil(size)) for name, size in room.items()}
 
 

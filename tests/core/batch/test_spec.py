@@ -40,9 +40,9 @@ def form(width=3, **options):
     )
 
 
-CAPACITIES = ("ids", "row_capacity", "partials", "merged", "entries")
+CAPACITIES = ("ids", "row_capacity", "partials", "merged")
 WIDTHS = st.none() | st.integers(0, 5)
-STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 5)
+STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 4)
 SPECS = st.builds(
     lambda widths, weighted, stack: BatchSpec(
         2,
@@ -206,4 +206,3 @@ def test_the_worst_case_holds_any_batch():
             assert enough.stacks[g].row_capacity == min(n, stack.num_rows)
             assert enough.stacks[g].partials >= min(n, stack.num_rows)
             assert enough.stacks[g].merged == min(8 * n, stack.num_rows)
-            assert enough.stacks[g].entries == 8 * n

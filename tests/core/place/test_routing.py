@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 from jax.sharding import Mesh, PartitionSpec
-from route_cases import located_by_device, way_of
+from route_cases import way_of
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import LocalIds, transport_of, view_stacks
+from tpu_embed.core.batch import LocalIds, view_stacks
 from tpu_embed.core.exchange import RowRoute, device_route
 from tpu_embed.core.place.packing import pack_all
 from tpu_embed.core.update import sums as row_sums
@@ -29,22 +28,22 @@ They are stacks of their own, because their dims differ.
 EXCHANGED = {"item": "exchange", "small": "psum", "big": "exchange"}
 
 
-def make_engine(devices, placement="mod", *, rows=V, batch_axes=None, shard_axes=None):
+def make_engine(devices, placement="mod", *, batch_axes=None, shard_axes=None):
     """Return an engine of three stacks; each has several features, with different combiners."""
     item = {"placement": placement, "shard_axes": shard_axes}
     features = {}
-    for i, (name, size) in enumerate((SIZES | {"item": rows}).items()):
+    for i, (name, size) in enumerate(SIZES.items()):
         options = item if name == "item" else {"placement": "replicated"}
         table = TableConfig(size, D + i, name=name, combiner="mean", **options)
         features |= {f"{name}/bag": FeatureConfig(table), f"{name}/one": FeatureConfig(table)}
     return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=devices, batch_axes=batch_axes)
 
 
-def draw(seed, *, hot, ragged, rows=V):
+def draw(seed, *, hot, ragged):
     """Return ids and weights: half of the ids are of few rows, and some are absent."""
     rng = np.random.default_rng(seed)
     ids, weights = {}, {}
-    for name, size in (SIZES | {"item": rows}).items():
+    for name, size in SIZES.items():
         any_row, few = rng.integers(-1, size, (B, hot)), rng.integers(0, min(3, size), (B, hot))
         bags = np.where(rng.random((B, hot)) < 0.5, any_row, few)
         scales = rng.normal(size=(B, hot)).astype(np.float32)
@@ -176,48 +175,3 @@ def test_routes_on_two_axes_are_those_that_the_devices_compute(batch_axes, shard
     engine = make_engine(devices, batch_axes=batch_axes, shard_axes=shard_axes)
     ids, weights = draw(1, hot=1, ragged=batch_axes == ("d",))
     assert check_exchanged(engine, ids, weights) == EXCHANGED
-
-
-def entries_of_owner(packed, view, owner):
-    """Return (row, block, bag, weight) of the ids of one shard, in the order of their sums."""
-    found, (local, *_) = [], view.bags.sizes
-    for replica, rows in enumerate(packed.row_ids):
-        bags = view.bags.dense_bags(np) if packed.bags is None else packed.bags[replica]
-        for n, (row, bag) in enumerate(zip(rows.tolist(), bags.tolist(), strict=True)):
-            if row >= 0 and row // view.stack.num_rows == owner:
-                example = replica * local + bag // len(view.bags.period.feature)
-                weight = float(packed.weights[replica, n])
-                bag += replica * view.bags.bag_layout.bags
-                found.append((row, example * view.layout.blocks // B, bag, weight))
-    return sorted(found, key=lambda entry: entry[:2])
-
-
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("devices", "placement"), [(2, "div"), (8, "mod"), ((2, 4), "div")])
-@pytest.mark.quick(3)
-def test_an_owner_of_gathered_gradients_knows_their_order(devices, placement, ragged):
-    """Every owner sums the gradients of the whole batch that are its rows'."""
-    on = mesh(devices) if isinstance(devices, int) else jax.make_mesh(devices, ("p", "q"))
-    engine = make_engine(on, placement, rows=2000)
-    ids, weights = draw(0, hot=12, ragged=ragged, rows=2000)
-    batch = engine.place(ids, weights)
-    (g,) = (i for i, s in enumerate(engine.layout.stacks) if s.tables[0].name == "item")
-    view = view_stacks(batch.spec, engine.layout)[g]
-    packed = pack_all(engine.host_ids(ids, weights), batch.spec, engine.layout)[g]
-    assert way_of(view) == "gather"
-    for owner, routed in enumerate(located_by_device(engine, batch)[g]):
-        expected = entries_of_owner(packed, view, owner)
-        sums = list(dict.fromkeys((row, block) for row, block, _, _ in expected))
-        rows = list(dict.fromkeys(row for row, _, _, _ in expected))
-        order, merge, n = routed.sums, routed.merge, len(expected)
-        assert order.index[:n].tolist() == [bag for _, _, bag, _ in expected]
-        assert order.weights[:n].tolist() == [weight for _, _, _, weight in expected]
-        assert [sums[i] for i in order.segments[:n]] == [entry[:2] for entry in expected]
-        assert (order.segments[n:] >= transport_of(view).num_partials).all()
-        assert merge.index is None
-        assert [rows[i] for i in merge.segments[: len(sums)]] == [row for row, _ in sums]
-        assert (merge.segments[len(sums) :] >= transport_of(view).num_merged).all()
-        local = [row - owner * view.stack.num_rows for row in rows]
-        assert merge.row_ids.tolist() == local + [PADDING_ID] * (
-            transport_of(view).num_merged - len(rows)
-        )

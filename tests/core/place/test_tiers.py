@@ -108,7 +108,7 @@ def needs(rng, scale=1.0, weighted=False):
     stacks = []
     for g, one in enumerate(scales):
         ids = int(rng.poisson(40_000 * one))
-        stacks.append(StackSpec((g,), ids, ids // 10, ids // 8, ids, ids))
+        stacks.append(StackSpec((g,), ids, ids // 10, ids // 8, ids))
     form = FeatureShape(**{**vars(FORM), "weighted": weighted})
     return BatchSpec(DEVICES, (form,) * 3, tuple(stacks), "update")
 

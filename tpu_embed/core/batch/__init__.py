@@ -9,11 +9,9 @@ from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
 from tpu_embed.core.batch.transport import (
     Exchange,
-    Gather,
     Local,
     Psum,
     Transport,
-    may_gather,
     transport_of,
 )
 
@@ -23,7 +21,6 @@ __all__ = [
     "Batch",
     "BatchSpec",
     "Exchange",
-    "Gather",
     "Local",
     "LocalIds",
     "Psum",
@@ -37,7 +34,6 @@ __all__ = [
     "line_length",
     "line_of",
     "make_traced",
-    "may_gather",
     "padded_lengths",
     "transport_of",
     "view_stacks",

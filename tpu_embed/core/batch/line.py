@@ -15,9 +15,9 @@ or, where the host has routed them, instead of the rows:
     bags            [n]      the bag of each id that is in one
     weights         [N]      as above
     factors         [bags]   1 / d of each bag, if any combiner is mean or sqrtn
-    sum_index       [E]      the bag of each id, sorted by the sum that its gradient is added to
-    sum_segments    [E]      that sum
-    sum_weights     [E]      its weight, if any has one
+    sum_index       [N]      the bag of each id, sorted by the sum that its gradient is added to
+    sum_segments    [N]      that sum
+    sum_weights     [N]      its weight, if any has one
     merge_index     [P]      the partial sums that arrive, sorted by row
     merge_segments  [P]      the merged sum that each is added to
     merged          [U]      the local row of each merged sum
@@ -156,9 +156,7 @@ def _routed(view: StackView) -> list[Shape]:
         found.append(("factors", (view.bags.bag_layout.bags,), stack.compute_dtype))
     if not view.routes_update:
         return found
-    transport = transport_of(view)
-    order = (transport.entries,)
-    found += [("sum_index", order, INT32), ("sum_segments", order, INT32)]
+    found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]
     if view.is_weighted:
-        found.append(("sum_weights", order, stack.compute_dtype))
-    return found + transport.merge_arrays
+        found.append(("sum_weights", (n,), stack.compute_dtype))
+    return found + transport_of(view).merge_arrays

@@ -37,8 +37,6 @@ class StackSpec:
       partials: the number of partial sums that a device may send to one shard; 0 if nothing is
         exchanged.
       merged: the number of distinct rows that one shard may update; 0 if the host does not know.
-      entries: the number of ids of the global batch whose rows one shard may own; 0 unless a shard
-        sums them itself.
     """
 
     features: tuple[int, ...]
@@ -46,20 +44,18 @@ class StackSpec:
     row_capacity: int
     partials: int
     merged: int = 0
-    entries: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """All capacities."""
-        return self.ids, self.row_capacity, self.partials, self.merged, self.entries
+        return self.ids, self.row_capacity, self.partials, self.merged
 
     def bucketed(self) -> StackSpec:
         """Return larger capacities, padded for random variation and rounded up to buckets."""
-        *sent, merged, entries = map(roomy, self.sizes)
-        # Small buckets would be outgrown more often here, where counts of all devices add up. And
+        *sent, merged = map(roomy, self.sizes)
+        # A small bucket would be outgrown more often here, where counts of all devices add up. And
         # merged sums are padded to a multiple of `ROW_MULTIPLE` anyway.
-        owned = [round_up(n, ROW_MULTIPLE) if n else 0 for n in (merged, entries)]
-        return StackSpec(self.features, *sent, *owned)
+        return StackSpec(self.features, *sent, round_up(merged, ROW_MULTIPLE) if merged else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,18 +190,15 @@ def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     #   blocks of the device that has most of them (`blocks_per_device`: of all features of the
     #   stack). Without accumulation each id is a sum by itself: N.
     # merged: an owner gets rows of its own from all replicas: at most min(N · replicas, R).
-    # entries: all ids of the global batch may be of one owner: N · replicas.
     stack, n = layout.stacks[g], spec.ids(g)
     blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)
     accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
     partials = min(n, stack.num_rows * blocks) if accumulates else n
-    everywhere = n * layout.axes.replicas
     return dataclasses.replace(
         spec.stacks[g],
         row_capacity=min(n, stack.num_rows),
         partials=partials,
-        merged=min(everywhere, stack.num_rows),
-        entries=everywhere,
+        merged=min(n * layout.axes.replicas, stack.num_rows),
     )
 
 

@@ -216,8 +216,8 @@ def make_traced(
         return TracedIds(arrays, scales, enough, checked=True)
     # Take the user's capacities, but never more than the worst case. `union` checks that the spec
     # is of a batch like this one. The program routes the ids, whoever made the spec: if they need
-    # more, it takes the worst case, and the update counts that. `merged` and `entries` are not
-    # used: the owner has room for all sums that arrive (`device_route.route_merge`).
+    # more, it takes the worst case, and the update counts that. `merged` is not used: the owner
+    # has room for all sums that arrive (`device_route.route_merge`).
     pairs = zip(spec.feature_shapes, shapes, strict=True)
     kept = tuple(own if own.capacity is not None else given for given, own in pairs)
     spec = dataclasses.replace(spec, feature_shapes=kept, routed="nothing")
@@ -227,7 +227,6 @@ def make_traced(
             row_capacity=min(one.row_capacity, most.row_capacity),
             partials=min(one.partials, most.partials),
             merged=0,
-            entries=0,
         )
         for one, most in zip(BatchSpec.union(spec, own).stacks, enough.stacks, strict=True)
     )

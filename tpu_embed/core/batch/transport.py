@@ -1,11 +1,10 @@
 """How the gradients of a stack come to the shards that own its rows.
 
-There are four ways, each with room for other sums and other arrays in a device's line:
+There are three ways, each with room for other sums and other arrays in a device's line:
 
 - `Local`: one device has all ids and all rows;
 - `Psum`: every device makes dense sums of a replicated stack that has no more rows than the batch
   has ids, and a psum adds them;
-- `Gather`: every device gets the gradients of all bags, and sums those of its own rows;
 - `Exchange`: every device sends each shard partial sums of the gradients of its rows.
 
 Input: a `StackView`. Output: its `Transport`.
@@ -20,7 +19,7 @@ from typing import Any, final
 import numpy as np
 
 from tpu_embed.core.batch.stack_view import StackView
-from tpu_embed.core.layout import ROW_MULTIPLE, round_up, sent_sums_format
+from tpu_embed.core.layout import ROW_MULTIPLE, round_up
 
 INT32 = np.dtype(np.int32)
 
@@ -37,11 +36,6 @@ class Transport(abc.ABC):
     """
 
     view: StackView
-
-    @property
-    def entries(self) -> int:
-        """E, the ids whose gradients one device sums by itself."""
-        return self.view.num_ids
 
     @property
     @abc.abstractmethod
@@ -100,19 +94,6 @@ class Psum(Transport):
 
 
 @final
-class Gather(Transport):
-    """Owners get the gradients of all bags."""
-
-    @property
-    def entries(self) -> int:
-        return self.view.room.entries
-
-    @property
-    def num_partials(self) -> int:
-        return self.view.layout.axes.replicas * self._parcel_size
-
-
-@final
 class Exchange(Transport):
     """Owners get partial sums of all devices."""
 
@@ -136,19 +117,4 @@ def transport_of(view: StackView) -> Transport:
     if stack.num_shards == 1 and view.accumulates and stack.exchange_dtype is None:
         if view.layout.blocks * stack.num_rows <= view.num_ids * replicas:
             return Psum(view)
-    # Every device receives all gradients of the batch; or C' partial sums from S devices, which
-    # may take fewer bytes each.
-    every = replicas * view.bags.num_targets * stack.compute_dtype.itemsize
-    less = every < stack.num_shards * view.room.partials * sent_sums_format(stack).dtype.itemsize
-    return Gather(view) if view.room.entries and less and may_gather(view) else Exchange(view)
-
-
-def may_gather(view: StackView) -> bool:
-    """Tell whether gathering gradients is possible: on CPUs, where the host knows all ids.
-
-    With fewer shards than replicas devices hold copies of rows, and the device of each copy would
-    sum the whole batch.
-    """
-    axes, stack = view.layout.axes, view.stack
-    several = stack.num_shards > 1 and stack.num_shards >= axes.replicas
-    return view.merges_on_host and axes.on_cpu and several
+    return Exchange(view)

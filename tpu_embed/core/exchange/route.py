@@ -54,9 +54,9 @@ class SumRoute(NamedTuple):
     """How sums of gradients are made: the gradients in order, and the sum that each is added to.
 
     Attributes:
-      index: int32 `[E]`, the bag that each gradient is of.
-      weights: `[E]`, what each is multiplied with; None: all ones.
-      segments: int32 `[E]`, its sum, non-decreasing; past the last sum for what is left out.
+      index: int32 `[N]`, the bag that each gradient is of.
+      weights: `[N]`, what each is multiplied with; None: all ones.
+      segments: int32 `[N]`, its sum, non-decreasing; past the last sum for what is left out.
     """
 
     index: Array

@@ -182,7 +182,7 @@ class Tiers:
         total = 0
         for g, (stack, one) in enumerate(zip(self._layout.stacks, spec.stacks, strict=True)):
             exchanged = stack.num_shards * (one.row_capacity + one.partials)
-            total += spec.ids(g) + exchanged + one.merged + one.entries
+            total += spec.ids(g) + exchanged + one.merged
         return total
 
     def _tell(self, spec: BatchSpec, tiers: list[Tier]) -> None:

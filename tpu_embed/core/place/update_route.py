@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import Gather, Psum, StackView, Transport, transport_of
+from tpu_embed.core.batch import Psum, StackView, Transport, transport_of
 from tpu_embed.core.exchange import host_route
 from tpu_embed.core.layout import Stack
-from tpu_embed.core.place.host_stack import Devices, HostStack, blocks_of, ids_at, targets_of
+from tpu_embed.core.place.host_stack import Devices, HostStack, blocks_of, targets_of
 from tpu_embed.kernels.dispatch import host_kernels
-from tpu_embed.kernels.host_reference import SortedIds, Take
+from tpu_embed.kernels.host_reference import Take
 
 Fields = dict[str, np.ndarray]
 """The fields of a stack, each `[devices, …]`."""
@@ -36,7 +36,7 @@ def write_update(out: Fields, view: StackView, host: HostStack, devices: Devices
       devices: these devices.
     """
     transport = transport_of(view)
-    sums = {Gather: _gathered, Psum: _cells}.get(type(transport), _partials)
+    sums = _cells if isinstance(transport, Psum) else _partials
     host_kernels().take(sums(out, transport, host, devices))
 
 
@@ -48,14 +48,14 @@ class _Sums(NamedTuple):
       weights: the weight of each id, or None.
       order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
       numbers: int32 `[n]`, for each id the number of its run; ids of one sum are a run.
-      places: int32, for each run the number of its sum; None: the number of the run.
+      places: int32, for each run the number of its sum.
     """
 
     targets: np.ndarray
     weights: np.ndarray | None
     order: np.ndarray
     numbers: np.ndarray
-    places: np.ndarray | None
+    places: np.ndarray
 
     def lines(self, out: Fields, d: int, absent: int) -> list[Take]:
         """Return the lines `sum_index`, `sum_segments`, `sum_weights` of device d.
@@ -65,9 +65,7 @@ class _Sums(NamedTuple):
           d: the device.
           absent: what fills the rest of `sum_segments`: a number past those of all sums.
         """
-        sums = Take(out["sum_segments"][d], self.numbers, None, absent)
-        if self.places is not None:
-            sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
+        sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
         lines = [Take(out["sum_index"][d], self.targets, self.order, 0), sums]
         if "sum_weights" in out:
             assert self.weights is not None, "weighted stacks have weights"
@@ -150,50 +148,6 @@ def _merges(out: Fields, transport: Transport, host: HostStack, devices: Devices
                 lines.append(Take(out["merge_segments"][d], sums.row, None, transport.num_merged))
             lines.append(Take(out["merged"][d], rows, None, PADDING_ID))
     return lines
-
-
-def _gathered(out: Fields, transport: Transport, host: HostStack, devices: Devices) -> list[Take]:
-    """Return, for every owner, the order of its entries of the global batch, and their rows."""
-    view, absent = transport.view, transport.num_partials
-    ids, stack, replicas = host.ids, view.stack, view.layout.axes.replicas
-    # Targets become numbers of the global batch: target 2 of replica 3 is 3 · T + 2.
-    first = np.arange(replicas, dtype=np.int32)[:, None] * np.int32(view.bags.num_targets)
-    targets = (targets_of(ids, view) + first).reshape(-1)
-    weights = None if ids.weights is None else ids.weights.reshape(-1)
-    entries = _sort_entries(view, host)
-    merges = host_kernels().sort_ids([one.sum_rows for one in entries])
-    lines = []
-    for d, owner in enumerate(devices.shard):
-        one, merge = entries[owner], merges[owner]
-        lines += _Sums(targets, weights, one.order, one.sum, None).lines(out, d, absent)
-        lines.append(Take(out["merge_segments"][d], merge.row, None, transport.num_merged))
-        lines.append(Take(out["merged"][d], _local(merge.rows, stack, owner), None, PADDING_ID))
-    return lines
-
-
-def _sort_entries(view: StackView, host: HostStack) -> list[SortedIds]:
-    """Return, by owner, its ids of all replicas, sorted; `order` is a position in `[replicas * N]`.
-
-    The ids of each replica are sorted already. One replica's after another's, equal rows are in
-    batch order; what remains is a stable sort of each owner's.
-    """
-    replicas, n = host.ids.row_ids.shape
-    # [replicas][S] -> [S]: of every shard, the positions of its ids in the global batch.
-    by_replica = [
-        host_route.split(one.order + np.int32(r * n), at)
-        for r, (one, at) in enumerate(zip(host.replicas, ids_at(host), strict=True))
-    ]
-    positions = [np.concatenate(of_shard) for of_shard in zip(*by_replica, strict=True)]
-    blocks = blocks_of(host.ids, view, host.numbers)
-    if blocks is None:
-        blocks = np.arange(replicas, dtype=np.int32)[:, None]
-    blocks = np.broadcast_to(blocks, (replicas, n)).reshape(-1)
-    rows = host.ids.row_ids.reshape(-1)
-    by_row = host_kernels().sort_ids(
-        [rows[at] for at in positions], [blocks[at] for at in positions]
-    )
-    pairs = zip(positions, by_row, strict=True)
-    return [one._replace(order=at[one.order]) for at, one in pairs]
 
 
 def _local(rows: np.ndarray, stack: Stack, owner: int) -> np.ndarray:

@@ -23,7 +23,6 @@ from tpu_embed.core.batch import (
     fields_of,
     line_length,
     line_of,
-    may_gather,
     view_stacks,
 )
 from tpu_embed.core.layout import Layout
@@ -55,16 +54,14 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     """Return the capacities that a stack's ids need."""
     if not host.replicas:
         return {}
-    ids = np.diff(ids_at(host), axis=1)  # [replicas, S]
+    # Without accumulation nothing is summed: the gradient of every id is sent by itself.
+    sent = host.sums_at if view.accumulates else ids_at(host)
     room = {
         "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
-        # Without accumulation nothing is summed: the gradient of every id is sent by itself.
-        "partials": int((np.diff(host.sums_at, axis=1) if view.accumulates else ids).max()),
+        "partials": int(np.diff(sent, axis=1).max()),
     }
     if view.merges_on_host:
         room["merged"] = max(one.sums.rows.size for one in host.owners)
-    if may_gather(view):
-        room["entries"] = int(ids.sum(axis=0).max())
     return room
 
 

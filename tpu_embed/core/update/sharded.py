@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
 from tpu_embed.core.batch import (
     Batch,
-    Gather,
     Local,
     LocalIds,
     Psum,
@@ -242,8 +241,8 @@ def _apply(
         return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
     if isinstance(transport, Psum):
         return rule.to_sums(held, psum_sums(task))
-    # The owner has the gradients of bags: its kernel takes them as they are.
-    if isinstance(task.ids, RoutedIds) and isinstance(transport, Gather | Local):
+    # One device has the gradients of all bags: its kernel takes them as they are.
+    if isinstance(task.ids, RoutedIds) and isinstance(transport, Local):
         given = gradients_at_owner(task)
         return dispatch.choose(
             held,

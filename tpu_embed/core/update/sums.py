@@ -15,7 +15,6 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,6 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import (
     BagLayout,
-    Gather,
     LocalIds,
     RoutedIds,
     StackView,
@@ -243,14 +241,13 @@ def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
 
 
 class RoutedGradients(NamedTuple):
-    """Gradients of bags at the owner of their rows, and the route to the rows' whole gradients.
+    """Gradients of bags where all rows are, too, and the route to the rows' whole gradients.
 
     Attributes:
       sums: which gradients are added to which partial sum.
       merge: how the partial sums are merged.
       factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
-      gradients: `[periods * bags, D]` per feature, or `[C, D]` if it is jagged; if they were
-        gathered from several devices, those of stacks with jagged features are one array.
+      gradients: `[periods * bags, D]` per feature, or `[C, D]` if it is jagged.
     """
 
     sums: SumRoute
@@ -260,21 +257,12 @@ class RoutedGradients(NamedTuple):
 
 
 def gradients_at_owner(task: Task) -> RoutedGradients:
-    """Return the gradients that this device needs for its own rows, all-gathered if need be."""
+    """Return the gradients of the only device, which owns all rows."""
     assert isinstance(task.ids, RoutedIds), "the host has routed the gradients"
     sums, merge = task.ids.sums, task.ids.merge
     assert sums is not None, "the batch was placed for an update"
     assert merge is not None, "the host knows the whole batch"
-    if not isinstance(task.transport, Gather):
-        return RoutedGradients(sums, merge, task.factors_of_bags, task.given)
-
-    # [n, …] per device -> [replicas, n, …] -> [replicas * n, …], in batch order.
-    def whole(x: Array) -> Array:
-        every = collectives.all_gather(x, task.layout.axes.batch_axes)
-        return every.reshape(-1, *x.shape[1:])
-
-    factors, gradients = jax.tree.map(whole, (task.factors, task.gradients))
-    return RoutedGradients(sums, merge, factors, gradients)
+    return RoutedGradients(sums, merge, task.factors_of_bags, task.given)
 
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
@@ -282,21 +270,13 @@ def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     view, sent = task.view, task.rounded_format
     with jax.named_scope("dedup"):
         gradients, factors = given.gradients, given.factors
-        if view.bags.jagged and not isinstance(task.transport, Gather):
+        if view.bags.jagged:
             gradients, factors = (join_gradients(gradients, factors, view),), None
-        layout, size = _bags_at_owner(task), task.transport.num_partials
+        layout, size = task.bag_layout, task.transport.num_partials
         sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False, sent=sent)
     if sent is None:
         return Partials(sums, given.merge)
     return Partials(sent.unpack(sums), given.merge, sums if sent.packing == "words" else None)
-
-
-def _bags_at_owner(task: Task) -> BagLayout:
-    """Return the bags of the gradients; of all replicas, one after the other, if gathered."""
-    bag_layout = task.bag_layout
-    if not isinstance(task.transport, Gather):
-        return bag_layout
-    return dataclasses.replace(bag_layout, periods=bag_layout.periods * task.layout.axes.replicas)
 
 
 def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, GradientLayout]:
@@ -311,10 +291,7 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
         sums.segments,
         merge.segments,
     )
-    layout = _bags_at_owner(task).gradients
-    if not isinstance(task.transport, Gather):
-        layout = _local_targets(task.view)
-    return sorted_by_row, layout._replace(rounds=task.rounds)
+    return sorted_by_row, _local_targets(task.view)._replace(rounds=task.rounds)
 
 
 def _local_targets(view: StackView) -> GradientLayout:
