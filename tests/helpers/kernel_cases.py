@@ -60,16 +60,16 @@ SEGMENTS = PERIODS * sum(BAGS)
 
 
 def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=True):
-    """Return source, index, segments (some past the last), weights, and factors with zeros."""
-    weights, factors = magnitudes(rng, n), magnitudes(rng, SEGMENTS)
+    """Return source, index, segments (some past the last), and weights with zeros."""
+    weights = magnitudes(rng, n)
     segments = np.sort(rng.choice(SEGMENTS + SEGMENTS // 20, n)).astype(np.int32)
     source = stored(magnitudes(rng, (rows, dim), tiny=tiny), dtype)
-    return source, row_numbers(rng, rows, n, index_type), segments, weights, factors
+    return source, row_numbers(rng, rows, n, index_type), segments, weights
 
 
-def sums_of(kernel, source, index, segments, weights=None, factors=None, **layout):
+def sums_of(kernel, source, index, segments, weights=None, **layout):
     """Return what a `gather_sum` makes of rows."""
-    return kernel(RowsToSum(source, index, segments, weights, factors), SumLayout(**layout))
+    return kernel(RowsToSum(source, index, segments, weights), SumLayout(**layout))
 
 
 def update_of(table, slots, *given, rule, rounding=None, **layout):
@@ -78,12 +78,11 @@ def update_of(table, slots, *given, rule, rounding=None, **layout):
     return cpu.update_rows(table, slots, gradients, layout, rule, rounding)
 
 
-def every_sum(kernel, source, index, segments, weights, factors):
-    """Return sums with and without weights, and with and without factors."""
+def every_sum(kernel, source, index, segments, weights):
+    """Return sums with and without weights."""
     return [
-        sums_of(kernel, source, index, segments, w, f, bags=BAGS, periods=PERIODS)
+        sums_of(kernel, source, index, segments, w, bags=BAGS, periods=PERIODS)
         for w in (weights, None)
-        for f in (factors, None)
     ]
 
 

@@ -91,7 +91,7 @@ def sums_in_order(given, blocks, rounds=False):
 
     With `rounds` the sum of each block is rounded to bfloat16 before these are added up.
     """
-    rows, bags, weights, factors, gradients = given
+    rows, bags, weights, gradients = given
     dim = gradients[0].shape[1]
     by_period = [
         g.reshape(-1, n, dim) for g, n in zip(gradients, given_columns(given), strict=True)
@@ -103,10 +103,8 @@ def sums_in_order(given, blocks, rounds=False):
             continue
         bag = i if bags is None else bags[i]
         gradient, zero = joined[bag], np.zeros(dim, np.float32)
-        if factors is not None:
-            gradient = gradient * factors[bag] if factors[bag] else zero
         if weights is not None:
-            gradient = gradient * weights[i]
+            gradient = gradient * weights[i] if weights[i] else zero
         of_row = found.setdefault(int(rows[i]), {})
         block = sum(bag >= start for start in blocks)
         of_row[block] = of_row.get(block, zero) + gradient
@@ -149,11 +147,11 @@ def draw_update(rng, optimizer, dim, dtype, *, n=2000, alone=False, row_type=np.
     rows = np.where((rows == R - 5) | (rows == R - 4), -1, rows)
     rows = np.where(rng.random(n) < 0.4, 7, rows).astype(row_type)
     if alone:  # partial sums: one gradient an id
-        return table, slots, (rows, None, None, None, (magnitudes(rng, (n, dim)),))
+        return table, slots, (rows, None, None, (magnitudes(rng, (n, dim)),))
     bags = np.sort(rng.integers(0, UPDATE_BAGS, n)).astype(np.int32)
-    weights, factors = magnitudes(rng, n), magnitudes(rng, UPDATE_BAGS)
+    weights = magnitudes(rng, n)
     gradients = tuple(magnitudes(rng, (UPDATE_PERIODS * c, dim)) for c in COLUMNS)
-    return table, slots, (rows, bags, weights, factors, gradients)
+    return table, slots, (rows, bags, weights, gradients)
 
 
 def updated(table, slots, given, rule, blocks, rounds=False):

@@ -20,9 +20,9 @@ def same_as(meaning):
     return judge
 
 
-def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
+def gradient_sums(rows, ids, bags, weights, gradients, options):
     """Return the sums `[rows, D]`, by blocks of bags in ascending order, and which are touched."""
-    periods, columns, order, starts, places, rounds = options.values()
+    periods, columns, order, starts, _, rounds = options.values()
 
     def rounded(sums):
         return storage.widened(bfloat16_cases.rounded(sums)) if rounds else sums
@@ -30,10 +30,7 @@ def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
     pairs, dim = list(zip(gradients, columns, strict=True)), gradients[0].shape[1]
     flat = [g[: periods * c].reshape(periods, c, dim) for g, c in pairs]
     flat = np.concatenate(flat, axis=1)[:, order or range(sum(columns))].reshape(-1, dim)
-    factors = np.ones(len(flat), np.float32) if factors is None else factors
-    # Places come after the bags, and have no factors.
-    flat = np.concatenate([flat, *(g[periods * c :] for g, c in pairs)])
-    factors = np.concatenate([factors, np.ones(sum(places), np.float32)])
+    flat = np.concatenate([flat, *(g[periods * c :] for g, c in pairs)])  # the places
     totals, parts = np.zeros((2, rows, flat.shape[1]), np.float32)
     touched, last = np.zeros(rows, bool), np.zeros(rows, int)
     for i, row in enumerate(ids):
@@ -44,7 +41,7 @@ def gradient_sums(rows, ids, bags, weights, factors, gradients, options):
         if block != last[row]:
             totals[row], parts[row], last[row] = totals[row] + rounded(parts[row]), 0, block
         weight = np.float32(1) if weights is None else weights[i]
-        parts[row] += flat[bag] * factors[bag] * weight
+        parts[row] += flat[bag] * weight if weight else 0
         touched[row] = True
     return totals + rounded(parts), touched
 
@@ -55,7 +52,7 @@ def update_judge(optimizer, options):
 
     def judge(found, operands, valid):
         draws, table, slots, *given = operands
-        if len(given) > 5:  # routed, by numbers without a meaning: only the sanitizers judge
+        if len(given) > 4:  # routed, by numbers without a meaning: only the sanitizers judge
             return
         with np.errstate(all="ignore"):
             sums, touched = gradient_sums(len(table), *given, options)

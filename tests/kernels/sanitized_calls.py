@@ -120,17 +120,16 @@ def gather_sum(rng, dtype):
     n, rows, periods = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     bags = COLUMNS[rng.integers(len(COLUMNS))]
-    stored, has_weights, has_factors = rng.choice(["float32", "bfloat16"]), *(rng.random(2) < 0.5)
+    stored, has_weights = rng.choice(["float32", "bfloat16"]), rng.random() < 0.5
     order = draw_order(rng, bags) if rng.random() < 0.5 else ()
     options = {"bags": bags, "periods": periods, "order": order}
 
     def draw(tame):
         segments = draw_bags(rng, n, periods * sum(bags), tame=tame)
         weights = draw_numbers(rng, n, tame=tame, zeros=0.1) if has_weights else None
-        factors = draw_numbers(rng, periods * sum(bags), tame=tame, zeros=0.3)
         source = draw_table(rng, rows, dim, stored, tame=tame)
         operands = source, draw_ids(rng, n, rows, dtype), segments, weights
-        return (*operands, factors if has_factors else None), bool((np.diff(segments) >= 0).all())
+        return operands, bool((np.diff(segments) >= 0).all())
 
     meaning = same_as(functools.partial(sums_of, reference.gather_sum, **options))
     check(rng, "gather_sum", functools.partial(sums_of, cpu.gather_sum, **options), draw, meaning)
@@ -142,7 +141,7 @@ def update(rng, dtype):
     bags, stored = periods * sum(columns), rng.choice(["float32", "bfloat16"])
     jagged = rng.integers(0, 60, rng.integers(0, 3)).tolist()  # places of jagged features
     places, targets = (*[0] * len(columns), *jagged), bags + sum(jagged)
-    has_bags, has_weights, has_factors = rng.random(3) < 0.6
+    has_bags, has_weights = rng.random(2) < 0.6
     n = draw_size(rng) if has_bags else int(rng.integers(0, targets + 1))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     optimizer = draw_optimizer(rng)
@@ -175,12 +174,11 @@ def update(rng, dtype):
             routes = (draw_bags(rng, n, partial, tame=False),)
             routes += (draw_bags(rng, partial, whole, tame=False) if rng.random() < 0.5 else None,)
         own = draw_bags(rng, n, targets, tame=tame) if has_bags else None
-        weights = numbers(n, zeros=0.1) if has_weights else None
-        factors = numbers(bags, zeros=0.3) if has_factors else None
+        weights = numbers(n, zeros=0.2) if has_weights else None
         sizes = zip(columns, places, strict=True)
         gradients = [numbers((periods * c + p, dim)) for c, p in sizes]
         draws = draw_draws(rng, row_places, rows, numbered=numbered) if at_random else None
-        given = ids, own, weights, factors, gradients, *routes
+        given = ids, own, weights, gradients, *routes
         return (draws, table, held, *given), tame and not routes
 
     check(rng, "update", native, draw, update_judge(optimizer, options))

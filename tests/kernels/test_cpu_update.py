@@ -71,17 +71,16 @@ def test_every_dimension(name, dim):
     assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
 
 
-@pytest.mark.parametrize("missing", ["weights", "factors", "both", "bags", "64 bits"])
+@pytest.mark.parametrize("missing", ["weights", "bags", "64 bits"])
 @pytest.mark.parametrize("blocks", [(), (1,), (20, 21, 77), tuple(range(3, UPDATE_BAGS, 3))])
 @pytest.mark.quick(5)
 def test_what_may_be_missing(missing, blocks):
     rng, row_type = np.random.default_rng(8), np.int64 if missing == "64 bits" else np.int32
     optimizer, alone = RULES["adagrad"], missing == "bags"
     drawn = draw_update(rng, optimizer, 20, "float32", alone=alone, row_type=row_type)
-    table, slots, (rows, bags, weights, factors, gradients) = drawn
-    weights = None if missing in ("weights", "both") else weights
-    factors = None if missing in ("factors", "both") else factors
-    given, rule = (rows, bags, weights, factors, gradients), compiled(optimizer)
+    table, slots, (rows, bags, weights, gradients) = drawn
+    weights = None if missing == "weights" else weights
+    given, rule = (rows, bags, weights, gradients), compiled(optimizer)
     with jax.enable_x64(missing == "64 bits"):
         found = updated(table, slots, given, rule, blocks)
     assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
@@ -150,7 +149,7 @@ def test_bounds_that_are_zero(dim, least, most):
     optimizer = o.SGD(0.1, clip_weight_min=least, clip_weight_max=most)
     table = np.random.default_rng(dim).choice(np.float32([-0.0, 0.0, 1, -1]), (R, dim))
     rows, gradients = np.arange(R, dtype=np.int32), np.zeros((R, dim), np.float32)
-    (found,) = updated(table, [], (rows, None, None, None, (gradients,)), compiled(optimizer), ())
+    (found,) = updated(table, [], (rows, None, None, (gradients,)), compiled(optimizer), ())
     rate = jnp.float32(optimizer.learning_rate)
     expected = jax.jit(optimizer.update_rows)(table, {}, gradients, 1, rate)[0]
     assert_same_bits(found, expected)
@@ -212,23 +211,20 @@ def test_eight_devices_call_at_once():
 
 def test_operands_that_do_not_fit_are_refused():
     """By the kernel itself, before it touches memory."""
-    source, index, segments, weights, factors = draw_sums(np.random.default_rng(0), 5, "float32")
+    source, index, segments, weights = draw_sums(np.random.default_rng(0), 5, "float32")
     rest = {"bags": BAGS, "periods": PERIODS}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
     blocks = {"bags": COLUMNS, "periods": UPDATE_PERIODS, "blocks": ()}
     rule = compiled(RULES["adagrad"])
     calls = {
         "gather_sum: one segment": lambda: sums_of(
-            cpu.gather_sum, source, index, segments[1:], weights, factors, **rest
+            cpu.gather_sum, source, index, segments[1:], weights, **rest
         ),
         "gather_sum: the widths": lambda: sums_of(
-            cpu.gather_sum, source, index, segments, weights, factors, **rest, widths=(1,)
+            cpu.gather_sum, source, index, segments, weights, **rest, widths=(1,)
         ),
         "gather_sum: one weight": lambda: sums_of(
-            cpu.gather_sum, source, index, segments, weights[1:], factors, **rest
-        ),
-        "gather_sum: one factor": lambda: sums_of(
-            cpu.gather_sum, source, index, segments, weights, factors[1:], **rest
+            cpu.gather_sum, source, index, segments, weights[1:], **rest
         ),
         "set: shapes differ": lambda: cpu.set_rows(source, index, source[: len(index) - 1]),
         "update: slots of another length": lambda: update_of(

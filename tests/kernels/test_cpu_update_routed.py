@@ -32,7 +32,7 @@ def test_routed_entries_tell_their_partial_sums(name, rounds):
     """Their blocks are the partial sums of their route, however the bags are numbered."""
     rng, rule = np.random.default_rng(12), compiled(RULES[name])
     table, slots, given = draw_update(rng, RULES[name], 20, "float32")
-    rows, bags, weights, factors, gradients = given
+    rows, bags, weights, gradients = given
     # By row, and then in batch order; a partial sum is a run of equal rows and blocks.
     present = np.flatnonzero((rows >= 0) & (rows < R))
     order = present[np.argsort(rows[present], kind="stable")]
@@ -43,10 +43,10 @@ def test_routed_entries_tell_their_partial_sums(name, rounds):
     # Bag b gets the number anew[b].
     anew = rng.permutation(UPDATE_BAGS).astype(np.int32)
     joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
-    renumbered = factors[np.argsort(anew)], (joined[np.argsort(anew)],)
+    renumbered = (joined[np.argsort(anew)],)
     options = {"bags": (1,), "periods": UPDATE_BAGS, "rounds": rounds}
     run = functools.partial(update_of, rule=rule, **options)
-    routed = whole.astype(np.int32), anew[bags[order]], weights[order], *renumbered, sums, merged
+    routed = whole.astype(np.int32), anew[bags[order]], weights[order], renumbered, sums, merged
     found = jax.jit(run)(table, slots, *routed)
     assert_same_bits(found, expected_update(table, slots, given, rule, STARTS, rounds))
 
@@ -54,18 +54,15 @@ def test_routed_entries_tell_their_partial_sums(name, rounds):
 def test_places_are_numbered_after_the_bags():
     """Gradients of jagged features, beside bags, give what one array of all gradients gives."""
     rng, rule = np.random.default_rng(13), compiled(RULES["adagrad"])
-    table, slots, (rows, _, weights, factors, gradients) = draw_update(
-        rng, RULES["adagrad"], 20, "float32"
-    )
+    table, slots, (rows, _, weights, gradients) = draw_update(rng, RULES["adagrad"], 20, "float32")
     # In the order of the features: 2 bags in a period, 30 places, none, 1 bag, 9 places.
     bags, places = (2, 0, 0, 1, 0), (0, 30, 0, 0, 9)
     jagged = [magnitudes(rng, (n, 20)) for n in (30, 0, 9)]
     apart = gradients[0], *jagged[:2], gradients[1], jagged[2]
     joined = np.asarray(reference.join_features(gradients, UPDATE_PERIODS))
-    joined = np.asarray(reference.scale(joined, factors))
     targets = np.sort(rng.integers(0, UPDATE_BAGS + 39, len(rows))).astype(np.int32)
     options = {"bags": bags, "periods": UPDATE_PERIODS, "places": places}
     run = functools.partial(update_of, rule=rule, blocks=STARTS, **options)
-    found = jax.jit(run)(table, slots, rows, targets, weights, factors, apart)
-    whole = rows, targets, weights, None, (np.concatenate([joined, *jagged]),)
+    found = jax.jit(run)(table, slots, rows, targets, weights, apart)
+    whole = rows, targets, weights, (np.concatenate([joined, *jagged]),)
     assert_same_bits(found, expected_update(table, slots, whole, rule, STARTS))

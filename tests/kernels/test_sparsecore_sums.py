@@ -40,7 +40,7 @@ def loops(source, index, segments, weights):
 def in_order(source, index, segments):
     """Return the sums of the reference."""
     rows, index, segments = (jnp.asarray(x) for x in (source, index, segments))
-    return REFERENCE(rows, index, segments, None, None)[0]
+    return REFERENCE(rows, index, segments, None)[0]
 
 
 REFERENCE = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(1,), periods=SUMS))
@@ -154,7 +154,7 @@ def test_weights_of_rounded_sums():
     @given(entries())
     def test(case):
         index, segments = (jnp.asarray(x) for x in case)
-        (expected,) = reference_sums(source, index, segments, weights, None)
+        (expected,) = reference_sums(source, index, segments, weights)
         found = sums(source, *case, weights)
         np.testing.assert_array_equal(
             found, bfloat16_cases.packed(np.asarray(expected), sent.words)
@@ -204,7 +204,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         lower = source & 0xFFFF if source.dtype == jnp.uint32 else source
         rows = jnp.concatenate([lower, upper], axis=1).astype(jnp.float32)
         options = {"bags": (1,), "periods": num_segments}
-        return sums_of(reference.gather_sum, rows, index, segments, None, None, **options)[0]
+        return sums_of(reference.gather_sum, rows, index, segments, None, **options)[0]
 
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
     monkeypatch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
@@ -261,25 +261,23 @@ def test_nothing_to_sum_is_no_kernel():
 
 @pytest.mark.whole
 def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
-    """20 columns are padded, stored bfloat16 is packed, and factors and features come after."""
+    """20 columns are padded, stored bfloat16 is packed, and features come after."""
     rng = np.random.default_rng(2)
     bags, examples = (1, 3), SUMS // 4
     source, weights = (x[:, :20] if x.ndim == 2 else x for x in numbers(2))
     bits = source.astype(jnp.bfloat16).view(np.uint16)
-    factors = rng.normal(size=SUMS).astype(np.float32)
     index = rng.integers(-3, ROWS + 3, ENTRIES)  # int64
     segments = np.sort(rng.integers(0, SUMS + 3, ENTRIES)).astype(np.int32)
     gains = [rng.normal(size=(examples * b, 20)).astype(np.float32) for b in bags]
 
-    def outcome(kernel, source, bits, index, segments, weights, factors):
+    def outcome(kernel, source, bits, index, segments, weights):
         options = {"bags": bags, "periods": examples}
 
-        def loss(source, weights, factors):
-            given = {"weights": weights, "factors": factors}
-            sums = sums_of(kernel, source, index, segments, **given, **options)
+        def loss(source, weights):
+            sums = sums_of(kernel, source, index, segments, weights, **options)
             return sum(jnp.vdot(x, gain) for x, gain in zip(sums, gains, strict=True)), sums
 
-        gradients, sums = jax.grad(loss, (0, 1, 2), has_aux=True)(source, weights, factors)
+        gradients, sums = jax.grad(loss, (0, 1), has_aux=True)(source, weights)
         plain = sums_of(kernel, bits, index, segments, **options)
         # Packed already, as an exchange in bfloat16 brings them: what is packed is summed.
         words = RowFormat((20,), jnp.dtype(jnp.bfloat16), "words").pack(bits)
@@ -288,7 +286,7 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
         return sums, gradients, (*plain, *kernel(given, SumLayout(**options)))
 
     with jax.enable_x64(True):
-        operands = source, bits, index, segments, weights, factors
+        operands = source, bits, index, segments, weights
         sparse = functools.partial(outcome, dispatch.gather_sum)
         found = compiled(sparse, *operands, late=False)(*operands)
         expected = jax.jit(functools.partial(outcome, reference.gather_sum))(*operands)

@@ -59,7 +59,7 @@ def by_compiled_kernel(values, rounding):
     n = values.shape[0]
     rule = CompiledRule("sgd", (), (1.0,))
     ids = jnp.arange(n, dtype=jnp.int32)
-    given = RowGradients(ids, None, None, None, (jnp.asarray(-values),))
+    given = RowGradients(ids, None, None, (jnp.asarray(-values),))
     table = jnp.zeros(values.shape, jnp.uint16)
     layout = GradientLayout((1,), n)
     (new,) = jax.jit(lambda table: cpu.update_rows(table, (), given, layout, rule, rounding))(table)

@@ -77,7 +77,7 @@ def form_engine(combiner):
 
 def roomy(spec):
     """Return the spec with room for any such batch, so that each form is compiled once."""
-    room = dict.fromkeys(("ids", "row_capacity", "partials", "merged", "entries"), B * WIDTH)
+    room = dict.fromkeys(("ids", "row_capacity", "partials", "merged"), B * WIDTH)
     stacks = tuple(dataclasses.replace(g, **room) for g in spec.stacks)
     forms = tuple(dataclasses.replace(form, weighted=True) for form in spec.feature_shapes)
     return dataclasses.replace(spec, feature_shapes=forms, stacks=stacks)

@@ -112,7 +112,7 @@ def placed(engine, ids, weights):
     spec = engine.place(ids, weights).spec
     sizes = [shape.batch // spec.replicas for shape in spec.feature_shapes]
     total = WIDTH * sum(sizes)
-    room = {"row_capacity": total, "partials": total, "merged": 8 * total, "entries": 8 * total}
+    room = {"row_capacity": total, "partials": total, "merged": 8 * total}
     shapes = [
         shape.with_capacity(size * WIDTH)
         for shape, size in zip(spec.feature_shapes, sizes, strict=True)

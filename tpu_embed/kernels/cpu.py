@@ -136,9 +136,8 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     dim, periods = rows.source.shape[1], layout.periods
     shapes = [jax.ShapeDtypeStruct((periods * n, dim), jnp.float32) for n in layout.bags]
     segments = _or_empty(None if layout.widths else rows.segments, jnp.int32)
-    optional = _or_empty(rows.weights), _or_empty(rows.factors)
-    call = _call("gather_sum", shapes)
-    return tuple(call(rows.source, rows.index, segments, *optional, **_attributes(layout)))
+    operands = rows.source, rows.index, segments, _or_empty(rows.weights)
+    return tuple(_call("gather_sum", shapes)(*operands, **_attributes(layout)))
 
 
 def update_rows(
@@ -170,7 +169,6 @@ def update_rows(
         given.row_ids,
         _or_empty(given.bags, jnp.int32),
         _or_empty(given.weights),
-        _or_empty(given.factors),
         _or_empty(given.sums, jnp.int32),
         _or_empty(given.merged, jnp.int32),
         *_drawn(rounding),

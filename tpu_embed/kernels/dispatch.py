@@ -318,8 +318,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
             functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan),
         )
     )
-    # None where there are no weights or factors: these are no operands then.
-    numbers = jax.tree.leaves((rows.source, rows.weights, rows.factors))
+    numbers = (rows.source,) if rows.weights is None else (rows.source, rows.weights)
     able = cpu.takes_rows(rows.index) and cpu.takes_numbers(*numbers)
     sums_rows = rows.source.dtype in (jnp.float32, jnp.uint16) and rows.source.shape[1] > 0
     return choose(

@@ -18,8 +18,8 @@ class RowsToSum(NamedTuple):
       source: `[R, D]` float, or bfloat16 stored as uint16, which is summed in float32.
       index: integer `[N]`, rows of `source`; absent ones are left out.
       segments: int32 `[N]`, the sum of each, non-decreasing; those past the last are left out.
-      weights: the weight of each, `[N]`; None: all ones.
-      factors: what each sum is multiplied with, `[n * sum(bags)]`; None: all ones.
+      weights: the weight of each, `[N]`, finite; None: all ones. One of weight 0 adds nothing,
+        whatever its row holds.
       packed: the source once more, packed for SparseCores, `[R, words]`, if it lies so already;
         XLA then drops the other one where they sum.
     """
@@ -28,7 +28,6 @@ class RowsToSum(NamedTuple):
     index: Array
     segments: Array
     weights: Array | None = None
-    factors: Array | None = None
     packed: Array | None = None
 
 
@@ -63,8 +62,8 @@ class RowGradients(NamedTuple):
       row_ids: int32 or int64 `[N]`, the local row of each id; ids outside of the table are left
         out. With `sums`: `[U]`, the row of each whole sum.
       bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
-      weights: float32 `[N]`, the weight of each id; None: all ones.
-      factors: float32 `[bags]`, what the gradient of each bag is multiplied with; None: all ones.
+      weights: float32 `[N]`, the weight of each id; None: all ones. A gradient of weight 0 adds
+        nothing, whatever it is.
       gradients: the gradients of the bags, `[periods * bags[f], D]` for feature f, or of its
         places, `[places[f], D]`.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
@@ -74,7 +73,6 @@ class RowGradients(NamedTuple):
     row_ids: Array
     bags: Array | None
     weights: Array | None
-    factors: Array | None
     gradients: tuple[Array, ...]
     sums: Array | None = None
     merged: Array | None = None

@@ -187,7 +187,7 @@ def gather_sum(
     layout: SumLayout,
     segment_sum: Callable[[Array, Array, int], Array] = segment_sum,
 ) -> tuple[Array, ...]:
-    """Sum rows of `source`, each times its weight, by bag, and multiply each sum with a factor.
+    """Sum rows of `source`, each times its weight, by bag.
 
     Products and sums are rounded one by one, in the order of the entries.
 
@@ -203,10 +203,13 @@ def gather_sum(
     values = storage.widened(gather_rows(rows.source, rows.index))
     if rows.weights is not None:
         kept = jnp.where(present, rows.weights, jnp.zeros_like(rows.weights))
+        # Zero times infinity is NaN. The derivative by a weight of zero is that of finite rows.
+        nothing = (kept == 0)[:, None] & ~jnp.isfinite(values)
+        values = jnp.where(nothing, jnp.zeros_like(values), values)
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         values = jax.lax.optimization_barrier(values * kept[:, None])
     sums = segment_sum(values, rows.segments, layout.periods * sum(layout.bags))
-    return by_feature(sums if rows.factors is None else scale(sums, rows.factors), layout)
+    return by_feature(sums, layout)
 
 
 def by_feature(sums: Array, layout: SumLayout) -> tuple[Array, ...]:
@@ -242,17 +245,6 @@ def join_features(parts: Sequence[Array], periods: int, order: tuple[int, ...] =
     if order:
         by_period = by_period[:, np.array(order)]
     return by_period.reshape(-1, dim)
-
-
-def scale(values: Array, factors: Array) -> Array:
-    """Return each row times its factor; zeros where the factor is zero, even for NaN.
-
-    Args:
-      values: `[n, D]`.
-      factors: `[n]`.
-    """
-    zero = (factors == 0)[:, None]
-    return jnp.where(zero, jnp.zeros_like(values), values * factors[:, None])
 
 
 def _in_32_bits(row_ids: Array, size: int) -> Array:

@@ -49,7 +49,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout, sent: RowFormat) -> Array:
     """Return sums of rows, each rounded to bfloat16; see `reference.gather_sum`.
 
     Args:
-      rows: rows of float, and no factors.
+      rows: rows of float.
       layout: one feature.
       sent: the format of the result.
 

@@ -46,8 +46,6 @@ LONGEST = _MOST_WORDS // _LEAST_ENTRIES
 def sum_rows(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return what `reference.gather_sum` does."""
     sums = gather_sum(**_operands(rows, layout))[:, : rows.source.shape[1]]
-    if rows.factors is not None:
-        sums = reference.scale(sums, rows.factors)
     return reference.by_feature(sums, layout)
 
 

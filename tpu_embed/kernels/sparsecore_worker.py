@@ -172,6 +172,10 @@ def _mark(work: _Work, offset: Any, slot: Any) -> None:
         row, entry = memory.index[here], offset + lane
         own = (entry >= work.begin) & (entry < work.end)
         present = own & (row >= 0) & (row < work.source.shape[0])
+        if memory.weights is not None:
+            weights = memory.weights[here]
+            present = present & (weights != 0)
+            memory.factors[slot, here] = jnp.where(present, weights, jnp.zeros_like(weights))
         closes = own & ((lane == chunk - 1) | (segment != after)) & (segment < work.out.shape[0])
         absent = jnp.where(own & ~present, zeros + 1, zeros)
         some = some | absent
@@ -180,9 +184,6 @@ def _mark(work: _Work, offset: Any, slot: Any) -> None:
         opens = (entry == work.begin) | (segment != before)
         memory.starts[slot, here] = jnp.where(opens, zeros + 1, zeros)
         memory.targets[slot, here] = jnp.where(closes, segment, nothing)
-        if memory.weights is not None:
-            weights = memory.weights[here]
-            memory.factors[slot, here] = jnp.where(present, weights, jnp.zeros_like(weights))
     # What the next chunk's first entry compares its segment with.
     memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(chunk, lanes)]
 

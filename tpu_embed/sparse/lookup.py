@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
-from tpu_embed.core.ids import is_real, narrow_ids, rescale_bags
+from tpu_embed.core.ids import gains_in_program, is_real, narrow_ids
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.varying import as_varying, varying_axes
 
@@ -78,19 +78,9 @@ def embedding_lookup(
             message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
         )
     wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
-    weighted = c is not None
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
-    if weighted and combiner != "sum":
-        c = rescale_bags(c)
-    axis = ids.ndim - 1
-    total = jnp.sum(rows.astype(wide) * c.reshape(*ids.shape, *trailing), axis=axis)
-    if combiner == "sum":
-        return total
-    # A root of zero has no derivative: zeros are replaced before it.
-    under = jnp.sum(c if combiner == "mean" else c * c, axis=axis)
-    under = under.reshape(*ids.shape[:-1], *trailing)
-    safe = jnp.where(under == 0, 1, under)
-    return jnp.where(under == 0, 0, total / (safe if combiner == "mean" else jnp.sqrt(safe)))
+    gains = gains_in_program(c, combiner).reshape(*ids.shape, *trailing)
+    return jnp.sum(rows.astype(wide) * gains, axis=ids.ndim - 1)
 
 
 def _checked_table(table: ArrayLike) -> Array:

@@ -11,14 +11,14 @@ from route_cases import located_by_device, physical_rows
 import tpu_embed
 from tpu_embed import FeatureConfig, QuantizationConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import RoutedIds
+from tpu_embed.core.batch import RoutedIds, view_stacks
 
 B = 8
 
 
 def make_engine(devices, dtype="float32", **options):
-    item = TableConfig(23, 4, name="item", dtype=dtype)
-    shop = TableConfig(5, 4, name="shop", placement="div", dtype=dtype)
+    item = TableConfig(23, 4, name="item", dtype=dtype, combiner="sum")
+    shop = TableConfig(5, 4, name="shop", placement="div", dtype=dtype, combiner="sum")
     features = {
         "bag": FeatureConfig(item),
         "clicks": FeatureConfig(item),
@@ -73,9 +73,9 @@ def unpacked_lines(engine, batch, g):
     assert all(isinstance(ids, RoutedIds) == (axes.replicas > 1) for ids in found)
     for device, ids in enumerate(found):
         rows, bags = physical_rows(axes, stack, found, device).tolist(), ids.bags
-        weights = [1.0] * len(rows) if ids.weights is None else ids.weights.tolist()
+        gains = [1.0] * len(rows) if ids.gains is None else ids.gains.tolist()
         assert (np.diff(bags) >= 0).all()
-        triples = zip(rows, bags.tolist(), weights, strict=True)
+        triples = zip(rows, bags.tolist(), gains, strict=True)
         lines.append([triple for triple in triples if triple[0] >= 0])
     return lines
 
@@ -117,7 +117,7 @@ def test_weights_travel_with_their_ids(ragged):
     given |= dict.fromkeys(("clicks", "first", "here"))
     batch = engine.place(ids, given)
     weighted = [engine.layout.stacks[g].placement == "mod" for g in range(2)]
-    assert [batch.spec.is_weighted(g) for g in range(2)] == weighted
+    assert [view.has_gains for view in view_stacks(batch.spec, engine.layout)] == weighted
     check(engine, batch, bags, expected)
 
 

@@ -14,50 +14,30 @@ from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BagLayout, LocalIds
 from tpu_embed.core.exchange import FetchedRows, SumRoute
-from tpu_embed.core.lookup import (
-    bag_entries,
-    combine,
-    optional_weights,
-    quantize,
-    sum_gradients,
-)
+from tpu_embed.core.lookup import combine, quantize, sum_gradients
 from tpu_embed.kernels import dispatch, reference
 
 EXAMPLES, COMBINERS, D, N = 3, ("sum", "mean", "sqrtn"), 2, 10
 COLUMNS = (2, 1)  # of two features
 FORM = BagLayout(EXAMPLES, COMBINERS, COLUMNS)
 STACK = make_stack([5], 1, dim=D)
-# Multiples of a half add exactly: a divisor is zero, or at least a half.
-WEIGHTS = st.sampled_from([1.0, 0.5, 2.0, 0.0, -0.5, -1.0])
+GAINS = st.sampled_from([1.0, 0.5, 2.0, 0.0, -0.3, -1.0])
 IDS = st.lists(
-    st.tuples(st.integers(-1, 4), st.integers(0, FORM.bags - 1), WEIGHTS), min_size=N, max_size=N
+    st.tuples(st.integers(-1, 4), st.integers(0, FORM.bags - 1), GAINS), min_size=N, max_size=N
 ).map(lambda entries: sorted(entries, key=lambda entry: entry[1]))
 ROWS = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
 GRADIENTS = np.random.default_rng(1).normal(size=(FORM.bags, D)).astype(np.float32)
-# At most ten products, additions and a quotient of numbers below ten, each rounded by 2^-24.
+# At most ten products and additions of numbers below ten, each rounded by 2^-24.
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 
 
-def local(entries, *, weighted=True):
-    rows, bags, weights = (np.array(column) for column in zip(*entries, strict=True))
+def local(entries, *, with_gains=True):
+    rows, bags, gains = (np.array(column) for column in zip(*entries, strict=True))
     return LocalIds(
         jnp.asarray(rows, jnp.int32),
         jnp.asarray(bags, jnp.int32),
-        jnp.asarray(weights, jnp.float32) if weighted else None,
+        jnp.asarray(gains, jnp.float32) if with_gains else None,
     )
-
-
-def gains(entries):
-    """Return the factor of each entry's row in its bag; 0 for an absent row."""
-    found = np.zeros(N)
-    for bag in range(FORM.bags):
-        mine = [i for i, (row, b, _) in enumerate(entries) if b == bag and row >= 0]
-        weights = np.array([entries[i][2] for i in mine])
-        combiner = COMBINERS[bag % len(COMBINERS)]
-        divisor = {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}
-        if divisor[combiner]:
-            found[mine] = weights / divisor[combiner]
-    return found
 
 
 def by_feature(bags):
@@ -80,11 +60,9 @@ def found_of(rows, ids):
 
 @jax.jit
 def both(found, ids, gradients, order, segments):
-    entries = bag_entries(ids, FORM, STACK.compute_dtype)
-    activations = combine(found, entries, FORM, STACK)
-    weights = optional_weights(ids, STACK.compute_dtype)
-    route = SumRoute(ids.bags[order], None if weights is None else weights[order], segments)
-    return activations, sum_gradients(gradients, entries.factors, FORM, route, N)
+    activations = combine(found, ids, FORM, STACK)
+    route = SumRoute(ids.bags[order], None if ids.gains is None else ids.gains[order], segments)
+    return activations, sum_gradients(gradients, FORM, route, N)
 
 
 def run(entries, order, segments, rows=ROWS, **options):
@@ -106,14 +84,13 @@ def test_activations_and_gradients(entries, order, segments):
     order = sorted(order, key=lambda i: absent[i])  # absent ids come last, and go nowhere
     segments = [N if absent[i] else segment for i, segment in zip(order, segments, strict=True)]
     activations, sums = run(entries, order, segments)
-    factors = gains(entries)
     expected = np.zeros((FORM.bags, D))
-    for i, (_, bag, _) in enumerate(entries):
-        expected[bag] += factors[i] * ROWS[i]
+    for i, (row, bag, gain) in enumerate(entries):
+        expected[bag] += gain * ROWS[i] if row >= 0 else 0.0
     np.testing.assert_allclose(activations, expected, **TOLERANCE)
     expected = np.zeros((N + 1, D))
     for i, segment in zip(order, segments, strict=True):
-        expected[segment] += factors[i] * GRADIENTS[entries[i][1]]
+        expected[segment] += entries[i][2] * GRADIENTS[entries[i][1]]
     np.testing.assert_allclose(sums, expected[:N], **TOLERANCE)
 
 
@@ -125,31 +102,32 @@ def test_sums_are_given_runs_of_one_bag(monkeypatch):
         dispatch, "gather_sum", functools.partial(reference.gather_sum, segment_sum=scan)
     )
     entries = [(row, bag, 1.0) for bag in (1, 4) for row in (2, -1, 3, -1, 1)]
-    ids = local(entries, weighted=False)
+    ids = local(entries, with_gains=False)
 
     @jax.jit
     def combined(found, ids):
-        return combine(found, bag_entries(ids, FORM, STACK.compute_dtype), FORM, STACK)
+        return combine(found, ids, FORM, STACK)
 
     activations = by_bag(combined(found_of(ROWS, ids), ids))
     expected = np.zeros((FORM.bags, D))
     for (row, bag, _), values in zip(entries, ROWS, strict=True):
-        expected[bag] += values / 3 if row >= 0 else 0.0  # both bags are means of three
+        expected[bag] += values if row >= 0 else 0.0
     np.testing.assert_allclose(activations, expected, **TOLERANCE)
 
 
 @settings(max_examples=20)
 @given(IDS)
-def test_no_weights_are_ones(entries):
+def test_no_gains_are_ones(entries):
     ones = [(row, bag, 1.0) for row, bag, _ in entries]
-    given_ones, bare = (run(ones, range(N), range(N), weighted=w) for w in (True, False))
+    given_ones, bare = (run(ones, range(N), range(N), with_gains=w) for w in (True, False))
     np.testing.assert_array_equal(bare[0], given_ones[0])
     present = np.array([row >= 0 for row, _, _ in entries])
     np.testing.assert_array_equal(bare[1][present], given_ones[1][present])
 
 
-def test_a_zero_divisor_gives_zeros_even_of_rows_that_are_not_finite():
-    entries = [(0, 1, 1.0), (1, 1, -1.0), (2, 2, 0.0), (3, 4, 0.0)]
+def test_a_gain_of_zero_adds_nothing_even_of_rows_that_are_not_finite():
+    """It is that of every id of a bag whose denominator is zero."""
+    entries = [(0, 1, 0.0), (1, 1, 0.0), (2, 2, 0.0), (3, 4, 0.0)]
     entries += [(-1, 8, 1.0)] * (N - len(entries))
     rows = ROWS.copy()
     rows[0], rows[4:] = np.inf, np.nan  # rows of absent ids are ignored

@@ -111,7 +111,7 @@ def check_sums(found, expected, num_sums):
     kept, same = (route.segments < num_sums for route in (found, expected))
     assert kept.sum() == same.sum()
     assert kept[: kept.sum()].all()
-    for name in ("index", "segments", "weights"):
+    for name in ("index", "segments", "gains"):
         a, b = getattr(found, name), getattr(expected, name)
         assert (a is None) == (b is None)
         if a is not None:

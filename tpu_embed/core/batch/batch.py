@@ -179,19 +179,17 @@ def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
     bags = view.bags.dense_bags() if view.bags.is_dense else fields.get("bags")
     if not view.is_routed:
         assert bags is not None, "ids that are not routed have bags or targets"
-        weights, positions = fields.get("weights"), fields.get("positions")
-        return LocalIds(fields["row_ids"], bags, weights, positions)
+        return LocalIds(fields["row_ids"], bags, fields.get("gains"), fields.get("positions"))
     asked = fields.get("asked")
     # A host that does not know the other processes' ids tells what this device asks for.
     if asked is not None and not view.layout.axes.one_process:
         asked = collectives.all_to_all(asked, view.stack.shard_axes)
     sums = merge = None
     if view.routes_update:
-        order = fields["sum_index"], fields.get("sum_weights")
+        order = fields["sum_index"], fields.get("sum_gains")
         sums = SumRoute(*order, fields["sum_segments"])
     if view.merges_on_host:
         segments = fields.get("merge_segments")
         merge = MergeRoute(fields.get("merge_index"), segments, fields["merged"])
     rows = RowRoute(asked, fields["index"])
-    weights, factors = fields.get("weights"), fields.get("factors")
-    return RoutedIds(rows, bags, weights, factors, sums, merge, fields.get("sent"))
+    return RoutedIds(rows, bags, fields.get("gains"), sums, merge, fields.get("sent"))

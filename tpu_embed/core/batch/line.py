@@ -5,7 +5,7 @@ transfer is faster than many small ones. A line holds, for one stack after anoth
 
     row_ids         [N]      the physical rows of the device's ids, in batch order
     bags            [N]      the bag of each id, unless all features are dense
-    weights         [N]      the weight of each id, if any feature of the stack has them
+    gains           [N]      the gain of each id, unless those of all features are 1
     positions       [N]      with jagged features: where each place's id stands in the line
 
 or, where the host has routed them, instead of the rows:
@@ -13,16 +13,15 @@ or, where the host has routed them, instead of the rows:
     index           [N]      where each id's row comes back: its place among the fetched rows
     asked           [S, C]   the local rows that the devices ask this owner for, by source
     bags            [n]      the bag of each id that is in one
-    weights         [N]      as above
-    factors         [bags]   1 / d of each bag, if any combiner is mean or sqrtn
+    gains           [N]      as above
     sum_index       [N]      the bag of each id, sorted by the sum that its gradient is added to
     sum_segments    [N]      that sum
-    sum_weights     [N]      its weight, if any has one
+    sum_gains       [N]      its gain, unless all are 1
     merge_index     [P]      the partial sums that arrive, sorted by row
     merge_segments  [P]      the merged sum that each is added to
     merged          [U]      the local row of each merged sum
 
-With jagged features, `index` and `weights` have the n ids in bags first and the places of each
+With jagged features, `index` and `gains` have the n ids in bags first and the places of each
 jagged feature after them, `sum_index` (or `bags`, where the ids are not routed) is a target
 (`bags.py`), and for every jagged feature, by its number, there is
 
@@ -138,8 +137,8 @@ def _bags(view: StackView, ids: int) -> list[Shape]:
     found = []
     if not view.bags.is_dense and ids:
         found.append(("bags", (ids,), INT32))
-    if view.is_weighted:
-        found.append(("weights", (view.num_ids,), view.stack.compute_dtype))
+    if view.has_gains:
+        found.append(("gains", (view.num_ids,), view.stack.compute_dtype))
     return found
 
 
@@ -152,11 +151,9 @@ def _routed(view: StackView) -> list[Shape]:
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))
     found += _bags(view, view.num_bag_ids)
-    if any(combiner != "sum" for combiner in view.bags.bag_layout.combiners):
-        found.append(("factors", (view.bags.bag_layout.bags,), stack.compute_dtype))
     if not view.routes_update:
         return found
     found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]
-    if view.is_weighted:
-        found.append(("sum_weights", (n,), stack.compute_dtype))
+    if view.has_gains:
+        found.append(("sum_gains", (n,), stack.compute_dtype))
     return found + transport_of(view).merge_arrays

@@ -24,21 +24,21 @@ class LocalIds(NamedTuple):
       row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
       bags: int32 `[N]`, the bag of each id, numbered on this device, non-decreasing; with jagged
         features, its target.
-      weights: float `[N]`, or None for all ones.
+      gains: float `[N]`, finite; None for all ones.
       positions: with jagged features, int32 `[N]`: the position in these arrays of the id of each
         place, -1 of a place without one.
     """
 
     row_ids: Array
     bags: Array
-    weights: Array | None
+    gains: Array | None
     positions: Array | None = None
 
     def in_bags(self, view: StackView) -> LocalIds:
         """Return the ids that are in bags: the first ones, if there are jagged features too."""
         n = view.num_bag_ids
-        weights = None if self.weights is None else self.weights[:n]
-        return self._replace(row_ids=self.row_ids[:n], weights=weights)
+        gains = None if self.gains is None else self.gains[:n]
+        return self._replace(row_ids=self.row_ids[:n], gains=gains)
 
     def by_place(self, view: StackView) -> LocalIds:
         """Return ids in the order of their places: those in bags, then those of jagged features.
@@ -49,9 +49,9 @@ class LocalIds(NamedTuple):
         if at is None:
             return self
         row_ids = jnp.where(at < 0, jnp.asarray(PADDING_ID, self.row_ids.dtype), self.row_ids[at])
-        weights = None if self.weights is None else self.weights[at]
+        gains = None if self.gains is None else self.gains[at]
         bags = jnp.where(at[:n] < 0, view.bags.bag_layout.bags, self.bags[at[:n]])
-        return LocalIds(row_ids, bags, weights)
+        return LocalIds(row_ids, bags, gains)
 
 
 class RoutedIds(NamedTuple):
@@ -60,8 +60,7 @@ class RoutedIds(NamedTuple):
     Attributes:
       rows: how each id gets its row.
       bags: int32 `[n]`, the bag of each id that is in one, in batch order; None without bags.
-      weights: float `[N]`, zero for absent ids, in the order of `rows`; None for all ones.
-      factors: 1 / d of each bag, `[bags]`; None for all ones.
+      gains: float `[N]`, finite, in the order of `rows`; None for all ones.
       sums: how partial sums of gradients are made; None if the batch is not for an update.
       merge: how the partial sums that arrive here are merged; None without an update, and where
         the host does not know what arrives.
@@ -71,16 +70,14 @@ class RoutedIds(NamedTuple):
 
     rows: RowRoute
     bags: Array | None
-    weights: Array | None
-    factors: Array | None
+    gains: Array | None
     sums: SumRoute | None
     merge: MergeRoute | None
     sent: Array | None
 
     def in_bags(self, view: StackView) -> RoutedIds:
-        """Return these ids with the weights of those in bags."""
-        weights = None if self.weights is None else self.weights[: view.num_bag_ids]
-        return self._replace(weights=weights)
+        """Return these ids with the gains of those in bags."""
+        return self._replace(gains=None if self.gains is None else self.gains[: view.num_bag_ids])
 
     def by_place(self, view: StackView) -> RoutedIds:
         """Return these ids: they are in the order of their places already."""

@@ -149,10 +149,6 @@ class BatchSpec:
         widths = [self.feature_shapes[f].width for f in self.stacks[stack].features]
         return bool(widths) and all(width is not None for width in widths)
 
-    def is_weighted(self, stack: int) -> bool:
-        """Tell whether the ids of a stack have weights."""
-        return any(self.feature_shapes[f].weighted for f in self.stacks[stack].features)
-
     def ids(self, stack: int) -> int:
         """Return N, the places for ids of a stack on one device: those in bags, and jagged ones.
 

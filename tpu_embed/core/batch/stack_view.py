@@ -67,9 +67,10 @@ class StackView:
         return self.spec.bag_ids(self.number)
 
     @functools.cached_property
-    def is_weighted(self) -> bool:
-        """Whether the ids have weights."""
-        return self.spec.is_weighted(self.number)
+    def has_gains(self) -> bool:
+        """Whether some ids may have another gain than 1 (`ids/gains.py`)."""
+        pairs = zip(self.bags.shapes, self.bags.combiners, strict=True)
+        return any(s.weighted or (s.combines and combiner != "sum") for s, combiner in pairs)
 
     @property
     def accumulates(self) -> bool:

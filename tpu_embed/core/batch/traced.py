@@ -28,9 +28,9 @@ from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,
+    gains_in_program,
     is_real,
     narrow_ids,
-    rescale_bags,
     shift_rows,
 )
 from tpu_embed.core.layout import FeatureLayout, Layout, Stack
@@ -69,13 +69,13 @@ class TracedIds:
             tables = _ColumnTables.of(view)
             valid, counts = _resolve(self._joined(given, view, PADDING_ID), tables)
             bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
-            row_ids, weights = _physical(valid, tables, stack), None
-            if view.is_weighted:
+            row_ids, gains = _in_batch_order(_physical(valid, tables, stack), PADDING_ID), None
+            if view.has_gains:
                 numbers = zip(layout.features_of(g), given, strict=True)
-                scales = [self._scale(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
-                weights = _in_batch_order(self._joined(scales, view, 0), 1)
-            row_ids = _in_batch_order(row_ids, PADDING_ID)
-            located.append(LocalIds(row_ids, view.bags.dense_bags(), weights))
+                gains = [self._gains(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
+                gains = _in_batch_order(self._joined(gains, view, 0), 1)
+                gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
+            located.append(LocalIds(row_ids, view.bags.dense_bags(), gains))
         return Located(tuple(located), bad)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
@@ -119,20 +119,19 @@ class TracedIds:
             values = jnp.pad(kept, missing, constant_values=fill)
         return values
 
-    def _scale(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
-        """Return the weights of a feature's ids, in the shape of the ids."""
+    def _gains(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
+        """Return the gains of a feature's ids, in the shape of the ids."""
         given, config = self.weights[f], layout.features[f].config
-        if given is None:
-            return jnp.ones(ids.shape, dtype)
-        weights = given.astype(dtype)
-        if not self.spec.feature_shapes[f].combines or config.table.combiner == "sum":
+        weights = jnp.ones(ids.shape, dtype) if given is None else given.astype(dtype)
+        if not self.spec.feature_shapes[f].combines:
             return weights
-        # The weights of padding and of dropped ids must not decide how a bag is rescaled. With
-        # "clip", a bad id becomes a valid one, so only padding is left out.
+        # Padding and dropped ids leave their bag with their weights. With "clip", a bad id becomes
+        # a valid one, so only padding is left out.
         kept = ids != PADDING_ID
         if config.on_bad_id != "clip":
             kept = (ids >= 0) & (ids < config.table.vocabulary_size)
-        return rescale_bags(jnp.where(kept, weights, jnp.zeros_like(weights)))
+        kept_weights = jnp.where(kept, weights, jnp.zeros_like(weights))
+        return gains_in_program(kept_weights, config.table.combiner)
 
 
 class _ColumnTables(NamedTuple):

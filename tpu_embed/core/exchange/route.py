@@ -55,12 +55,12 @@ class SumRoute(NamedTuple):
 
     Attributes:
       index: int32 `[N]`, the bag that each gradient is of.
-      weights: `[N]`, what each is multiplied with; None: all ones.
+      gains: `[N]`, what each is multiplied with; None: all ones.
       segments: int32 `[N]`, its sum, non-decreasing; past the last sum for what is left out.
     """
 
     index: Array
-    weights: Array | None
+    gains: Array | None
     segments: Array
 
 

@@ -9,17 +9,16 @@ from tpu_embed.core.ids.feature_ids import (
     HostIds,
     JaggedRows,
     dense_shape,
-    has_means,
     part_of_feature,
 )
 from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
+from tpu_embed.core.ids.gains import gains_in_program, host_gains
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
 from tpu_embed.core.ids.narrow import narrow_ids
 from tpu_embed.core.ids.padding import pad_batch
-from tpu_embed.core.ids.rescale import rescale_bags, rescale_dense_bags, rescale_flat_bags
 from tpu_embed.core.ids.structure import Structure, children, flatten
 from tpu_embed.core.ids.weights import is_real
 
@@ -40,9 +39,10 @@ __all__ = [
     "dense_shape",
     "flatten",
     "frames",
+    "gains_in_program",
     "give_rows",
-    "has_means",
     "hash_ids",
+    "host_gains",
     "host_ids",
     "is_real",
     "looked_up",
@@ -52,9 +52,6 @@ __all__ = [
     "read_ids",
     "rebuild_nest",
     "refuse_masked",
-    "rescale_bags",
-    "rescale_dense_bags",
-    "rescale_flat_bags",
     "check_row_splits",
     "shift_rows",
     "split_keys",

@@ -88,7 +88,7 @@ class HostIds:
       bags: for flat ids, int32 [N], the bag of each id, in [0, B · bags), non-decreasing; None for
         dense ids.
       weights: shaped like `ids`, float32 (float64 for a float64 table), 0 at dense padding; None
-        for all ones. Weights of means are brought near 1 (`rescale.py`).
+        for all ones.
       padded: whether -1 may be among dense ids.
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
       keys: for a living vocabulary, or the ids of a table on the host: uint64 [n], all different,
@@ -150,15 +150,3 @@ def dense_shape(
 
 _shared_shape = functools.lru_cache(4096)(FeatureShape)
 """`FeatureShape`, but equal arguments give the same object, so that comparing batches is fast."""
-
-
-def is_mean(feature: FeatureRules, feature_shape: FeatureShape) -> bool:
-    """Tell whether bags are means, so that scaling all weights of a bag changes nothing."""
-    # The weights of keys are rescaled later, when it is known which keys have rows (`keys.py`).
-    keyed = feature.config.table.row_rules is not None
-    return not keyed and has_means(feature.config, feature_shape)
-
-
-def has_means(config: FeatureConfig, feature_shape: FeatureShape) -> bool:
-    """Tell whether a feature's bags are means of their rows, by any of the combiners."""
-    return feature_shape.combines and config.table.combiner != "sum"

@@ -16,8 +16,7 @@ from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_flat
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.core.ids.cut_rows import after_cut
-from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, is_mean
-from tpu_embed.core.ids.rescale import rescale_flat_bags
+from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds
 
 _INT32_MAX = int(np.iinfo(np.int32).max)
 
@@ -196,6 +195,4 @@ def flat_ids(
     if keep is not None:
         ids, bags = ids[keep], bags[keep]
         weights = None if weights is None else weights[keep]
-    if weights is not None and is_mean(feature, feature_shape):
-        weights = rescale_flat_bags(weights, bags)
     return HostIds(feature_shape, ids, bags.astype(np.int32, copy=False), weights, padded=False)

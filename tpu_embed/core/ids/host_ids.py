@@ -23,12 +23,11 @@ from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, dense_position, resolve_dense
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
-from tpu_embed.core.ids.feature_ids import HostIds, dense_shape, is_mean
+from tpu_embed.core.ids.feature_ids import HostIds, dense_shape
 from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.jagged_ids import jagged_ids
 from tpu_embed.core.ids.keys import number_ids, number_keys, with_keys
-from tpu_embed.core.ids.rescale import rescale_dense_bags
 
 
 def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
@@ -126,7 +125,7 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
     given, config = ids, feature.config
     ids, padded = resolve_dense(feature, ids, functools.partial(dense_position, ids.shape))
-    # A weight at a padded position may be any number; it must not decide how its bag is rescaled.
+    # A weight at a padded position may be any number; it must not count in its bag.
     if numbers is not None and padded:
         numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
     if feature.length:
@@ -141,8 +140,6 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     # All inner dims become one: [B, K₁, K₂, H] -> [B, K₁ · K₂, H]; a sequence [B, L] -> [B, L, 1].
     shape = (feature_shape.batch, feature_shape.bags, feature_shape.width or 0)
     scale = None if numbers is None else numbers.reshape(shape)
-    if scale is not None and is_mean(feature, feature_shape):
-        scale = rescale_dense_bags(scale)
     return HostIds(feature_shape, ids.reshape(shape), None, scale, padded)
 
 

@@ -24,7 +24,6 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.columns import mask_missing
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
-from tpu_embed.core.ids.rescale import rescale_dense_bags, rescale_flat_bags
 from tpu_embed.kernels import dispatch
 
 if TYPE_CHECKING:
@@ -169,20 +168,18 @@ def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
     return np.argsort(np.concatenate([np.zeros(0, dtype), *places]), kind="stable")
 
 
-def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
+def give_rows(host: HostIds, rows: np.ndarray) -> HostIds:
     """Return a feature's ids with the rows of its keys; what has no row is as a dropped id.
 
     Args:
       host: the feature, with positions for ids.
       rows: int32 `[n]`, the row of each key; -1: none.
-      is_mean: whether its bags are means, whose weights may be rescaled.
     """
     if host.bags is None:
         ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
         weights, padded = host.weights, host.padded or bool((rows < 0).any())
         if weights is not None:
             weights = np.where(ids < 0, weights.dtype.type(0), weights)
-            weights = rescale_dense_bags(weights) if is_mean else weights
         given = {"ids": ids, "weights": weights, "padded": padded}
         return dataclasses.replace(host, **given, keys=None, first=None)
     ids = dispatch.host_kernels().rows_at(rows, _positions(host))
@@ -192,7 +189,5 @@ def give_rows(host: HostIds, rows: np.ndarray, *, is_mean: bool) -> HostIds:
         ids, bags = ids[keep], bags[keep]
         weights = None if weights is None else weights[keep]
         places = places and places._replace(places=places.places[keep])
-    if weights is not None and is_mean:
-        weights = rescale_flat_bags(weights, bags)
     given = {"ids": ids, "bags": bags, "weights": weights, "rows": places}
     return dataclasses.replace(host, **given, keys=None, first=None)

@@ -2,12 +2,9 @@
 
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import (
-    BagEntries,
     activations_of,
-    bag_entries,
     combine,
     join_gradients,
-    optional_weights,
     quantize,
     sum_gradients,
 )
@@ -31,12 +28,10 @@ from tpu_embed.core.lookup.sharded import (
 
 __all__ = [
     "ARRAYS",
-    "BagEntries",
     "Jagged",
     "activations_of",
     "activations_read",
     "as_jagged",
-    "bag_entries",
     "by_feature",
     "combine",
     "extent_of",
@@ -44,7 +39,6 @@ __all__ = [
     "join_gradients",
     "lookup",
     "not_differentiable",
-    "optional_weights",
     "put_part",
     "quantize",
     "record_lookup",

@@ -20,7 +20,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
-from tpu_embed.core.ids import HostIds, batch_order, give_rows, has_means, split_keys
+from tpu_embed.core.ids import HostIds, batch_order, give_rows, split_keys
 from tpu_embed.core.layout import (
     Agreed,
     FeatureLayout,
@@ -373,4 +373,4 @@ def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> Hos
     vocabulary = feature.table.vocabulary
     if vocabulary is not None and vocabulary.unseen == "shared":
         rows[rows < 0] = feature.table.vocabulary_size - 1
-    return give_rows(host, rows, is_mean=has_means(feature.config, host.shape))
+    return give_rows(host, rows)

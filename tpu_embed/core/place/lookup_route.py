@@ -1,7 +1,7 @@
 """Write the route of a lookup: where each id's row comes back, and what is asked of whom.
 
 Input: the sorted ids of all replicas. Output: the fields of a line (`core/batch/line.py`) up to
-`factors`; the bags and weights of ids, where those are not routed.
+`gains`; the bags and gains of ids, where those are not routed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import BagLayout, StackView
+from tpu_embed.core.batch import StackView
 from tpu_embed.core.exchange import host_route
 from tpu_embed.core.place.host_stack import Devices, HostStack, bags_of, targets_of
 from tpu_embed.core.place.packing import by_place
@@ -37,30 +37,27 @@ class LookupWriter:
         ids = self.host.ids
         for f, splits in ids.jagged.row_splits.items() if ids.jagged else ():
             out[f"row_splits/{f}"][:] = self._of_devices(splits)
-        weights = self._weights() if "weights" in out else None
         if "row_ids" in out:
-            self._write_ids(out, weights)
+            self._write_ids(out)
             return
         if "bags" in out:
             out["bags"][:] = self._of_devices(self._bags())
-        if weights is not None:
-            out["weights"][:] = self._of_devices(by_place(ids, weights, 0))
-        if "factors" in out:
-            out["factors"][:] = self._of_devices(self._factors(weights))
+        if ids.gains is not None:
+            out["gains"][:] = self._of_devices(by_place(ids, ids.gains, 0))
         self._write_lookup(out)
         if "sent" in out:
             sum_rows = [one.sum_rows for one in self.host.replicas]
             self._write_parcels(out["sent"], sum_rows, self.host.sums_at)
 
-    def _write_ids(self, out: dict[str, np.ndarray], weights: np.ndarray | None) -> None:
+    def _write_ids(self, out: dict[str, np.ndarray]) -> None:
         """Write ids that are not routed, in batch order."""
         ids = self.host.ids
         out["row_ids"][:] = self._of_devices(ids.row_ids)
         if "bags" in out:
             targets = np.broadcast_to(targets_of(ids, self.view), ids.row_ids.shape)
             out["bags"][:] = self._of_devices(targets)
-        if weights is not None:
-            out["weights"][:] = self._of_devices(weights)
+        if ids.gains is not None:
+            out["gains"][:] = self._of_devices(ids.gains)
         if "positions" in out:
             at = np.broadcast_to(np.arange(ids.row_ids.shape[1], dtype=np.int32), ids.row_ids.shape)
             out["positions"][:] = self._of_devices(by_place(ids, at, PADDING_ID))
@@ -77,29 +74,6 @@ class LookupWriter:
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
         return by_replica if self._one_each else by_replica[self.replica]
-
-    def _weights(self) -> np.ndarray:
-        """Return the weight of every id `[replicas, N]`, zero for absent ones."""
-        ids = self.host.ids
-        assert ids.weights is not None, "weighted stacks have weights"
-        return np.where(ids.row_ids < 0, np.zeros_like(ids.weights), ids.weights)
-
-    def _factors(self, weights: np.ndarray | None) -> np.ndarray:
-        """Return 1 / d of every bag, `[replicas, bags]`.
-
-        Args:
-          weights: of every id `[replicas, N]`, zero for absent ones; None for all ones.
-        """
-        ids, bag_layout = self.host.ids, self.view.bags.bag_layout
-        bags = np.broadcast_to(bags_of(ids, self.view), ids.row_ids.shape)
-        if weights is not None:
-            lines = zip(weights, bags, strict=True)
-            sums = [weight_sums(line, bag, bag_layout) for line, bag in lines]
-        else:
-            # All weights are 1: their sum, and that of their squares, is the number of ids.
-            counts = _ids_per_bag(self.host, self.view).astype(self.stack.compute_dtype)
-            return host_factors(counts, counts, bag_layout)
-        return np.stack([host_factors(*line, bag_layout) for line in sums])
 
     def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
         """Write where each id's row comes back, and what is asked of whom."""
@@ -152,60 +126,3 @@ class LookupWriter:
         peers = axes.parts_of_devices(rest)
         together = np.argsort(peers, kind="stable").reshape(-1, shards)
         return together[peers]
-
-
-def _ids_per_bag(host: HostStack, view: StackView) -> np.ndarray:
-    """Return the number of present ids of every bag, int `[replicas, bags]`."""
-    ids, bag_layout = host.ids, view.bags.bag_layout
-    replicas, bags = len(ids.row_ids), bag_layout.bags
-    # Dense ids without padding: every bag is as long as its feature is wide.
-    if bag_layout.widths and all(one.order.size == ids.row_ids.shape[1] for one in host.replicas):
-        return np.broadcast_to(np.tile(bag_layout.widths, bag_layout.periods), (replicas, bags))
-    # The bags of replica r are counted from r (bags + 1) on; the last one is that of padding.
-    numbers = bags_of(ids, view) + np.arange(replicas)[:, None] * (bags + 1)
-    counts = np.bincount(numbers[ids.row_ids >= 0], minlength=replicas * (bags + 1))
-    return counts.reshape(replicas, bags + 1)[:, :-1]
-
-
-def weight_sums(
-    weights: np.ndarray, bags: np.ndarray, bag_layout: BagLayout
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of the weights of each bag and of their squares, `[bags]` both.
-
-    Args:
-      weights: `[N]`, zero for absent ids.
-      bags: int32 `[N]`; that of padding is one past the last.
-      bag_layout: how the bags combine.
-    """
-    kinds = np.tile(np.array(bag_layout.combiners), bag_layout.periods)
-    # Weights of bags that need no d are left out, because their sums and squares may overflow. So
-    # are weights below the least normal number, which XLA's CPU backend takes for zero.
-    counts = np.append(kinds != "sum", False)[bags] & (np.abs(weights) >= _least(weights))
-    weights = np.where(counts, weights, np.zeros_like(weights))
-    # `np.add.at` adds one number after the other, as the kernels do, in the weights' precision.
-    sums = np.zeros(bag_layout.bags + 1, weights.dtype)
-    np.add.at(sums, bags, weights)
-    squares = np.zeros_like(sums)
-    if "sqrtn" in bag_layout.combiners:
-        np.add.at(squares, bags, weights * weights)
-    return sums[:-1], squares[:-1]
-
-
-def host_factors(sums: np.ndarray, squares: np.ndarray, bag_layout: BagLayout) -> np.ndarray:
-    """Return 1 / d of every bag, `[…, bags]`, zero where d is zero; the twin of `lookup.factors`.
-
-    Args:
-      sums: the sum of each bag's weights, `[…, bags]`.
-      squares: the sum of their squares.
-      bag_layout: how the bags combine.
-    """
-    kinds = np.tile(np.array(bag_layout.combiners), bag_layout.periods)
-    d = np.where(kinds == "sqrtn", np.sqrt(squares), sums)
-    d[np.abs(d) < _least(d)] = 0
-    d[..., kinds == "sum"] = 1
-    return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
-
-
-def _least(x: np.ndarray) -> np.ndarray:
-    """Return the least normal number of an array's dtype."""
-    return np.finfo(x.dtype).tiny

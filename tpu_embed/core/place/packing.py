@@ -4,7 +4,7 @@ The line of a replica holds the ids of one stack. In a dense stack every period
 (`core/batch/bags.py`) has as many ids, so the bag of an id follows from its position. Otherwise
 every id has a bag.
 
-Input: one validated `HostIds` per feature. Output: the rows, bags and weights of every stack,
+Input: one validated `HostIds` per feature. Output: the rows, bags and gains of every stack,
 `[replicas, N]`, which are sent as they are (`line.py`) or routed first (`write_lines.py`).
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BatchSpec, Routed, StackSpec, StackView, view_stacks
-from tpu_embed.core.ids import FeatureShape, HostIds
+from tpu_embed.core.ids import FeatureShape, HostIds, host_gains
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Column
@@ -32,14 +32,14 @@ class StackIds(NamedTuple):
       row_ids: physical rows `[replicas, N]`, `PADDING_ID` for absent ids.
       bags: int32 `[replicas, N]`, the bag of each id on its replica; None in a dense stack. The bag
         of padding is one past the last.
-      weights: `[replicas, N]`, or None for all ones.
+      gains: `[replicas, N]`, finite; None for all ones.
       jagged: what is known besides of a stack with jagged features, whose examples count as bags
         in `bags`; otherwise None.
     """
 
     row_ids: np.ndarray
     bags: np.ndarray | None
-    weights: np.ndarray | None
+    gains: np.ndarray | None
     jagged: JaggedIds | None = None
 
 
@@ -126,9 +126,9 @@ def pack(hosts: Sequence[HostIds], view: StackView, into: StackIds) -> None:
       into: the arrays to write to.
     """
     if into.bags is None:
-        _pack_dense(hosts, view, into.row_ids, into.weights)
+        _pack_dense(hosts, view, into.row_ids, into.gains)
     else:
-        _pack_flat(hosts, view, into.row_ids, into.bags, into.weights)
+        _pack_flat(hosts, view, into.row_ids, into.bags, into.gains)
 
 
 def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[StackIds]:
@@ -139,7 +139,7 @@ def pack_all(hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout) -> list[
         ids = StackIds(
             np.empty(shape, stack.index_dtype),
             None if view.bags.is_dense else np.empty(shape, np.int32),
-            np.empty(shape, stack.compute_dtype) if view.is_weighted else None,
+            np.empty(shape, stack.compute_dtype) if view.has_gains else None,
         )
         pack(hosts, view, ids)
         found.append(
@@ -172,15 +172,15 @@ def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np
       view: the stack; its ids are not routed.
       fields: the fields of its line (`line.py`).
     """
-    ids = StackIds(fields["row_ids"], fields.get("bags"), fields.get("weights"))
+    ids = StackIds(fields["row_ids"], fields.get("bags"), fields.get("gains"))
     pack(hosts, view, ids)
     if not view.bags.jagged:
         return
     ids = ids._replace(jagged=pack_jagged(hosts, view, ids))
     assert ids.jagged is not None
     row_ids = by_place(ids, ids.row_ids, PADDING_ID)
-    if ids.weights is not None:
-        ids.weights[:] = by_place(ids, ids.weights, 0)
+    if ids.gains is not None:
+        ids.gains[:] = by_place(ids, ids.gains, 0)
     fields["bags"][:] = by_place(ids, ids.jagged.targets, view.bags.num_targets)
     fields["row_ids"][:] = row_ids
     positions = np.arange(row_ids.shape[1], dtype=np.int32)
@@ -202,7 +202,7 @@ def pack_jagged(hosts: Sequence[HostIds], view: StackView, ids: StackIds) -> Jag
     columns, splits, in_bags = [], {}, -2  # -2 stands for "in a bag"
     for number, f in enumerate(view.features):
         host, size = hosts[f], view.bags.sizes[number]
-        _, bags, _ = _flatten(host)
+        bags = _flatten(host, None)[1]
         if host.rows is None:
             columns.append(Column(np.full(bags.size, in_bags, np.int32), _in_one_piece(bags), None))
             continue
@@ -236,7 +236,7 @@ def _bags_alone(bags: np.ndarray, view: StackView) -> np.ndarray:
 
 
 def _pack_dense(
-    hosts: Sequence[HostIds], view: StackView, row_ids: np.ndarray, weights: np.ndarray | None
+    hosts: Sequence[HostIds], view: StackView, row_ids: np.ndarray, gains: np.ndarray | None
 ) -> None:
     """Write the ids of a dense stack, the bags in batch order.
 
@@ -260,10 +260,11 @@ def _pack_dense(
             here[given] = _physical(ids, view.layout, f)
             if host.padded:
                 here[given][ids < 0] = PADDING_ID
-        if weights is not None:
-            with _ids_of_feature(weights, places, shape) as scale:
-                scale[..., ids.shape[-1] :] = 0
-                scale[given] = 1 if host.weights is None else host.weights.reshape(ids.shape)
+        if gains is not None:
+            mine = _gains(host, view, number)
+            with _ids_of_feature(gains, places, shape) as here:
+                here[..., ids.shape[-1] :] = 0
+                here[given] = 1 if mine is None else mine.reshape(ids.shape)
 
 
 @contextlib.contextmanager
@@ -273,7 +274,7 @@ def _ids_of_feature(
     """Give one feature's part of a dense stack, to be written in its own shape.
 
     Args:
-      line: the stack's ids or weights `[replicas, N]`.
+      line: the stack's ids or gains `[replicas, N]`.
       places: the places of the feature's ids in a period, ascending.
       shape: `[replicas, periods, bags, width]`.
     """
@@ -299,21 +300,22 @@ def _pack_flat(
     view: StackView,
     row_ids: np.ndarray,
     bags: np.ndarray,
-    weights: np.ndarray | None,
+    gains: np.ndarray | None,
 ) -> None:
     """Write the ids of a flat stack in batch order."""
     columns = []
-    for f in view.features:
-        ids, bag, weight = _flatten(hosts[f])
+    for number, f in enumerate(view.features):
+        mine = None if gains is None else _gains(hosts[f], view, number)
+        ids, bag, gain = _flatten(hosts[f], mine)
         columns.append(
             Column(
                 _in_one_piece(_physical(ids, view.layout, f)),
                 _in_one_piece(bag),
-                None if weight is None else _in_one_piece(weight),
+                None if gain is None else _in_one_piece(gain),
             )
         )
     sizes = {"periods": view.bags.periods, "bag_features": view.bags.period.feature}
-    host_kernels().interleave(columns, row_ids, bags, weights, **sizes)
+    host_kernels().interleave(columns, row_ids, bags, gains, **sizes)
 
 
 def _in_one_piece(line: np.ndarray) -> np.ndarray:
@@ -324,12 +326,19 @@ def _in_one_piece(line: np.ndarray) -> np.ndarray:
     return np.require(line, requirements=["C", "A"])
 
 
-def _flatten(host: HostIds) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return ids, global bags and weights of one feature, in batch order without padding."""
+def _gains(host: HostIds, view: StackView, number: int) -> np.ndarray | None:
+    """Return the gains of a feature's ids, by its number in the stack; None for all ones."""
+    return host_gains(host, view.bags.combiners[number], view.stack.compute_dtype)
+
+
+def _flatten(
+    host: HostIds, gains: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return ids, global bags and gains of one feature, in batch order without padding."""
     if host.bags is not None:
-        return host.ids, host.bags, host.weights
+        return host.ids, host.bags, gains
     # Dense ids [B, bags, width]: the flat index of an id, divided by the width, is its bag.
     index = np.flatnonzero(host.ids >= 0)
-    weights = None if host.weights is None else host.weights.reshape(-1)[index]
+    gains = None if gains is None else gains.reshape(-1)[index]
     bags = (index // max(1, host.ids.shape[-1])).astype(np.int32)
-    return host.ids.reshape(-1)[index], bags, weights
+    return host.ids.reshape(-1)[index], bags, gains

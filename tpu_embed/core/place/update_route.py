@@ -45,20 +45,20 @@ class _Sums(NamedTuple):
 
     Attributes:
       targets: int32, the target of each id.
-      weights: the weight of each id, or None.
+      gains: the gain of each id; None: all ones.
       order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
       numbers: int32 `[n]`, for each id the number of its run; ids of one sum are a run.
       places: int32, for each run the number of its sum.
     """
 
     targets: np.ndarray
-    weights: np.ndarray | None
+    gains: np.ndarray | None
     order: np.ndarray
     numbers: np.ndarray
     places: np.ndarray
 
     def lines(self, out: Fields, d: int, absent: int) -> list[Take]:
-        """Return the lines `sum_index`, `sum_segments`, `sum_weights` of device d.
+        """Return the lines `sum_index`, `sum_segments`, `sum_gains` of device d.
 
         Args:
           out: the fields.
@@ -67,9 +67,8 @@ class _Sums(NamedTuple):
         """
         sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
         lines = [Take(out["sum_index"][d], self.targets, self.order, 0), sums]
-        if "sum_weights" in out:
-            assert self.weights is not None, "weighted stacks have weights"
-            lines.append(Take(out["sum_weights"][d], self.weights, self.order, 0))
+        if self.gains is not None:
+            lines.append(Take(out["sum_gains"][d], self.gains, self.order, 0))
         return lines
 
 
@@ -123,8 +122,8 @@ def _lines(
     targets = np.broadcast_to(targets_of(ids, view), ids.row_ids.shape)
     lines = []
     for d, r in enumerate(devices.replica):
-        weights = None if ids.weights is None else ids.weights[r]
-        lines += _Sums(targets[r], weights, *ordered[r]).lines(out, d, absent)
+        gains = None if ids.gains is None else ids.gains[r]
+        lines += _Sums(targets[r], gains, *ordered[r]).lines(out, d, absent)
     return lines
 
 

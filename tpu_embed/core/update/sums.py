@@ -32,12 +32,7 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
-from tpu_embed.core.lookup import (
-    bag_entries,
-    join_gradients,
-    optional_weights,
-    sum_gradients,
-)
+from tpu_embed.core.lookup import join_gradients, sum_gradients
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
@@ -90,7 +85,7 @@ class Task(NamedTuple):
         """The gradients that are summed, `[periods * bags, D]` per feature of `bag_layout`."""
         if not self.view.bags.jagged:
             return self.given
-        return (join_gradients(self.given, self.factors_of_bags, self.view),)
+        return (join_gradients(self.given, self.view),)
 
     @property
     def rounds(self) -> bool:
@@ -101,18 +96,6 @@ class Task(NamedTuple):
     def rounded_format(self) -> RowFormat | None:
         """The format of partial sums that are rounded; None: they are not."""
         return sent_sums_format(self.stack) if self.rounds else None
-
-    @property
-    def factors(self) -> Array | None:
-        """What each of them is still to be multiplied with, `[bags]`; None for all ones."""
-        return None if self.view.bags.jagged else self.factors_of_bags
-
-    @property
-    def factors_of_bags(self) -> Array | None:
-        """1 / d of every bag of this device; None for all ones."""
-        bag_layout = self.view.bags.bag_layout
-        ids = self.ids.by_place(self.view).in_bags(self.view)
-        return bag_entries(ids, bag_layout, self.stack.compute_dtype).factors
 
 
 class Outgoing(NamedTuple):
@@ -162,16 +145,15 @@ def outgoing_sums(task: Task, capacity: int) -> Outgoing:
         never = jnp.asarray(False)
         return Outgoing(ids.sums, ids.sent, capacity, never, never)
     with jax.named_scope("dedup"):
-        entries = ids.bags, optional_weights(ids, stack.compute_dtype)
-        ordered = device_route.sort_ids(ids.row_ids, stack, entries)
-        bags, weights = ordered.payload
+        ordered = device_route.sort_ids(ids.row_ids, stack, (ids.bags, ids.gains))
+        bags, gains = ordered.payload
         parts = _parts(task, ordered.order, bags)
         found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
         crowded = jnp.asarray(False)
         if not task.lookup_fits:
             room = max(1, task.view.room.row_capacity)
             crowded = device_route.has_more_rows(ordered.row_ids, stack, room)
-    sums = SumRoute(bags, weights, found.target)
+    sums = SumRoute(bags, gains, found.target)
     return Outgoing(sums, found.row_ids, capacity, found.overflow, crowded)
 
 
@@ -233,8 +215,7 @@ def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
     assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
     ids, bag_layout = task.ids, task.bag_layout
-    entries = bag_entries(ids, bag_layout, task.stack.compute_dtype)
-    given = RowGradients(ids.row_ids, ids.bags, entries.weights, entries.factors, task.gradients)
+    given = RowGradients(ids.row_ids, ids.bags, ids.gains, task.gradients)
     # The first bags of all blocks but the first: the only device knows all bags.
     blocks = tuple(task.view.block_starts[1:-1].tolist())
     return given, bag_layout.gradients._replace(blocks=blocks, rounds=task.rounds)
@@ -246,13 +227,11 @@ class RoutedGradients(NamedTuple):
     Attributes:
       sums: which gradients are added to which partial sum.
       merge: how the partial sums are merged.
-      factors: what the gradient of each bag is multiplied with, `[bags]`; None: all ones.
       gradients: `[periods * bags, D]` per feature, or `[C, D]` if it is jagged.
     """
 
     sums: SumRoute
     merge: MergeRoute
-    factors: Array | None
     gradients: tuple[Array, ...]
 
 
@@ -262,18 +241,17 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
     sums, merge = task.ids.sums, task.ids.merge
     assert sums is not None, "the batch was placed for an update"
     assert merge is not None, "the host knows the whole batch"
-    return RoutedGradients(sums, merge, task.factors_of_bags, task.given)
+    return RoutedGradients(sums, merge, task.given)
 
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     """Return the partial sums of gradients that are at the owner of their rows already."""
     view, sent = task.view, task.rounded_format
     with jax.named_scope("dedup"):
-        gradients, factors = given.gradients, given.factors
+        gradients, layout, size = given.gradients, task.bag_layout, task.transport.num_partials
         if view.bags.jagged:
-            gradients, factors = (join_gradients(gradients, factors, view),), None
-        layout, size = task.bag_layout, task.transport.num_partials
-        sums = sum_gradients(gradients, factors, layout, given.sums, size, filled=False, sent=sent)
+            gradients = (join_gradients(gradients, view),)
+        sums = sum_gradients(gradients, layout, given.sums, size, filled=False, sent=sent)
     if sent is None:
         return Partials(sums, given.merge)
     return Partials(sent.unpack(sums), given.merge, sums if sent.packing == "words" else None)
@@ -285,8 +263,7 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
     sorted_by_row = RowGradients(
         merge.row_ids,
         sums.index,
-        sums.weights,
-        given.factors,
+        sums.gains,
         given.gradients,
         sums.segments,
         merge.segments,
@@ -310,7 +287,7 @@ def _local_targets(view: StackView) -> GradientLayout:
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
     size, merge, sums = given.sums.shape[0], given.merge, storage.widened(given.sums)
-    sorted_by_row = RowGradients(merge.row_ids, merge.index, None, None, (sums,), merge.segments)
+    sorted_by_row = RowGradients(merge.row_ids, merge.index, None, (sums,), merge.segments)
     return sorted_by_row, GradientLayout((1,), size)
 
 
@@ -326,9 +303,8 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     else:
         cells = _blocks(task, ids.bags) * rows + ids.row_ids.astype(jnp.int32)
         cells = jnp.where(ids.row_ids < 0, blocks * rows, cells)
-        entries = ids.bags, optional_weights(ids, task.stack.compute_dtype)
-        ordered, _, (bags, weights) = dispatch.sort_with(cells, entries)
-        sums = SumRoute(bags, weights, ordered)
+        ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
+        sums = SumRoute(bags, gains, ordered)
     if isinstance(ids, RoutedIds) and ids.merge is not None:
         return sums, ids.merge.row_ids
     # A row without ids must stay absent: with a zero gradient it would still decay or move.
@@ -343,7 +319,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
 
 def _summed(task: Task, order: SumRoute, num_sums: int, **options: Any) -> Array:
     """Return sums of this device's gradients; see `sum_gradients`."""
-    return sum_gradients(task.gradients, task.factors, task.bag_layout, order, num_sums, **options)
+    return sum_gradients(task.gradients, task.bag_layout, order, num_sums, **options)
 
 
 def _parts(task: Task, order: Array, bags: Array) -> Array | None:

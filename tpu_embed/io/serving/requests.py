@@ -176,7 +176,7 @@ def program_ids(
             rows[rows == SHARED_ROW] = first.number(host.keys[rows == SHARED_ROW])
         elif not keys.unseen_share:
             rows[rows == SHARED_ROW] = PADDING_ID
-        host = give_rows(host, rows, is_mean=False)
+        host = give_rows(host, rows)
     ids, weights = _padded(host, shape)
     if host.rows is not None:
         _mark_ends(feature, ids, np.diff(host.rows.row_splits))

@@ -61,8 +61,7 @@ struct GatherSum {
   const int64_t* starts;  // [segments + 1], the first entry of each segment, and the last one's end;
                           // null: every segment has `width` entries
   int64_t width;
-  const float* weights;   // [entries] or null
-  const float* factors;   // [segments] or null; a sum whose factor is zero is zero
+  const float* weights;   // [entries] or null; an entry of weight zero adds nothing
   float* const* outputs;
   Columns columns;
   int64_t segments;
@@ -119,7 +118,6 @@ struct RowUpdate {
   void* table;  // [rows, dim]
   Storage storage;
   float* slots[2];        // [rows, dim]; [rows] for row-wise Adagrad's accumulators
-  const float* factors;  // by bag, or null; a gradient whose factor is zero is zero; places have none
   const float* const* gradients;
   Columns columns;
   const int64_t* block_starts;  // [blocks], the first bags of the second and all later blocks

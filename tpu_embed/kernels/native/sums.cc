@@ -59,10 +59,9 @@ std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t pe
 }
 
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
-// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []; factors float32
-// [segments] or []. Results: one array a feature, float32 [periods * bags, D].
+// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []. Results: one array a feature, float32 [periods * bags, D].
 ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer index,
-                      ffi::AnyBuffer segments, ffi::AnyBuffer weights, ffi::AnyBuffer factors,
+                      ffi::AnyBuffer segments, ffi::AnyBuffer weights,
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,
                       ffi::Span<const int64_t> order, ffi::Span<const int64_t> widths,
                       int64_t periods) {
@@ -79,9 +78,6 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   }
   const int64_t count = periods * table.columns();
   if (!optional_of_length(weights, n)) return refuse("gather_sum: one weight an index is needed");
-  if (!optional_of_length(factors, count)) {
-    return refuse("gather_sum: one factor a segment is needed");
-  }
   if (static_cast<int64_t>(results.size()) != table.features()) {
     return refuse("gather_sum: one result a feature is needed");
   }
@@ -117,7 +113,6 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
                        starts.get(),
                        alike ? widths[0] : 0,
                        optional<float>(weights),
-                       optional<float>(factors),
                        outputs.data(),
                        table.columns_of(),
                        count,
@@ -137,7 +132,6 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
 XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_gather_sum, tpu_embed::gather_sum,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()

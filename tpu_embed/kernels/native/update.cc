@@ -108,10 +108,10 @@ Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
 }
 
 struct Operand {
-  ffi::AnyBuffer rows, bags, weights, factors, sums, merged, draws, drawn_numbers, numbers;
+  ffi::AnyBuffer rows, bags, weights, sums, merged, draws, drawn_numbers, numbers;
 };
 
-constexpr size_t kOperands = 9;  // besides tables, slots and gradients
+constexpr size_t kOperands = 8;  // besides tables, slots and gradients
 
 // Returns whether the operands of rounding at random are absent, or fit the table and its rows.
 bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts, size_t steps) {
@@ -122,8 +122,7 @@ bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts
 }
 
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
-// bags int32 [N] or []; weights float32 [N] or []; factors float32 [bags] or []; sums int32 [N] or
-// [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
+// bags int32 [N] or []; weights float32 [N] or []; sums int32 [N] or [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
 // numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or []; numbers
 // float32; gradients, one array a feature, float32 [periods * bags, D], or [places, D] of a jagged
 // one. Blocks: the first bags of the second block of the batch and of all later ones, of ids that
@@ -154,16 +153,15 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
     if (length(given[i]) != length(given[0])) return refuse("update: slots of another length");
   }
   const Operand operand{given[held],     given[held + 1], given[held + 2], given[held + 3],
-                        given[held + 4], given[held + 5], given[held + 6], given[held + 7],
-                        given[held + 8]};
+                        given[held + 4], given[held + 5], given[held + 6], given[held + 7]};
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
   const ColumnTable layout(columns, order, dim, periods, places);
-  const int64_t bags = layout.in_bags(), count = layout.segments();
+  const int64_t count = layout.segments();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
-      !optional_of_length(operand.factors, bags) || (operand.bags.element_count() == 0 && n > count)) {
-    return refuse("update: ids, bags, weights or factors of another length");
+      (operand.bags.element_count() == 0 && n > count)) {
+    return refuse("update: ids, bags or weights of another length");
   }
   if (!can_draw(operand, table, firsts.size(), shard_steps.size())) {
     return refuse("update: draws of other tables, or of a table that is not bfloat16");
@@ -180,7 +178,6 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.table = table.untyped_data();
   job.storage = storage_of(table);
   for (size_t s = 1; s < held; ++s) job.slots[s - 1] = data<float>(given[s]);
-  job.factors = optional<float>(operand.factors);
   job.gradients = gradients.data();
   job.columns = layout.columns_of();
   job.block_starts = blocks.begin();

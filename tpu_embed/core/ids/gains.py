@@ -1,0 +1,153 @@
+"""The gain of each id: what its row is multiplied with in the activation of its bag.
+
+With weights c (1 if none are given), rows w and gains a, the activation of a bag is Σ a w, and a
+row's gradient is a times the activation's. The combiner decides the gain: a = c (sum), c / Σ c
+(mean), c / √Σ c² (sqrtn). Where the denominator is zero, so are the gains.
+
+Means don't change when all weights of a bag are multiplied by one number. Weights of 1e-20 need
+that, because float32 cannot hold their squares; weights of 2e19 need it, too. So each bag whose
+weights are far from 1 is multiplied by a power of two first, which is exact. On the host float64
+holds whatever float32 weights give.
+
+Input: the weights of bags, on the host or inside a program. Output: the gains of their ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_embed._types import Array
+from tpu_embed.core.ids.feature_ids import HostIds
+
+LEAST, MOST = 2.0**-30, 2.0**30
+"""Inside a program a bag is multiplied unless its largest weight lies in this range.
+
+Within it, float32 holds the squares of the weights and their sums.
+"""
+
+_PerBag = Callable[[np.ndarray], np.ndarray]
+"""Makes a number of each bag's numbers, and gives it to each id of the bag."""
+
+
+def host_gains(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray | None:
+    """Return the gain of every id, in the shape of the ids; None where all are 1.
+
+    They are computed in float64 and rounded once. What stands at dense padding is finite.
+
+    Args:
+      host: the ids of a feature; keys have rows already, and those without one are left out.
+      combiner: "sum", "mean" or "sqrtn".
+      dtype: float32 or float64.
+
+    Example:
+      >>> from tpu_embed.core.ids import FeatureShape
+      >>> shape = FeatureShape(2, (), combines=True, width=None, weighted=True)
+      >>> ids, bags = np.array([7, 3, 5]), np.array([0, 0, 1], np.int32)
+      >>> host = HostIds(shape, ids, bags, np.array([1, 3, 0], np.float32), padded=False)
+      >>> host_gains(host, "mean", np.dtype("float32")).tolist()
+      [0.25, 0.75, 0.0]
+    """
+    if combiner == "sum" or not host.shape.combines:
+        return host.weights
+    if host.weights is None:
+        return _gains_of_ones(host, combiner, dtype)
+    c = host.weights.astype(np.float64)
+    total, largest = (_total, _largest) if host.bags is None else _of_flat_bags(host.bags)
+    if dtype == np.float64:
+        # frexp(x) gives e with 0.5 <= x / 2**e < 1; ldexp(c, -e) is c / 2**e, exactly.
+        c = np.ldexp(c, -np.frexp(largest(np.abs(c)))[1])
+    d = total(c) if combiner == "mean" else np.sqrt(total(c * c))
+    least: Any = 0
+    if combiner == "mean" and c.min(initial=0) < 0:
+        # Positive and negative weights may cancel. What is left of them must be more than float32
+        # can tell from zero, so that gains are finite.
+        least = np.finfo(np.float32).tiny * largest(np.abs(c))
+    return np.divide(c, d, out=np.zeros_like(c), where=np.abs(d) > least).astype(dtype)
+
+
+def _gains_of_ones(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray:
+    """Return 1 / d of every id, where d follows from the number of ids in its bag."""
+    if host.bags is not None:
+        counts = np.bincount(host.bags)
+    elif host.padded:
+        counts = np.count_nonzero(host.ids >= 0, axis=-1, keepdims=True)
+    else:
+        counts = np.array(host.ids.shape[-1])
+    d = np.maximum(counts, 1) if combiner == "mean" else np.sqrt(np.maximum(counts, 1))
+    inverse = (1 / d).astype(dtype)
+    return np.broadcast_to(inverse, host.ids.shape) if host.bags is None else inverse[host.bags]
+
+
+def _total(numbers: np.ndarray) -> np.ndarray:
+    """Return the sum of each bag of `[…, H]`, `[…, 1]`, added one by one, so padding is nothing."""
+    sums = np.zeros(numbers.shape[:-1])
+    for column in range(numbers.shape[-1]):
+        sums += numbers[..., column]
+    return sums[..., None]
+
+
+def _largest(numbers: np.ndarray) -> np.ndarray:
+    """Return the largest number of each bag of `[…, H]`, `[…, 1]`."""
+    return numbers.max(axis=-1, keepdims=True, initial=0)
+
+
+def _of_flat_bags(bags: np.ndarray) -> tuple[_PerBag, _PerBag]:
+    """Return what `_total` and `_largest` do, for flat ids: `[N]` from `[N]`.
+
+    Args:
+      bags: integers `[N]`, the bag of each id, non-decreasing.
+    """
+    # Bags 0 0 2: runs start at 0 and 2, with lengths 2 and 1; empty bag 1 has no run.
+    starts = np.flatnonzero(np.diff(bags, prepend=-1))
+    lengths = np.diff(starts, append=bags.size)
+
+    def total(numbers: np.ndarray) -> np.ndarray:
+        return np.bincount(bags, numbers)[bags]
+
+    def largest(numbers: np.ndarray) -> np.ndarray:
+        return np.repeat(np.maximum.reduceat(numbers, starts), lengths) if bags.size else numbers
+
+    return total, largest
+
+
+def gains_in_program(weights: Array, combiner: str) -> Array:
+    """Return the gains of dense ids, like `host_gains`, inside a program; within 1e-6 of them.
+
+    The result is differentiable with respect to the weights. The powers of two count as constants,
+    which is correct because the gains do not depend on them.
+
+    Args:
+      weights: floats `[…, H]`; the last axis is the bag, with 0 where there is no id. A bag that
+        contains NaN or infinity has no gains, so its result is arbitrary.
+      combiner: "sum", "mean" or "sqrtn".
+    """
+    if combiner == "sum":
+        return weights
+    c = _near_one(weights)
+    if combiner == "mean":
+        d = jnp.sum(c, axis=-1, keepdims=True)
+    else:
+        # The inner `where` keeps a root of 0 out of the program: its derivative is infinite there,
+        # and would be NaN even where the outer `where` does not choose it.
+        squares = jnp.sum(c * c, axis=-1, keepdims=True)
+        d = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)
+    zero = d == 0
+    return jnp.where(zero, 0, c / jnp.where(zero, 1, d))
+
+
+def _near_one(weights: Array) -> Array:
+    """Return weights, those of each bag times the power of two that brings them near 1."""
+    largest = jnp.max(jnp.abs(weights), axis=-1, keepdims=True, initial=0)
+    limits = jnp.finfo(weights.dtype)
+    least = float(limits.smallest_normal)
+    # Without mantissa bits, `largest` is rounded to a power of two. The clip keeps both the power
+    # and its inverse normal numbers.
+    power = jax.lax.reduce_precision(largest, limits.nexp, mantissa_bits=0)
+    factor = 1.0 / jnp.clip(power, least, 1.0 / least)
+    far = (largest > 0) & ((largest < LEAST) | (largest > MOST))
+    return weights * jax.lax.stop_gradient(jnp.where(far, factor, jnp.ones_like(factor)))
