@@ -55,8 +55,8 @@ def row_numbers(rng, rows, n, dtype=np.int32):
     return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
 
 
-BAGS, PERIODS = (2, 1, 3), 500
-SEGMENTS = PERIODS * sum(BAGS)
+BAGS = (1000, 500, 1500)
+SEGMENTS = sum(BAGS)
 
 
 def draw_sums(rng, dim, dtype, *, rows=90, n=4000, index_type=np.int32, tiny=True):
@@ -80,10 +80,7 @@ def update_of(table, slots, *given, rule, rounding=None, **layout):
 
 def every_sum(kernel, source, index, segments, weights):
     """Return sums with and without weights."""
-    return [
-        sums_of(kernel, source, index, segments, w, bags=BAGS, periods=PERIODS)
-        for w in (weights, None)
-    ]
+    return [sums_of(kernel, source, index, segments, w, bags=BAGS) for w in (weights, None)]
 
 
 REFERENCE_SUMS = jax.jit(functools.partial(every_sum, reference.gather_sum))

@@ -36,9 +36,10 @@ RULES = {
     "ftrl, no rate": o.FTRL(0.0, **ALL),
 }
 R = 60
-COLUMNS, UPDATE_PERIODS = (2, 1), 50
-UPDATE_BAGS = UPDATE_PERIODS * sum(COLUMNS)
-STARTS = tuple(range(7, UPDATE_BAGS, 7))
+COUNTS = (100, 50)
+UPDATE_BAGS = sum(COUNTS)
+STARTS = (tuple(range(7, 100, 7)), tuple(range(103, 145, 3)))
+"""Bags of two features, and the first bags of all blocks but the first."""
 
 
 def sgd(w, g, lr):
@@ -87,16 +88,13 @@ def to_bfloat16(x):
 
 
 def sums_in_order(given, blocks, rounds=False):
-    """Return row -> gradient: within a block of bags in the order of ids, then over blocks.
+    """Return row -> gradient: within a block, feature after feature, then over the blocks.
 
     With `rounds` the sum of each block is rounded to bfloat16 before these are added up.
     """
     rows, bags, weights, gradients = given
     dim = gradients[0].shape[1]
-    by_period = [
-        g.reshape(-1, n, dim) for g, n in zip(gradients, given_columns(given), strict=True)
-    ]
-    joined = np.concatenate(by_period, axis=1).reshape(-1, dim)
+    joined, ends = np.concatenate(gradients), np.cumsum([len(g) for g in gradients])
     found = {}
     for i in range(len(rows)):
         if not 0 <= rows[i] < R:
@@ -106,16 +104,14 @@ def sums_in_order(given, blocks, rounds=False):
         if weights is not None:
             gradient = gradient * weights[i] if weights[i] else zero
         of_row = found.setdefault(int(rows[i]), {})
-        block = sum(bag >= start for start in blocks)
+        feature = int(np.searchsorted(ends, bag, side="right"))
+        block = sum(bag >= start for start in blocks[feature]) if blocks else 0
         of_row[block] = of_row.get(block, zero) + gradient
     added = to_bfloat16 if rounds else np.asarray
     return {
-        row: functools.reduce(np.add, map(added, of.values()), zero) for row, of in found.items()
+        row: functools.reduce(np.add, [added(of[b]) for b in sorted(of)], zero)
+        for row, of in found.items()
     }
-
-
-def given_columns(given):
-    return COLUMNS if len(given[-1]) > 1 else (1,)
 
 
 def expected_update(table, slots, given, rule, blocks, rounds=False):
@@ -150,18 +146,17 @@ def draw_update(rng, optimizer, dim, dtype, *, n=2000, alone=False, row_type=np.
         return table, slots, (rows, None, None, (magnitudes(rng, (n, dim)),))
     bags = np.sort(rng.integers(0, UPDATE_BAGS, n)).astype(np.int32)
     weights = magnitudes(rng, n)
-    gradients = tuple(magnitudes(rng, (UPDATE_PERIODS * c, dim)) for c in COLUMNS)
+    gradients = tuple(magnitudes(rng, (count, dim)) for count in COUNTS)
     return table, slots, (rows, bags, weights, gradients)
 
 
 def updated(table, slots, given, rule, blocks, rounds=False):
     """Return table and slots after the compiled kernel, which works in place."""
-    columns = given_columns(given)
-    periods = given[-1][0].shape[0] // columns[0]
+    counts = tuple(len(gradient) for gradient in given[-1])
 
     @functools.partial(jax.jit, donate_argnums=0)
     def run(held, given):
-        options = {"bags": columns, "periods": periods, "blocks": blocks, "rounds": rounds}
+        options = {"bags": counts, "blocks": blocks, "rounds": rounds}
         return update_of(held[0], held[1:], *given, rule=rule, **options)
 
     held = tuple(jnp.array(array) for array in (table, *slots))

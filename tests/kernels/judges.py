@@ -22,28 +22,29 @@ def same_as(meaning):
 
 def gradient_sums(rows, ids, bags, weights, gradients, options):
     """Return the sums `[rows, D]`, by blocks of bags in ascending order, and which are touched."""
-    periods, columns, order, starts, _, rounds = options.values()
+    counts, starts, rounds = options.values()
 
     def rounded(sums):
         return storage.widened(bfloat16_cases.rounded(sums)) if rounds else sums
 
-    pairs, dim = list(zip(gradients, columns, strict=True)), gradients[0].shape[1]
-    flat = [g[: periods * c].reshape(periods, c, dim) for g, c in pairs]
-    flat = np.concatenate(flat, axis=1)[:, order or range(sum(columns))].reshape(-1, dim)
-    flat = np.concatenate([flat, *(g[periods * c :] for g, c in pairs)])  # the places
-    totals, parts = np.zeros((2, rows, flat.shape[1]), np.float32)
-    touched, last = np.zeros(rows, bool), np.zeros(rows, int)
+    flat, ends = np.concatenate(gradients), np.cumsum(counts)
+    found = {}
     for i, row in enumerate(ids):
         bag = i if bags is None else int(bags[i])
         if not (0 <= row < rows and 0 <= bag < len(flat)):
             continue
-        block = sum(bag >= start for start in starts)
-        if block != last[row]:
-            totals[row], parts[row], last[row] = totals[row] + rounded(parts[row]), 0, block
+        feature = int(np.searchsorted(ends, bag, side="right"))
+        block = sum(bag >= start for start in starts[feature]) if starts else 0
         weight = np.float32(1) if weights is None else weights[i]
-        parts[row] += flat[bag] * weight if weight else 0
+        parts = found.setdefault(int(row), {})
+        part = parts.setdefault(block, np.zeros(flat.shape[1], np.float32))
+        part += flat[bag] * weight if weight else 0
+    totals, touched = np.zeros((rows, flat.shape[1]), np.float32), np.zeros(rows, bool)
+    for row, parts in found.items():
         touched[row] = True
-    return totals + rounded(parts), touched
+        for block in sorted(parts):
+            totals[row] = totals[row] + rounded(parts[block])
+    return totals, touched
 
 
 def update_judge(optimizer, options):

@@ -4,6 +4,7 @@ Input: the library and the number of seeds. Output: the number of calls, or an e
 """
 
 import functools
+import itertools
 import sys
 import tempfile
 from collections import Counter
@@ -35,7 +36,7 @@ from tpu_embed.storage import HostRows
 
 DEVICES = 8
 CONTENTS = 4  # drawn for every shape that is compiled
-COLUMNS = [(1,), (0, 1), (2,), (1, 3), (0, 2, 1), (3, 0), (0,)]  # bags of every feature
+COUNTS = [(1,), (0, 1), (2,), (1, 3), (0, 2, 1), (3, 0), (0,)]  # bags of every feature
 done = Counter()
 
 
@@ -107,25 +108,15 @@ def sort(rng, dtype):
     check(rng, "sort_rows", cpu.sort_rows, draw, same_as(reference.sort_rows))
 
 
-def draw_order(rng, bags):
-    """Return an order of a period's bags in which those of each feature are in their own order."""
-    features = rng.permutation(np.repeat(np.arange(len(bags)), bags))
-    # Features 1 0 1: the bags 1 0 2, counted feature by feature.
-    order = np.empty(features.size, int)
-    order[np.argsort(features, kind="stable")] = np.arange(features.size)
-    return tuple(order.tolist())
-
-
 def gather_sum(rng, dtype):
     n, rows, periods = draw_size(rng), int(rng.integers(1, 300)), int(rng.integers(1, 40))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
-    bags = COLUMNS[rng.integers(len(COLUMNS))]
+    bags = tuple(periods * count for count in COUNTS[rng.integers(len(COUNTS))])
     stored, has_weights = rng.choice(["float32", "bfloat16"]), rng.random() < 0.5
-    order = draw_order(rng, bags) if rng.random() < 0.5 else ()
-    options = {"bags": bags, "periods": periods, "order": order}
+    options = {"bags": bags}
 
     def draw(tame):
-        segments = draw_bags(rng, n, periods * sum(bags), tame=tame)
+        segments = draw_bags(rng, n, sum(bags), tame=tame)
         weights = draw_numbers(rng, n, tame=tame, zeros=0.1) if has_weights else None
         source = draw_table(rng, rows, dim, stored, tame=tame)
         operands = source, draw_ids(rng, n, rows, dtype), segments, weights
@@ -136,21 +127,17 @@ def gather_sum(rng, dtype):
 
 
 def update(rng, dtype):
-    rows, periods = int(rng.integers(1, 300)), int(rng.integers(0, 40))
-    columns = COLUMNS[rng.integers(len(COLUMNS))]
-    bags, stored = periods * sum(columns), rng.choice(["float32", "bfloat16"])
-    jagged = rng.integers(0, 60, rng.integers(0, 3)).tolist()  # places of jagged features
-    places, targets = (*[0] * len(columns), *jagged), bags + sum(jagged)
+    rows, stored = int(rng.integers(1, 300)), rng.choice(["float32", "bfloat16"])
+    counts = tuple(rng.integers(0, 60, rng.integers(1, 5)).tolist())
     has_bags, has_weights = rng.random(2) < 0.6
-    n = draw_size(rng) if has_bags else int(rng.integers(0, targets + 1))
+    n = draw_size(rng) if has_bags else int(rng.integers(0, sum(counts) + 1))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
     optimizer = draw_optimizer(rng)
     slots = optimizer.slot_shapes(dim, np.float32)
-    blocks = tuple(np.sort(rng.integers(0, bags + 2, rng.integers(0, 5))).tolist())
-    order = draw_order(rng, columns) if rng.random() < 0.5 else ()
-    columns = (*columns, *[0] * len(jagged))
-    options = {"periods": periods, "bags": columns, "order": order, "blocks": blocks}
-    options["places"], options["rounds"] = places, bool(rng.random() < 0.5)
+    later, starts = int(rng.integers(0, 5)), np.cumsum((0, *counts))
+    of_features = [np.sort(rng.integers(a, b + 1, later)) for a, b in itertools.pairwise(starts)]
+    blocks = tuple(tuple(one.tolist()) for one in of_features) if later else ()
+    options = {"bags": counts, "blocks": blocks, "rounds": bool(rng.random() < 0.5)}
     # New rows are rounded at random, by what the seed and the rows' places or numbers say.
     at_random, numbered = stored == "bfloat16" and rng.random() < 0.5, rng.random() < 0.5
     row_places = draw_places(rng, rows) if at_random else None
@@ -173,10 +160,9 @@ def update(rng, dtype):
         if is_routed:
             routes = (draw_bags(rng, n, partial, tame=False),)
             routes += (draw_bags(rng, partial, whole, tame=False) if rng.random() < 0.5 else None,)
-        own = draw_bags(rng, n, targets, tame=tame) if has_bags else None
+        own = draw_bags(rng, n, sum(counts), tame=tame) if has_bags else None
         weights = numbers(n, zeros=0.2) if has_weights else None
-        sizes = zip(columns, places, strict=True)
-        gradients = [numbers((periods * c + p, dim)) for c, p in sizes]
+        gradients = [numbers((count, dim)) for count in counts]
         draws = draw_draws(rng, row_places, rows, numbered=numbered) if at_random else None
         given = ids, own, weights, gradients, *routes
         return (draws, table, held, *given), tame and not routes

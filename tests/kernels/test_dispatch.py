@@ -114,7 +114,7 @@ def test_a_gpu_sums_without_atomics(monkeypatch):
         return dispatch.segment_sum(values, segments, 8)
 
     def gather_sum(values, segments):
-        return sums_of(dispatch.gather_sum, values, segments, segments, bags=(1, 1), periods=4)
+        return sums_of(dispatch.gather_sum, values, segments, segments, bags=(4, 4))
 
     def adding_scatters(function, platform):
         traced = jax.jit(function).trace(values, segments)

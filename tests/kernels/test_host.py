@@ -7,17 +7,14 @@ from host_cases import (
     assert_same_ids,
     assert_twins,
     draw_blocks,
-    draw_columns,
     draw_rows,
-    interleaved,
-    longest_line,
     written,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tpu_embed.kernels import cpu, dispatch, host_native, host_reference
-from tpu_embed.kernels.host_reference import Column, Pieces, Put, Take
+from tpu_embed.kernels.host_reference import Pieces, Put, Take
 
 KERNELS = [host_reference] if cpu.load().path is None else [host_reference, host_native]
 MANY = 2 * host_native.IDS_PER_THREAD
@@ -141,50 +138,4 @@ def test_lines_that_do_not_fit_are_refused():
         host_native.put([Put(out, two, two, two[:1], 0)])
     with pytest.raises(AssertionError):
         host_native.sort_ids([two], [two[:1]])
-    columns = [Column(two, np.zeros(2, np.int32), None)]
-    with pytest.raises(AssertionError):
-        host_native.interleave(columns, out[None], out[None], None, periods=1, bag_features=[0])
     assert out.tolist() == [0]
-
-
-# -- interleave ------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
-@pytest.mark.parametrize("order", [(0, 1, 1, 1, 2, 2), (1, 0, 1, 2, 1, 2)], ids=str)
-def test_interleave_few(kernels, dtype, weight_dtype, order):
-    lines, periods = 3, 4
-    rng = np.random.default_rng(5)
-    columns = draw_columns(rng, lines, periods, order, dtype, weight_dtype or np.float32)
-    size = longest_line(columns, lines, periods, order) + 2
-    found = interleaved(kernels, columns, (lines, size), dtype, weight_dtype, periods, order)
-    next_bag = [0] * len(columns)  # as each feature numbers its own
-    for line in range(lines):
-        expected = []
-        for bag, feature in enumerate(order * periods):
-            ids, bags, weights = columns[feature]
-            for i in np.flatnonzero(bags == next_bag[feature]):
-                expected.append((ids[i], bag, 1 if weights is None else weights[i]))
-            next_bag[feature] += 1
-        expected += [(-1, periods * 6, 0)] * (size - len(expected))
-        for got, wanted in zip(found, zip(*expected, strict=True), strict=True):
-            assert got is None or got[line].tolist() == list(wanted)
-
-
-@needs_library
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
-@pytest.mark.parametrize("weight_dtype", [None, np.float32, np.float64])
-def test_interleave_many(threads, dtype, weight_dtype):
-    lines, periods, order = 5, 700, (0, 0, 2, 1, 2, 2, 2)
-    rng = np.random.default_rng(6)
-    columns = draw_columns(rng, lines, periods, order, dtype, weight_dtype or np.float32, most=9)
-    size = longest_line(columns, lines, periods, order)
-    assert lines * size > MANY
-    one, two = (
-        interleaved(kernels, columns, (lines, size), dtype, weight_dtype, periods, order)
-        for kernels in KERNELS
-    )
-    for got, wanted in zip(one, two, strict=True):
-        np.testing.assert_array_equal(got, wanted)

@@ -43,7 +43,7 @@ def in_order(source, index, segments):
     return REFERENCE(rows, index, segments, None)[0]
 
 
-REFERENCE = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(1,), periods=SUMS))
+REFERENCE = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(SUMS,)))
 
 
 @st.composite
@@ -146,9 +146,7 @@ def test_weights_of_rounded_sums():
         )
 
     sums = compiled(weighted, source, FILL, FILL, weights, late=True)
-    reference_sums = jax.jit(
-        functools.partial(sums_of, reference.gather_sum, bags=(1,), periods=SUMS)
-    )
+    reference_sums = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(SUMS,)))
 
     @with_cases
     @given(entries())
@@ -203,7 +201,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         upper = source >> 16 if source.dtype == jnp.uint32 else source[:, :0]
         lower = source & 0xFFFF if source.dtype == jnp.uint32 else source
         rows = jnp.concatenate([lower, upper], axis=1).astype(jnp.float32)
-        options = {"bags": (1,), "periods": num_segments}
+        options = {"bags": (num_segments,)}
         return sums_of(reference.gather_sum, rows, index, segments, None, **options)[0]
 
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
@@ -263,15 +261,15 @@ def test_nothing_to_sum_is_no_kernel():
 def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
     """20 columns are padded, stored bfloat16 is packed, and features come after."""
     rng = np.random.default_rng(2)
-    bags, examples = (1, 3), SUMS // 4
+    bags = SUMS // 4, SUMS // 4 * 3
     source, weights = (x[:, :20] if x.ndim == 2 else x for x in numbers(2))
     bits = source.astype(jnp.bfloat16).view(np.uint16)
     index = rng.integers(-3, ROWS + 3, ENTRIES)  # int64
     segments = np.sort(rng.integers(0, SUMS + 3, ENTRIES)).astype(np.int32)
-    gains = [rng.normal(size=(examples * b, 20)).astype(np.float32) for b in bags]
+    gains = [rng.normal(size=(b, 20)).astype(np.float32) for b in bags]
 
     def outcome(kernel, source, bits, index, segments, weights):
-        options = {"bags": bags, "periods": examples}
+        options = {"bags": bags}
 
         def loss(source, weights):
             sums = sums_of(kernel, source, index, segments, weights, **options)
@@ -293,6 +291,6 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
     # The products may be joined with additions, as in `test_weighted_sums`.
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-    assert [x.shape for x in found[0]] == [(examples, 20), (3 * examples, 20)]
+    assert [x.shape for x in found[0]] == [(b, 20) for b in bags]
     for one, other in zip(found[2], expected[2], strict=True):
         np.testing.assert_array_equal(one, other)

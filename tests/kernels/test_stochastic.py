@@ -61,7 +61,7 @@ def by_compiled_kernel(values, rounding):
     ids = jnp.arange(n, dtype=jnp.int32)
     given = RowGradients(ids, None, None, (jnp.asarray(-values),))
     table = jnp.zeros(values.shape, jnp.uint16)
-    layout = GradientLayout((1,), n)
+    layout = GradientLayout((n,))
     (new,) = jax.jit(lambda table: cpu.update_rows(table, (), given, layout, rule, rounding))(table)
     return np.asarray(new)
 

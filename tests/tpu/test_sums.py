@@ -51,7 +51,7 @@ def compiled_sums(chip, dim, dtype, weighted):
 
     def sums(source, index, segments, weights):
         weights = weights if weighted else None
-        options = {"weights": weights, "bags": (1,), "periods": SUMS}
+        options = {"weights": weights, "bags": (SUMS,)}
         return sums_of(dispatch.gather_sum, source, index, segments, **options)[0]
 
     return compiled(chip, sums, ((ROWS, dim), dtype), NUMBERS, NUMBERS, ((ENTRIES,), jnp.float32))

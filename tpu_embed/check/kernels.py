@@ -182,7 +182,7 @@ def _try_gather_sum(sources: Sequence[Source], entries: Entries) -> Trial:
         for source, rows in zip(sources, tables, strict=True):
             weights = entries.weights if source.weighted else None
             given = RowsToSum(rows, entries.index, entries.segments, weights)
-            sums += dispatch.gather_sum(given, SumLayout((1,), _SUMS))
+            sums += dispatch.gather_sum(given, SumLayout((_SUMS,)))
         return sums
 
     right = []
@@ -229,7 +229,7 @@ def _try_rounded_sums(sources: Sequence[Source], entries: Entries) -> Trial:
         for source, rows in zip(exact, tables, strict=True):
             given = RowsToSum(rows, entries.index, entries.segments, entries.weights)
             sent = source.rounded_format
-            added = rounded.gather_sum(given, SumLayout((1,), _SUMS), sent)
+            added = rounded.gather_sum(given, SumLayout((_SUMS,)), sent)
             found.append(storage.widened(sent.unpack(added)))
         return found
 

@@ -30,7 +30,7 @@ from tpu_embed.kernels.varying import as_varying, varying_axes
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
 
-HOST_FUNCTIONS = ("interleave", "sort_ids", "take", "put")
+HOST_FUNCTIONS = ("sort_ids", "take", "put")
 """What `host_native` calls, as `tpu_embed_host_<name>`."""
 
 
@@ -133,8 +133,8 @@ def sort_rows(row_ids: Array) -> tuple[Array, Array]:
 def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return weighted sums of rows in float32; see `reference.gather_sum`."""
     # One result per feature, so that no program has to cut one large array into pieces.
-    dim, periods = rows.source.shape[1], layout.periods
-    shapes = [jax.ShapeDtypeStruct((periods * n, dim), jnp.float32) for n in layout.bags]
+    dim = rows.source.shape[1]
+    shapes = [jax.ShapeDtypeStruct((n, dim), jnp.float32) for n in layout.bags]
     segments = _or_empty(None if layout.widths else rows.segments, jnp.int32)
     operands = rows.source, rows.index, segments, _or_empty(rows.weights)
     return tuple(_call("gather_sum", shapes)(*operands, **_attributes(layout)))
@@ -221,4 +221,5 @@ def _attributes(layout: NamedTuple) -> dict[str, Any]:
     """Return what is static as a custom call takes it: numbers and lists of 64 bits."""
     named = layout._asdict()
     named.pop("filled", None)  # the kernel writes every sum
-    return {name: np.asarray(one, np.int64)[()] for name, one in named.items()}
+    arrays = {name: np.asarray(one, np.int64) for name, one in named.items()}
+    return {name: one[()] if one.ndim == 0 else one.reshape(-1) for name, one in arrays.items()}

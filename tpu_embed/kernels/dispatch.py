@@ -298,7 +298,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     def one_by_one(values: Array, segments: Array) -> Array:
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
-        layout = SumLayout((1,), num_segments)
+        layout = SumLayout((num_segments,))
         (sums,) = cpu.gather_sum(RowsToSum(rows, positions, segments), layout)
         return sums.reshape(num_segments, *values.shape[1:])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,6 @@ import numpy as np
 
 from tpu_embed.kernels import cpu
 from tpu_embed.kernels.host_reference import (
-    Column,
     DistinctKeys,
     Pieces,
     Put,
@@ -31,52 +29,6 @@ IDS_PER_THREAD = 20_000
 """Fewer ids are not worth the start of a thread."""
 
 _NOTHING = 0  # the address of an array that is not given
-
-
-def interleave(
-    columns: Sequence[Column],
-    row_ids: np.ndarray,
-    bags: np.ndarray,
-    weights: np.ndarray | None,
-    *,
-    periods: int,
-    bag_features: Sequence[int],
-) -> None:
-    """Write the ids of all features in batch order; see `host_reference.interleave`."""
-    lines, size = row_ids.shape
-    per_period = np.bincount(bag_features, minlength=len(columns)).tolist()
-    ends = [np.arange(lines + 1) * periods * bags for bags in per_period]
-    bounds = [np.searchsorted(c.bags, end) for c, end in zip(columns, ends, strict=True)]
-    assert (np.diff(bounds).sum(axis=0) <= size).all()
-    each = zip(columns, bounds, per_period, strict=True)
-    table = np.array([_column(*one, row_ids, weights) for one in each], np.int64)
-    # Bags of the features 0 0 1 0: runs of 2, 1 and 1 bags, of the features 0, 1 and 0.
-    runs = [(feature, len(list(same))) for feature, same in itertools.groupby(bag_features)]
-    all_runs = np.array(runs, np.int64).reshape(-1, 2)
-    weight_bytes = 0 if weights is None else weights.itemsize
-    options = row_ids.itemsize, weight_bytes, table.ctypes.data, len(columns)
-    options = (*options, all_runs.ctypes.data, len(runs))
-    tasks = []
-    for line in range(lines):
-        outs = _address(row_ids[line]), _address(bags[line], np.int32, size)
-        scale = _NOTHING if weights is None else _address(weights[line], size=size)
-        tasks.append((*options, line, periods, len(bag_features), *outs, scale, size))
-    _run("interleave", tasks, row_ids.size)
-
-
-def _column(
-    column: Column,
-    bounds: np.ndarray,
-    per_period: int,
-    row_ids: np.ndarray,
-    weights: np.ndarray | None,
-) -> tuple[int, ...]:
-    """Return the fields of a column, whose numbers are of the dtypes of the results."""
-    n, scale = column.row_ids.size, _NOTHING
-    if weights is not None and column.weights is not None:
-        scale = _address(column.weights, weights.dtype, n)
-    rows, bags = _address(column.row_ids, row_ids.dtype), _address(column.bags, np.int32, n)
-    return rows, bags, scale, _address(bounds, np.int64), per_period
 
 
 def sort_ids(

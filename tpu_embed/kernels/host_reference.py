@@ -1,4 +1,4 @@
-"""Work on a batch's ids before it is sent: put them in batch order, and sort them by row.
+"""Work on a batch's ids before it is sent: sort them by row.
 
 A route is numbers that are written in the order of the sorted ids (`take`, `put`). Everything here
 runs on the host, in NumPy; `host_native` does the same in C++. Both work on several lines at once:
@@ -6,7 +6,7 @@ one line of ids per replica or owner, one line of results per device.
 
 For example, a line with the rows 13 4 -1 13 7 is sorted to
 
-    order      1 4 0 3       the ids that are present, by row; equal rows in batch order
+    order      1 4 0 3       the ids that are present, by row; equal rows in the order of the line
     rows       4 7 13        the distinct rows
     row        0 1 2 2       the distinct row of each sorted id
 
@@ -23,25 +23,12 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 
 
-class Column(NamedTuple):
-    """The ids of one feature, of all lines, in batch order.
-
-    Attributes:
-      row_ids: `[n]`, none of them absent.
-      bags: int32 `[n]`, their bags, non-decreasing.
-      weights: `[n]`, or None for all ones.
-    """
-
-    row_ids: np.ndarray
-    bags: np.ndarray
-    weights: np.ndarray | None
-
-
 class SortedIds(NamedTuple):
     """The present ids of one line, sorted by row.
 
     Attributes:
-      order: int32 `[n]`, their positions in the line; equal rows are in the order of the line.
+      order: int32 `[n]`, their positions in the line; ids of one row are sorted by block, those of
+        one block are in the order of the line.
       row: int32 `[n]`, the place of each one's row in `rows`.
       rows: `[u]`, the distinct rows, ascending.
       sum: int32 `[n]`, the place of each one's partial sum in `sum_rows`.
@@ -105,59 +92,6 @@ class Pieces(NamedTuple):
     minus: np.ndarray
 
 
-def interleave(
-    columns: Sequence[Column],
-    row_ids: np.ndarray,
-    bags: np.ndarray,
-    weights: np.ndarray | None,
-    *,
-    periods: int,
-    bag_features: Sequence[int],
-) -> None:
-    """Write the ids of all features in batch order: by period, then bag, then position.
-
-    For example, one line with 2 periods, of one bag of feature a and one of feature b each: feature
-    a has the ids 5 | 6 7, feature b has 8 | 9. The line is 5 8 6 7 9.
-
-    Args:
-      columns: the features.
-      row_ids: out: `[lines, N]`, absent rows where a line has no more ids.
-      bags: out: int32 `[lines, N]`, the bags of the line, by period and place in it; that of
-        padding is one past the last.
-      weights: out: `[lines, N]`, zero for padding; or None.
-      periods: the number of periods of one line.
-      bag_features: the feature of each bag of a period.
-    """
-    lines, line_bags = len(row_ids), periods * len(bag_features)
-    row_ids.fill(PADDING_ID)
-    bags.fill(line_bags)
-    if weights is not None:
-        weights.fill(0)
-    numbers = [_bag_numbers(c, column.bags, bag_features) for c, column in enumerate(columns)]
-    # How many ids each bag has, of all lines; and where the first of them stands on its line.
-    counts = sum(np.bincount(number, minlength=lines * line_bags) for number in numbers)
-    by_line = np.reshape(counts, (lines, line_bags))
-    starts = (np.cumsum(by_line, axis=1) - by_line).reshape(-1)
-    for column, number in zip(columns, numbers, strict=True):
-        # The ids of a bag are adjacent: the rank of each is its distance from the first of them.
-        rank = np.arange(number.size) - np.searchsorted(number, number)
-        line, position = number // line_bags, starts[number] + rank
-        row_ids[line, position] = column.row_ids
-        bags[line, position] = number - line * line_bags
-        if weights is not None:
-            weights[line, position] = 1 if column.weights is None else column.weights
-
-
-def _bag_numbers(feature: int, bags: np.ndarray, bag_features: Sequence[int]) -> np.ndarray:
-    """Return the numbers that bags of one feature have among the bags of all features."""
-    # Bags of the features 0 1 1: feature 1 has the bags 1 and 2 of each period, so its bags are
-    # 1 2 4 5 7 8 ….
-    places = np.flatnonzero(np.asarray(bag_features) == feature)
-    if not places.size:
-        return bags.astype(np.int64)
-    return bags // places.size * len(bag_features) + places[bags % places.size]
-
-
 def sort_ids(
     row_ids: Sequence[np.ndarray], blocks: Sequence[np.ndarray] | None = None
 ) -> list[SortedIds]:
@@ -165,8 +99,8 @@ def sort_ids(
 
     Args:
       row_ids: by line, `[N]`, negative for absent ids; of one dtype, int32 or int64.
-      blocks: by line, int32 `[N]`, the block of each id's example; in one row, present ids have
-        non-decreasing blocks. None: the ids of a line are in one block.
+      blocks: by line, int32 `[N]`, not negative, the block of each id's example; the ids of one row
+        are sorted by block. None: the ids of a line are in one block.
     """
     if blocks is None:
         return [_sort_line(line, None) for line in row_ids]
@@ -209,6 +143,9 @@ def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, res
 
 def _sort_line(row_ids: np.ndarray, blocks: np.ndarray | None) -> SortedIds:
     order = _stable_order(row_ids)
+    if blocks is not None:  # by block first, then stably by row
+        by_block = _stable_order(blocks)
+        order = by_block[_stable_order(row_ids[by_block])]
     order = order[np.count_nonzero(row_ids < 0) :]
     ordered = row_ids[order]
     new_row = _changes(ordered)

@@ -32,22 +32,17 @@ class RowsToSum(NamedTuple):
 
 
 class SumLayout(NamedTuple):
-    """How sums are numbered: by period, then by their place in it. A sum is that of a bag.
+    """How sums are numbered: feature after feature. A sum is that of a bag.
 
     Attributes:
-      bags: for each feature, its bags per period.
-      periods: the number n of periods.
-      order: of each bag of a period, its number if the bags were counted feature by feature; () if
-        that is their order already.
-      widths: the entries of each bag of a period, if all periods are alike: what `segments` say,
-        for kernels that need not read them. (): only `segments` say it.
+      bags: for each feature, its bags.
+      widths: the entries of each bag of each feature, if they are known: what `segments` say, for
+        kernels that need not read them. (): only `segments` say it.
       filled: whether a sum of no entries must be zeros. False: nobody reads it, so it may be
         anything, and a kernel need not write it.
     """
 
     bags: tuple[int, ...]
-    periods: int
-    order: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     filled: bool = True
 
@@ -61,11 +56,10 @@ class RowGradients(NamedTuple):
     Attributes:
       row_ids: int32 or int64 `[N]`, the local row of each id; ids outside of the table are left
         out. With `sums`: `[U]`, the row of each whole sum.
-      bags: int32 `[N]`, the bag or place of each id; None: position i has bag i.
+      bags: int32 `[N]`, the bag of each id; None: position i has bag i.
       weights: float32 `[N]`, the weight of each id; None: all ones. A gradient of weight 0 adds
         nothing, whatever it is.
-      gradients: the gradients of the bags, `[periods * bags[f], D]` for feature f, or of its
-        places, `[places[f], D]`.
+      gradients: the gradients of the bags, `[bags[f], D]` for feature f.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
       merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
     """
@@ -81,23 +75,15 @@ class RowGradients(NamedTuple):
 class GradientLayout(NamedTuple):
     """How the bags of gradients are numbered, and the blocks in which a row's are summed.
 
-    Bags are numbered by period, then by their place in it; the places of all features come after
-    the bags.
-
     Attributes:
-      bags: for each feature, the number of its bags in a period.
-      periods: the number of periods in the gradients.
-      order: see `SumLayout`.
-      blocks: the first bags of the second block of the batch and of all later ones, of ids that are
-        not routed. A row's gradients are summed within each block first, then over the blocks.
-      places: for each feature, its places if it is jagged, and 0 otherwise; (): none is jagged.
+      bags: for each feature, the number of its bags; they are numbered feature after feature.
+      blocks: for each feature, the first bags of the second block of the batch and of all later
+        ones, of ids that are not routed; () if there is one block. A row's gradients are summed
+        within each block first, feature after feature, then over the blocks.
       rounds: whether each partial sum, or the sum of each block, is rounded to bfloat16 (to nearest
         even) before they are added up.
     """
 
     bags: tuple[int, ...]
-    periods: int
-    order: tuple[int, ...] = ()
-    blocks: tuple[int, ...] = ()
-    places: tuple[int, ...] = ()
+    blocks: tuple[tuple[int, ...], ...] = ()
     rounds: bool = False

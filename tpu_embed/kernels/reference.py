@@ -10,7 +10,7 @@ Input: tables, row numbers and values. Output: rows, tables with rows set, or su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -197,54 +197,25 @@ def gather_sum(
       segment_sum: the function that sums runs.
 
     Returns:
-      one array `[n * bags[f], D]` per feature f.
+      one array `[bags[f], D]` per feature f.
     """
     present = (rows.index >= 0) & (rows.index < rows.source.shape[0])
     values = storage.widened(gather_rows(rows.source, rows.index))
     if rows.weights is not None:
         kept = jnp.where(present, rows.weights, jnp.zeros_like(rows.weights))
         # Zero times infinity is NaN. The derivative by a weight of zero is that of finite rows.
-        nothing = (kept == 0)[:, None] & ~jnp.isfinite(values)
+        finite = jnp.abs(values) <= jnp.finfo(values.dtype).max
+        nothing = (kept == 0)[:, None] & ~finite
         values = jnp.where(nothing, jnp.zeros_like(values), values)
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         values = jax.lax.optimization_barrier(values * kept[:, None])
-    sums = segment_sum(values, rows.segments, layout.periods * sum(layout.bags))
+    sums = segment_sum(values, rows.segments, sum(layout.bags))
     return by_feature(sums, layout)
 
 
 def by_feature(sums: Array, layout: SumLayout) -> tuple[Array, ...]:
-    """Return the sums of every feature's bags, `[n * bags[f], D]` each.
-
-    Args:
-      sums: `[n * sum(bags), D]`.
-      layout: how they are numbered.
-    """
-    if len(layout.bags) == 1:
-        return (sums,)
-    # Two features of 1 and 2 bags: [n * 3, D] -> [n, 3, D] -> [n, 1, D] and [n, 2, D].
-    dim = sums.shape[1]
-    by_period = sums.reshape(layout.periods, sum(layout.bags), dim)
-    if layout.order:
-        by_period = by_period[:, np.argsort(layout.order)]  # feature by feature
-    parts = jnp.split(by_period, np.cumsum(layout.bags)[:-1].tolist(), axis=1)
-    return tuple(part.reshape(-1, dim) for part in parts)
-
-
-def join_features(parts: Sequence[Array], periods: int, order: tuple[int, ...] = ()) -> Array:
-    """Return `[n * sum(bags), D]` of `[n * bags[f], D]` per feature: the inverse of `by_feature`.
-
-    Args:
-      parts: one array per feature.
-      periods: the number n of periods.
-      order: see `SumLayout`.
-    """
-    # With 2 periods, and features of 1 and 2 bags: [2, D] and [4, D] become [2, 1, D] and
-    # [2, 2, D], joined [2, 3, D], then [6, D].
-    dim = parts[0].shape[-1]
-    by_period = jnp.concatenate([part.reshape(periods, -1, dim) for part in parts], axis=1)
-    if order:
-        by_period = by_period[:, np.array(order)]
-    return by_period.reshape(-1, dim)
+    """Return the sums of every feature's bags, `[bags[f], D]` each, from `[sum(bags), D]`."""
+    return tuple(jnp.split(sums, np.cumsum(layout.bags)[:-1].tolist()))
 
 
 def _in_32_bits(row_ids: Array, size: int) -> Array:

@@ -65,7 +65,7 @@ def _operands(rows: RowsToSum, layout: SumLayout) -> dict[str, Any]:
         # Numbers of 64 bits that are outside of the source stay outside of it in 32.
         "index": jnp.clip(rows.index, -1, source.shape[0]).astype(jnp.int32),
         "segments": rows.segments.astype(jnp.int32),
-        "num_segments": layout.periods * sum(layout.bags),
+        "num_segments": sum(layout.bags),
         "weights": None if rows.weights is None else rows.weights.astype(jnp.float32),
         "filled": layout.filled,
     }

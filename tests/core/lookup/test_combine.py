@@ -12,21 +12,22 @@ from layout_cases import make_stack
 
 from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import BagLayout, LocalIds
+from tpu_embed.core.batch import LocalIds
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.lookup import combine, quantize, sum_gradients
 from tpu_embed.kernels import dispatch, reference
+from tpu_embed.kernels.operands import SumLayout
 
-EXAMPLES, COMBINERS, D, N = 3, ("sum", "mean", "sqrtn"), 2, 10
-COLUMNS = (2, 1)  # of two features
-FORM = BagLayout(EXAMPLES, COMBINERS, COLUMNS)
+D, N = 2, 10
+COUNTS = (6, 3)  # the bags of two features
+BAGS = sum(COUNTS)
 STACK = make_stack([5], 1, dim=D)
 GAINS = st.sampled_from([1.0, 0.5, 2.0, 0.0, -0.3, -1.0])
 IDS = st.lists(
-    st.tuples(st.integers(-1, 4), st.integers(0, FORM.bags - 1), GAINS), min_size=N, max_size=N
+    st.tuples(st.integers(-1, 4), st.integers(0, BAGS - 1), GAINS), min_size=N, max_size=N
 ).map(lambda entries: sorted(entries, key=lambda entry: entry[1]))
 ROWS = np.random.default_rng(0).normal(size=(N, D)).astype(np.float32)
-GRADIENTS = np.random.default_rng(1).normal(size=(FORM.bags, D)).astype(np.float32)
+GRADIENTS = np.random.default_rng(1).normal(size=(BAGS, D)).astype(np.float32)
 # At most ten products and additions of numbers below ten, each rounded by 2^-24.
 TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -41,15 +42,8 @@ def local(entries, *, with_gains=True):
 
 
 def by_feature(bags):
-    """Return bags [FORM.bags, D], numbered by example, as one array a feature."""
-    parts = np.split(np.asarray(bags).reshape(EXAMPLES, -1, D), np.cumsum(COLUMNS)[:-1], axis=1)
-    return tuple(part.reshape(-1, D) for part in parts)
-
-
-def by_bag(features):
-    """Return the arrays of the features as one, `[FORM.bags, D]`."""
-    parts = [np.asarray(part).reshape(EXAMPLES, -1, D) for part in features]
-    return np.concatenate(parts, axis=1).reshape(-1, D)
+    """Return bags [BAGS, D] as one array per feature."""
+    return tuple(np.split(bags, [COUNTS[0]]))
 
 
 def found_of(rows, ids):
@@ -60,17 +54,17 @@ def found_of(rows, ids):
 
 @jax.jit
 def both(found, ids, gradients, order, segments):
-    activations = combine(found, ids, FORM, STACK)
+    activations = combine(found, ids, SumLayout(COUNTS), STACK)
     route = SumRoute(ids.bags[order], None if ids.gains is None else ids.gains[order], segments)
-    return activations, sum_gradients(gradients, FORM, route, N)
+    return activations, sum_gradients(gradients, route, N)
 
 
 def run(entries, order, segments, rows=ROWS, **options):
-    """Return activations [FORM.bags, D] and sums of gradients [N, D]."""
+    """Return activations [BAGS, D] and sums of gradients [N, D]."""
     ids = local(entries, **options)
     given = found_of(rows, ids), ids, by_feature(GRADIENTS), np.int32(order), np.int32(segments)
     activations, sums = both(*given)
-    return by_bag(activations), np.asarray(sums)
+    return np.concatenate(activations), np.asarray(sums)
 
 
 @settings(max_examples=50)
@@ -84,7 +78,7 @@ def test_activations_and_gradients(entries, order, segments):
     order = sorted(order, key=lambda i: absent[i])  # absent ids come last, and go nowhere
     segments = [N if absent[i] else segment for i, segment in zip(order, segments, strict=True)]
     activations, sums = run(entries, order, segments)
-    expected = np.zeros((FORM.bags, D))
+    expected = np.zeros((BAGS, D))
     for i, (row, bag, gain) in enumerate(entries):
         expected[bag] += gain * ROWS[i] if row >= 0 else 0.0
     np.testing.assert_allclose(activations, expected, **TOLERANCE)
@@ -106,10 +100,10 @@ def test_sums_are_given_runs_of_one_bag(monkeypatch):
 
     @jax.jit
     def combined(found, ids):
-        return combine(found, ids, FORM, STACK)
+        return combine(found, ids, SumLayout(COUNTS), STACK)
 
-    activations = by_bag(combined(found_of(ROWS, ids), ids))
-    expected = np.zeros((FORM.bags, D))
+    activations = np.concatenate(combined(found_of(ROWS, ids), ids))
+    expected = np.zeros((BAGS, D))
     for (row, bag, _), values in zip(entries, ROWS, strict=True):
         expected[bag] += values if row >= 0 else 0.0
     np.testing.assert_allclose(activations, expected, **TOLERANCE)

@@ -62,7 +62,9 @@ def both_routes(engine, ids, weights):
     """Return the spec, and by stack and device the host's routes and the devices' own."""
     layout, batch = engine.layout, engine.place(ids, weights)
     axes, spec = layout.axes, batch.spec
-    packed = pack_all(engine.host_ids(ids, weights), spec, layout)
+    axes_of_batch = layout.axes.batch_axes
+    replicas = np.arange(layout.axes.size(axes_of_batch))
+    packed = pack_all(engine.host_ids(ids, weights), spec, layout, replicas)
 
     @functools.partial(
         jax.shard_map,

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ def spoiled(monkeypatch):
             return sums
         numbers = jnp.arange(sums[0].shape[0])[:, None]
         read = (numbers == rows.segments).any(axis=1, keepdims=True)
-        calls.append(layout.periods)
+        calls.append(sum(layout.bags))
         return (jnp.where(read, sums[0], jnp.nan),)
 
     monkeypatch.setattr(dispatch, "gather_sum", spoil)
@@ -46,12 +45,12 @@ def magnitudes(shape, seed=0):
 def in_blocks(ids, gradients, blocks):
     """Return [V, D] float32 sums of the features' gradients in the promised order."""
     sizes = {name: len(rows) for name, rows in ids.items()}
-    examples = [(Fraction(e, n), name, e) for name, n in sizes.items() for e in range(n)]
+    examples = [(e * blocks // n, name, e) for name, n in sizes.items() for e in range(n)]
     total = np.zeros((V, D), np.float32)
     for b in range(blocks):
         block = np.zeros((V, D), np.float32)
-        for place, name, example in sorted(examples):
-            if place * blocks // 1 == b:
+        for number, name, example in sorted(examples):
+            if number == b:
                 for row in ids[name][example]:
                     if row >= 0:
                         block[row] = block[row] + gradients[name][example]
@@ -115,8 +114,8 @@ def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
     placement=["mod", "replicated"],
 )
 @pytest.mark.quick(3)
-def test_features_of_their_own_size_are_summed_in_batch_order(sizes, devices, placement):
-    """Example e of B comes at e / B of the batch, also where no example ends with a block."""
+def test_features_of_their_own_size_are_summed_in_blocks_of_their_own(sizes, devices, placement):
+    """Example e of B is in block e · 8 // B, also where no example ends with a block."""
     ids, gradients = draw(*sizes)
     expected = in_blocks(ids, gradients, 8)
     np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)

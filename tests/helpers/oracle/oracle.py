@@ -9,7 +9,6 @@ which order, with which weight.
 from __future__ import annotations
 
 import dataclasses
-import fractions
 import itertools
 import math
 
@@ -172,16 +171,17 @@ def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
     return out.reshape(*reading.shape, table.shape[1])
 
 
-def row_gradients(features, gradients) -> list[Occurrence]:
-    """Return every lookup of every row with its gradient, in batch order.
+def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]:
+    """Return every lookup of every row with its gradient, in the order of sums.
 
-    The order is by e / B for example e of a feature of B examples, then feature, then inner bag,
-    then position. `features` lists (feature,
-    ids) or (feature, ids, weights). `gradients` has the gradients of the activations in the same
-    order, None for zeros. Untrainable tables are left out.
+    The order is by block ⌊e · blocks / B⌋ for example e of a feature of B examples, then feature,
+    then example, then inner bag, then position; where replicas do not divide the blocks, those of a
+    replica come together. `features` lists (feature, ids) or (feature, ids,
+    weights). `gradients` has the gradients of the activations in the same order, None for zeros.
+    Untrainable tables are left out.
     """
-    found: list[tuple[tuple[fractions.Fraction, int], Occurrence]] = []
-    for f, (item, gradient) in enumerate(zip(features, gradients, strict=True)):
+    found: list[tuple[tuple[int, int], Occurrence]] = []
+    for item, gradient in zip(features, gradients, strict=True):
         feature, ids, weights = (*item, None)[:3]
         if not feature.table.trainable:
             continue
@@ -196,9 +196,9 @@ def row_gradients(features, gradients) -> list[Occurrence]:
             for entry, gain in zip(bag, factors, strict=True):
                 example = b // per_example
                 occurrence = Occurrence(feature.table, entry.row, gain * flat[b], example)
-                place = fractions.Fraction(example, reading.shape[0])
-                found.append(((place, f), occurrence))
-    found.sort(key=lambda pair: pair[0])  # stable: bags and positions keep their order
+                place = [example * parts // reading.shape[0] for parts in (replicas, blocks)]
+                found.append((tuple(place), occurrence))
+    found.sort(key=lambda pair: pair[0])  # stable: features, bags and positions keep their order
     return [occurrence for _, occurrence in found]
 
 

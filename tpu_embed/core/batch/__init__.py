@@ -1,6 +1,6 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
-from tpu_embed.core.batch.bags import BagLayout, Bags
+from tpu_embed.core.batch.bags import Bags
 from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.line import fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
@@ -16,7 +16,6 @@ from tpu_embed.core.batch.transport import (
 )
 
 __all__ = [
-    "BagLayout",
     "Bags",
     "Batch",
     "BatchSpec",

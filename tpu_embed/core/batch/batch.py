@@ -145,10 +145,9 @@ class Batch:
         found: dict[int, Array] = {}
         stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
         for view, fields in stacks:
-            if view.bags.jagged:
-                line = read_line(self.packed[0], fields)
-                features = [view.features[number] for number in view.bags.jagged]
-                found |= {f: line[f"{ROW_SPLITS}{f}"] for f in features}
+            line = read_line(self.packed[0], fields)
+            names = {f: f"{ROW_SPLITS}{f}" for f in view.features}
+            found |= {f: line[name] for f, name in names.items() if name in line}
         return found
 
     def row_splits_of_devices(self, layout: Layout) -> dict[int, Array]:
@@ -176,10 +175,9 @@ def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
 
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
     """Return the ids of one stack from the fields of a line."""
-    bags = view.bags.dense_bags() if view.bags.is_dense else fields.get("bags")
+    bags = view.bags.dense_bags() if view.bags.is_dense else fields["bags"]
     if not view.is_routed:
-        assert bags is not None, "ids that are not routed have bags or targets"
-        return LocalIds(fields["row_ids"], bags, fields.get("gains"), fields.get("positions"))
+        return LocalIds(fields["row_ids"], bags, fields.get("gains"), fields.get("blocks"))
     asked = fields.get("asked")
     # A host that does not know the other processes' ids tells what this device asks for.
     if asked is not None and not view.layout.axes.one_process:

@@ -3,16 +3,16 @@
 All numbers that a step needs travel in a single int32 array `[devices, L]`, because one large
 transfer is faster than many small ones. A line holds, for one stack after another, either the ids,
 
-    row_ids         [N]      the physical rows of the device's ids, in batch order
-    bags            [N]      the bag of each id, unless all features are dense
+    row_ids         [N]      the physical rows of the device's ids, feature after feature
+    bags            [N]      the bag of each id, unless all features have a width
     gains           [N]      the gain of each id, unless those of all features are 1
-    positions       [N]      with jagged features: where each place's id stands in the line
+    blocks          [N]      the block of each id's example, where gradients are not summed
 
 or, where the host has routed them, instead of the rows:
 
     index           [N]      where each id's row comes back: its place among the fetched rows
     asked           [S, C]   the local rows that the devices ask this owner for, by source
-    bags            [n]      the bag of each id that is in one
+    bags            [N]      as above
     gains           [N]      as above
     sum_index       [N]      the bag of each id, sorted by the sum that its gradient is added to
     sum_segments    [N]      that sum
@@ -21,9 +21,7 @@ or, where the host has routed them, instead of the rows:
     merge_segments  [P]      the merged sum that each is added to
     merged          [U]      the local row of each merged sum
 
-With jagged features, `index` and `gains` have the n ids in bags first and the places of each
-jagged feature after them, `sum_index` (or `bags`, where the ids are not routed) is a target
-(`bags.py`), and for every jagged feature, by its number, there is
+For every jagged feature, by its number, there is
 
     row_splits/f    [B/S + 1]  where each example's row begins among the feature's places
 
@@ -86,8 +84,9 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...
         fields = []
         found = _routed(view) if view.is_routed else _ids(view)
         found += [
-            (f"{ROW_SPLITS}{view.features[i]}", (view.bags.sizes[i] + 1,), INT32)
-            for i in view.bags.jagged
+            (f"{ROW_SPLITS}{f}", (size + 1,), INT32)
+            for f, size, shape in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True)
+            if shape.has_places
         ]
         for name, shape, dtype in found:
             fields.append(LineField(name, shape, dtype, end))
@@ -129,14 +128,16 @@ def _read_field(line: Array, field: LineField) -> Array:
 def _ids(view: StackView) -> list[Shape]:
     """Return name, shape and dtype of the fields of a stack whose ids are not routed."""
     n, stack = view.num_ids, view.stack
-    found = [("row_ids", (n,), stack.index_dtype), *_bags(view, n)]
-    return [*found, ("positions", (n,), INT32)] if view.bags.jagged else found
+    found: list[Shape] = [("row_ids", (n,), stack.index_dtype), *_bags(view)]
+    if view.needs_blocks:
+        found.append(("blocks", (n,), INT32))
+    return found
 
 
-def _bags(view: StackView, ids: int) -> list[Shape]:
-    found = []
-    if not view.bags.is_dense and ids:
-        found.append(("bags", (ids,), INT32))
+def _bags(view: StackView) -> list[Shape]:
+    found: list[Shape] = []
+    if not view.bags.is_dense:
+        found.append(("bags", (view.num_ids,), INT32))
     if view.has_gains:
         found.append(("gains", (view.num_ids,), view.stack.compute_dtype))
     return found
@@ -150,7 +151,7 @@ def _routed(view: StackView) -> list[Shape]:
     found = [("index", (n,), index if shards == 1 else INT32)]
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))
-    found += _bags(view, view.num_bag_ids)
+    found += _bags(view)
     if not view.routes_update:
         return found
     found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]

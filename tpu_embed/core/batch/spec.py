@@ -52,10 +52,11 @@ class StackSpec:
 
     def bucketed(self) -> StackSpec:
         """Return larger capacities, padded for random variation and rounded up to buckets."""
-        *sent, merged = map(roomy, self.sizes)
+        ids, asked, partials, merged = map(roomy, self.sizes)
         # A small bucket would be outgrown more often here, where counts of all devices add up. And
         # merged sums are padded to a multiple of `ROW_MULTIPLE` anyway.
-        return StackSpec(self.features, *sent, round_up(merged, ROW_MULTIPLE) if merged else 0)
+        merged = round_up(merged, ROW_MULTIPLE) if merged else 0
+        return StackSpec(self.features, ids, asked, partials, merged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,35 +140,19 @@ class BatchSpec:
 
     def activation_rows(self, f: int) -> int:
         """Return the rows of feature f's activation on one device."""
-        shape = self.feature_shapes[f]
-        if shape.capacity is not None:
-            return shape.capacity
-        return self.local_sizes[f] * shape.bags
-
-    def is_dense(self, stack: int) -> bool:
-        """Tell whether the ids of a stack are packed as `[periods, ids]`, padding included."""
-        widths = [self.feature_shapes[f].width for f in self.stacks[stack].features]
-        return bool(widths) and all(width is not None for width in widths)
+        return self.feature_shapes[f].bags_of(self.local_sizes[f])
 
     def ids(self, stack: int) -> int:
-        """Return N, the places for ids of a stack on one device: those in bags, and jagged ones.
+        """Return N, the places for ids of a stack on one device.
 
         It is at least 1, so that no array of a compiled program is empty.
         """
         shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
-        return max(1, self.bag_ids(stack) + sum(s.capacity or 0 for s in shapes if s.has_places))
-
-    def bag_ids(self, stack: int) -> int:
-        """Return the places for ids in bags of a stack on one device.
-
-        There is at least 1 if any feature of the stack has bags.
-        """
-        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
-        if shapes and all(shape.has_places for shape in shapes):
-            return 0
-        if not self.is_dense(stack):
-            return max(1, self.stacks[stack].ids)
-        return max(1, sum(s.batch // self.replicas * s.bags * (s.width or 0) for s in shapes))
+        if any(shape.room_per_bag is None for shape in shapes):
+            places = sum(shape.capacity or 0 for shape in shapes if shape.has_places)
+            return max(1, self.stacks[stack].ids + places)
+        rooms = (s.bags_of(s.batch // self.replicas) * (s.room_per_bag or 0) for s in shapes)
+        return max(1, sum(rooms))
 
 
 def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:

@@ -13,8 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import numpy as np
-
 from tpu_embed.core.batch.bags import Bags
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_room
 from tpu_embed.core.layout import Layout, Stack
@@ -61,11 +59,6 @@ class StackView:
         """N, the ids that one device has room for, padding included; at least 1."""
         return self.spec.ids(self.number)
 
-    @property
-    def num_bag_ids(self) -> int:
-        """How many of them are for ids in bags; they come first, those of jagged features after."""
-        return self.spec.bag_ids(self.number)
-
     @functools.cached_property
     def has_gains(self) -> bool:
         """Whether some ids may have another gain than 1 (`ids/gains.py`)."""
@@ -82,8 +75,9 @@ class StackView:
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
         placed = self.spec.routed != "nothing"
-        # A single CPU's kernel, which sorts ids itself, knows bags but no places.
-        routes = self.layout.routes_on_host or bool(self.bags.jagged)
+        # A single CPU's kernel, which sorts ids itself, must know the block of each bag.
+        jagged = any(shape.has_places for shape in self.bags.shapes)
+        routes = self.layout.routes_on_host or jagged
         return placed and routes and self.accumulates
 
     @property
@@ -95,6 +89,14 @@ class StackView:
     def merges_on_host(self) -> bool:
         """Whether the host has routed what every owner receives: it knows the whole batch."""
         return self.routes_update and self.layout.axes.one_process
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether the host numbers the block of every id: to route it, or for the device to."""
+        if self.spec.routed != "update" or self.stack.optimizer is None:
+            return False
+        sorts = self.routes_update or not self.accumulates
+        return sorts and self.blocks_per_device > 1
 
     @functools.cached_property
     def bags(self) -> Bags:
@@ -108,11 +110,6 @@ class StackView:
     def blocks_per_device(self) -> int:
         """The largest number of blocks that one device's examples fall into."""
         return self.layout.blocks_per_device(self.bags.sizes)
-
-    @functools.cached_property
-    def block_starts(self) -> np.ndarray:
-        """The first bag of each block of the batch, int64 `[G + 1]`; see `Bags.block_starts`."""
-        return self.bags.block_starts(self.layout.blocks, self.layout.axes.replicas)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

@@ -2,8 +2,8 @@
 
 The host cannot validate such ids or count them. So the program itself resolves bad ids and computes
 the physical rows. The exchange capacities are the worst case, unless the user gives a `BatchSpec`.
-All features of a stack are treated in one array, so that the size of the program grows with the
-number of stacks, not of features.
+Features of a stack that have as many ids are treated in one array, so that the size of the program
+grows with the number of stacks, not of features.
 
 Input: traced arrays of ids. Output: the located ids of every stack, like those of a placed batch,
 and the number of bad ids per feature.
@@ -12,6 +12,7 @@ and the number of bad ids per feature.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
-from tpu_embed.core.batch.stack_view import StackView, view_stacks
+from tpu_embed.core.batch.stack_view import view_stacks
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,
@@ -34,7 +35,6 @@ from tpu_embed.core.ids import (
     shift_rows,
 )
 from tpu_embed.core.layout import FeatureLayout, Layout, Stack
-from tpu_embed.kernels import dispatch
 
 
 @jax.tree_util.register_dataclass
@@ -62,18 +62,25 @@ class TracedIds:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
         located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
         for view in view_stacks(self.spec, layout):
-            g, stack = view.number, view.stack
-            # The ids of all features side by side, [periods, columns]: a column is one place for an
-            # id in a period. Bad ids are counted per column, then added up per feature.
-            given = [_signed(self.ids[f], stack.index_dtype) for f in layout.features_of(g)]
-            tables = _ColumnTables.of(view)
-            valid, counts = _resolve(self._joined(given, view, PADDING_ID), tables)
-            bad += dispatch.segment_sum(counts, jnp.asarray(tables.feature), len(layout.features))
-            row_ids, gains = _in_batch_order(_physical(valid, tables, stack), PADDING_ID), None
+            dtype = view.stack.index_dtype
+            given = {
+                f: self._in_bags(_signed(self.ids[f], dtype), f, PADDING_ID) for f in view.features
+            }
+            rows, gains = [], None
+            # Features with as many ids are rows of one array: of 2, 2 and 3 ids, the first two are
+            # [2, 2] and the third [1, 3]; flattened, they stand one after the other, 4 and 3 ids.
+            for _, some in itertools.groupby(view.features, key=lambda f: given[f].size):
+                features = tuple(some)
+                rules = _FeatureRules.of(features, layout, dtype)
+                wide = np.result_type(*(given[f].dtype for f in features))
+                ids = jnp.stack([given[f].reshape(-1).astype(wide) for f in features])
+                valid, counts = _resolve(ids, rules)
+                bad = bad.at[np.array(features)].set(counts)
+                rows.append(_physical(valid, rules, view.stack).reshape(-1))
+            row_ids = _at_least_one(jnp.concatenate(rows), PADDING_ID)
             if view.has_gains:
-                numbers = zip(layout.features_of(g), given, strict=True)
-                gains = [self._gains(f, ids, layout, stack.compute_dtype) for f, ids in numbers]
-                gains = _in_batch_order(self._joined(gains, view, 0), 1)
+                each = [self._gains(f, layout, view.stack.compute_dtype) for f in view.features]
+                gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
             located.append(LocalIds(row_ids, view.bags.dense_bags(), gains))
         return Located(tuple(located), bad)
@@ -97,34 +104,23 @@ class TracedIds:
             where = f"of table {feature.table.name!r}"
             check_in_program(bad_ids[f] == 0, f"{what} {where}", count=bad_ids[f])
 
-    def _joined(self, values: Sequence[Array], view: StackView, fill: int) -> Array:
-        """Return a stack's array `[periods, columns]`, from one array per feature.
-
-        Its dtype is the widest of the arrays' dtypes.
-        """
-        dtype = np.result_type(*(array.dtype for array in values))
-        columns = [
-            self._in_bags(array.astype(dtype), shape, fill).reshape(view.bags.periods, -1)
-            for shape, array in zip(view.bags.shapes, values, strict=True)
-        ]
-        joined = jnp.concatenate(columns, axis=1)
-        return joined[:, _id_order(view)] if view.bags.period.order else joined
-
-    def _in_bags(self, values: Array, shape: FeatureShape, fill: int) -> Array:
+    def _in_bags(self, values: Array, f: int, fill: int) -> Array:
         """Return a feature's array `[examples, …]`; a sequence is cut or padded to L bags."""
         # Ids of rank 2 that are not combined are a sequence: [examples, H] -> [examples, L].
+        shape = self.spec.feature_shapes[f]
         if not shape.combines and values.ndim > 1:
             kept = values[:, : shape.bags]
             missing = ((0, 0), (0, shape.bags - kept.shape[1]))
             values = jnp.pad(kept, missing, constant_values=fill)
         return values
 
-    def _gains(self, f: int, ids: Array, layout: Layout, dtype: np.dtype) -> Array:
-        """Return the gains of a feature's ids, in the shape of the ids."""
+    def _gains(self, f: int, layout: Layout, dtype: np.dtype) -> Array:
+        """Return the gains of a feature's ids, of the shape that `_in_bags` gives them."""
         given, config = self.weights[f], layout.features[f].config
+        ids = _signed(self.ids[f], layout.stacks[layout.features[f].stack].index_dtype)
         weights = jnp.ones(ids.shape, dtype) if given is None else given.astype(dtype)
         if not self.spec.feature_shapes[f].combines:
-            return weights
+            return self._in_bags(weights, f, 0)
         # Padding and dropped ids leave their bag with their weights. With "clip", a bad id becomes
         # a valid one, so only padding is left out.
         kept = ids != PADDING_ID
@@ -134,23 +130,20 @@ class TracedIds:
         return gains_in_program(kept_weights, config.table.combiner)
 
 
-class _ColumnTables(NamedTuple):
-    """What is needed of the table of each column of a stack's ids: one number per column.
+class _FeatureRules(NamedTuple):
+    """What is needed of the tables of some features: one number per feature, `[features, 1]`.
 
-    The arrays are `[1, columns]`, to stand beside ids `[periods, columns]`. If all columns have
-    the same number, it is stored once, as an array `[]`: XLA can optimize arithmetic with one
-    constant better than with an array of them.
+    If all features have the same number, it is stored once, as an array `[]`: XLA can optimize
+    arithmetic with one constant better than with an array of them.
 
     Attributes:
-      feature: the index of the column's feature; `[columns]`, even if all are equal.
-      last: the last logical row of the column's table.
+      last: the last logical row of the feature's table.
       clips: whether bad ids are clipped.
       counts: whether bad ids are counted, that is, are errors.
-      offset: the offset of the column's table in its stack.
-      rows_per_shard: the rows per shard of the column's table.
+      offset: the offset of the feature's table in its stack.
+      rows_per_shard: the rows per shard of the feature's table.
     """
 
-    feature: np.ndarray
     last: np.ndarray
     clips: np.ndarray
     counts: np.ndarray
@@ -158,24 +151,20 @@ class _ColumnTables(NamedTuple):
     rows_per_shard: np.ndarray
 
     @classmethod
-    def of(cls, view: StackView) -> _ColumnTables:
-        """Return the numbers of a stack."""
-        layout, dtype, columns = view.layout, view.stack.index_dtype, view.bags.id_features
-        features = [layout.features[f] for f in view.features]
+    def of(cls, numbers: Sequence[int], layout: Layout, dtype: np.dtype) -> _FeatureRules:
+        """Return the rules of the features with some numbers."""
+        features = [layout.features[f] for f in numbers]
 
-        def by_column(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
-            # One value per feature -> one per column: values 5 9, features 0 0 1 -> 5 5 9.
-            if len(set(values)) == 1:
-                return np.asarray(values[0], dtype)
-            return np.asarray(values, dtype)[columns][None]
+        def each(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
+            same = len(set(values)) == 1
+            return np.asarray(values[0] if same else [[value] for value in values], dtype)
 
         return cls(
-            np.asarray(view.features, np.int32)[columns],
-            by_column([feature.table.vocabulary_size - 1 for feature in features]),
-            by_column([feature.config.on_bad_id == "clip" for feature in features], bool),
-            by_column([feature.config.on_bad_id == "error" for feature in features], bool),
-            by_column([feature.table.offset for feature in features]),
-            by_column([feature.table.rows_per_shard for feature in features]),
+            each([feature.table.vocabulary_size - 1 for feature in features]),
+            each([feature.config.on_bad_id == "clip" for feature in features], bool),
+            each([feature.config.on_bad_id == "error" for feature in features], bool),
+            each([feature.table.offset for feature in features]),
+            each([feature.table.rows_per_shard for feature in features]),
         )
 
 
@@ -326,32 +315,26 @@ def _signed(ids: Array, dtype: np.dtype) -> Array:
     return narrow_ids(ids, dtype)
 
 
-def _resolve(ids: Array, tables: _ColumnTables) -> tuple[Array, Array]:
+def _resolve(ids: Array, rules: _FeatureRules) -> tuple[Array, Array]:
     """Resolve bad ids: clip them, or turn them into padding.
 
     Returns:
-      The ids `[periods, columns]`; and int32 `[columns]`, the number of bad ids that are errors.
+      The ids `[features, n]`; and int32 `[features]`, the number of bad ids that are errors.
     """
     # An error cannot be raised inside a program: such an id becomes padding, and is counted.
-    last = tables.last.astype(ids.dtype)
+    last = rules.last.astype(ids.dtype)
     bad = (ids < PADDING_ID) | (ids > last)
-    instead = jnp.where(tables.clips, jnp.clip(ids, 0, last), PADDING_ID)
-    return jnp.where(bad, instead, ids), jnp.sum(bad & tables.counts, axis=0, dtype=jnp.int32)
+    instead = jnp.where(rules.clips, jnp.clip(ids, 0, last), PADDING_ID)
+    return jnp.where(bad, instead, ids), jnp.sum(bad & rules.counts, axis=1, dtype=jnp.int32)
 
 
-def _physical(ids: Array, tables: _ColumnTables, stack: Stack) -> Array:
-    """Return the physical rows of valid ids `[periods, columns]`; padding stays padding."""
+def _physical(ids: Array, rules: _FeatureRules, stack: Stack) -> Array:
+    """Return the physical rows of valid ids `[features, n]`; padding stays padding."""
     ids = ids.astype(stack.index_dtype)
-    physical = stack.physical_in(ids, tables.offset, tables.rows_per_shard)
+    physical = stack.physical_in(ids, rules.offset, rules.rows_per_shard)
     return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), physical)
 
 
-def _id_order(view: StackView) -> np.ndarray:
-    """Return of each id of a period its number if ids were counted feature by feature."""
-    # Ids of the features 0 0 1 0 have the numbers 0 1 3 2.
-    return np.argsort(np.argsort(view.bags.id_features, kind="stable"))
-
-
-def _in_batch_order(columns: Array, padding: int) -> Array:
-    """Return `[N]` from a stack's array `[periods, columns]`; one `padding` if it is empty."""
-    return columns.reshape(-1) if columns.size else jnp.full((1,), padding, columns.dtype)
+def _at_least_one(numbers: Array, padding: int) -> Array:
+    """Return numbers `[N]`; one `padding` if there are none."""
+    return numbers if numbers.size else jnp.full((1,), padding, numbers.dtype)

@@ -40,7 +40,7 @@ class SortedIds(NamedTuple):
 
     Attributes:
       row_ids: `[N]`, ascending; the number of physical rows, S * R, in place of absent ones.
-      order: int32 `[N]`, their positions in the batch; equal rows are in batch order.
+      order: int32 `[N]`, their positions; ids of one row and block are in the order that they had.
       payload: arrays `[N]` in the same order, as they were given.
     """
 
@@ -49,17 +49,35 @@ class SortedIds(NamedTuple):
     payload: PyTree
 
 
-def sort_ids(row_ids: Array, stack: Stack, payload: PyTree = ()) -> SortedIds:
-    """Sort the ids of one device by row, and what belongs to them with them.
+def sort_ids(
+    row_ids: Array,
+    stack: Stack,
+    payload: PyTree = (),
+    blocks: Array | None = None,
+    num_blocks: int = 1,
+) -> SortedIds:
+    """Sort the ids of one device by row, then by block, and what belongs to them with them.
 
     Args:
       row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
       stack: the stack.
       payload: a pytree of arrays `[N]`.
+      blocks: int32 `[N]`, in [0, num_blocks); None: all are in one.
+      num_blocks: G.
     """
     # Absent ids sort to the end if their row is the largest number.
     absent = jnp.asarray(stack.physical_rows, row_ids.dtype)
-    return SortedIds(*dispatch.sort_with(jnp.where(row_ids < 0, absent, row_ids), payload))
+    rows = jnp.where(row_ids < 0, absent, row_ids)
+    if blocks is None:
+        return SortedIds(*dispatch.sort_with(rows, payload))
+    if (stack.physical_rows + 1) * num_blocks <= np.iinfo(row_ids.dtype).max:
+        # Row 3 in block 1 of 8 has the key 25.
+        keys, order, payload = dispatch.sort_with(rows * num_blocks + blocks, payload)
+        return SortedIds(keys // num_blocks, order, payload)
+    # The keys would not fit: sort by block, then, stably, by row.
+    _, first, (rows, payload) = dispatch.sort_with(blocks, (rows, payload))
+    rows, _, (order, payload) = dispatch.sort_with(rows, (first, payload))
+    return SortedIds(rows, order, payload)
 
 
 class Destinations(NamedTuple):

@@ -12,7 +12,7 @@ once, and everything else follows from that order:
 
 For example, S = 2 shards of R = 10 rows, and a replica with the rows 13 4 -1 13 7:
 
-    order      1 4 0 3       the ids that are present, by row; equal rows in batch order
+    order      1 4 0 3       the ids that are present, by row; equal rows in the order of the line
     rows       4 7 13        the distinct rows
     row        0 1 2 2       the distinct row of each sorted id
     places     0 1 2         in a send buffer of C = 2 rows per shard: shard * C + rank

@@ -209,7 +209,7 @@ def merge(sums: Array, route: MergeRoute, packed: Array | None = None) -> RowSum
     if index is None:
         index = jax.lax.iota(jnp.int32, sums.shape[0])
     # Merged sums beyond the last row are not applied, nor are partial sums read that nobody made.
-    layout = SumLayout((1,), route.row_ids.shape[0], filled=False)
+    layout = SumLayout((route.row_ids.shape[0],), filled=False)
     rows = RowsToSum(sums, index, route.segments, packed=packed)
     (merged,) = dispatch.gather_sum(rows, layout)
     return RowSums(route.row_ids, merged)

@@ -61,6 +61,15 @@ class FeatureShape:
         """Whether every id has a place in a `Jagged`; ids traced inside a jit are padded first."""
         return self.capacity is not None and self.width is None
 
+    @property
+    def room_per_bag(self) -> int | None:
+        """The ids of each bag, padding included; None if bags of any length are packed flat."""
+        return 1 if self.has_places else self.width
+
+    def bags_of(self, examples: int) -> int:
+        """Return the bags of some examples on one device; of a jagged feature, all its places."""
+        return (self.capacity or 0) if self.has_places else examples * self.bags
+
 
 class JaggedRows(NamedTuple):
     """Where the ids of a jagged feature stand in its activation, of all examples.

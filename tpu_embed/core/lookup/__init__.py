@@ -4,7 +4,6 @@ from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import (
     activations_of,
     combine,
-    join_gradients,
     quantize,
     sum_gradients,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "combine",
     "extent_of",
     "flatten_arrays",
-    "join_gradients",
     "lookup",
     "not_differentiable",
     "put_part",

@@ -127,10 +127,10 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     """Return the activations of one stack in their features' shapes, by the feature's number.
 
     Args:
-      activations: `[periods * bags, D]`, or `[C, D]` if jagged, per feature of the stack.
+      activations: `[bags, D]` per feature of the stack.
       view: the stack.
     """
-    # [periods * bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
+    # [bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
     # per example, (length,) for a sequence.
     pairs = zip(view.bags.sizes, view.bags.shapes, strict=True)
     shapes = [
@@ -150,7 +150,7 @@ def _lookup_stack(
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
-    stack, ids = view.stack, ids.by_place(view)
+    stack = view.stack
 
     def combined(rows: RowRoute) -> tuple[Array, ...]:
         found = route.fetch(table, rows, stack)

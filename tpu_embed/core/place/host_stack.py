@@ -3,8 +3,7 @@
 The ids of each replica are sorted by row once. The distinct rows are what the replica asks the
 shards for; the partial sums, one for each row and block of the batch, are what it sends them.
 
-Input: the packed ids of this process's replicas. Output: `HostStack`, and per id its bag, its
-target and its block.
+Input: the packed ids of this process's replicas. Output: `HostStack`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ class HostStack(NamedTuple):
       rows_at: int `[replicas, S + 1]`, where the distinct rows of each shard begin.
       sums_at: int `[replicas, S + 1]`, where the partial sums of each shard begin.
       numbers: the numbers of these replicas in the global batch.
+      row_splits: by jagged feature, int32 `[replicas, B/S + 1]`.
       owners: how every shard merges what it gets; () if the host does not know the whole batch.
     """
 
@@ -37,6 +37,7 @@ class HostStack(NamedTuple):
     rows_at: np.ndarray
     sums_at: np.ndarray
     numbers: np.ndarray
+    row_splits: dict[int, np.ndarray]
     owners: tuple[host_route.Merge, ...]
 
 
@@ -60,63 +61,36 @@ class Devices(NamedTuple):
         return cls(replica, axes.parts_of_devices(view.stack.shard_axes)[mine])
 
 
-def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
+def sort_stack(
+    ids: StackIds, view: StackView, replicas: np.ndarray, row_splits: dict[int, np.ndarray]
+) -> HostStack:
     """Sort the ids of one stack by row, on every replica.
 
     Args:
       ids: the ids.
       view: the stack.
       replicas: the numbers of this process's replicas in the global batch.
+      row_splits: of its jagged features.
     """
     stack, axes = view.stack, view.layout.axes
     # One device that sorts the ids itself: nothing is exchanged.
     if stack.num_shards == 1 and axes.replicas == 1 and not view.is_routed:
         nowhere = np.zeros((0, 2), np.int64)
-        return HostStack(ids, (), nowhere, nowhere, replicas, ())
-    blocks = blocks_of(ids, view, replicas)
-    ordered = host_kernels().sort_ids(ids.row_ids, blocks)
+        return HostStack(ids, (), nowhere, nowhere, replicas, row_splits, ())
+    ordered = host_kernels().sort_ids(ids.row_ids, ids.blocks)
     rows_at = sums_at = host_route.bounds([one.rows for one in ordered], stack)
-    if blocks is not None:
+    if ids.blocks is not None:
         sums_at = host_route.bounds([one.sum_rows for one in ordered], stack)
     merges = ()
     if view.merges_on_host:
         merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
-    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, merges)
+    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, row_splits, merges)
 
 
 def bags_of(ids: StackIds, view: StackView) -> np.ndarray:
-    """Return the bag of every id, int32 `[replicas, N]`, or `[N]` in a dense stack.
-
-    Padding, and the ids of jagged features, have a bag one past the last.
-    """
-    if ids.jagged is not None:
-        return np.minimum(ids.jagged.targets, np.int32(view.bags.bag_layout.bags))
-    return view.bags.dense_bags(np) if ids.bags is None else ids.bags
-
-
-def targets_of(ids: StackIds, view: StackView) -> np.ndarray:
-    """Return which gradient every id gets: its target, int32 `[replicas, N]` or `[N]`."""
-    return bags_of(ids, view) if ids.jagged is None else ids.jagged.targets
-
-
-def blocks_of(ids: StackIds, view: StackView, replicas: np.ndarray) -> np.ndarray | None:
-    """Return the block of the global batch that each id's example is in, int `[replicas, N]`.
-
-    None, where the examples of a device are in one block.
-    """
-    if view.blocks_per_device == 1:
-        return None
-    # [replicas, G + 1]: where each block begins and ends, among the bags of each replica.
-    bags = view.bags.bags_in_order
-    starts = np.clip(view.block_starts - replicas[:, None] * bags, 0, bags)
-    numbers, lengths = np.arange(view.layout.blocks, dtype=np.int32), np.diff(starts, axis=1)
-    # The block of every bag, and of padding, whose block nobody reads.
-    block = np.zeros((len(replicas), bags + 1), np.int32)
-    for line, counts in zip(block, lengths, strict=True):
-        line[:-1] = numbers.repeat(counts)
-    if ids.bags is not None:
-        return np.take_along_axis(block, ids.bags, axis=1)
-    return np.take(block, view.bags.dense_bags(np), axis=1)
+    """Return the bag of every id, int32 `[replicas, N]`."""
+    bags = view.bags.dense_bags(np) if ids.bags is None else ids.bags
+    return np.broadcast_to(bags, ids.row_ids.shape)
 
 
 def ids_at(host: HostStack) -> np.ndarray:

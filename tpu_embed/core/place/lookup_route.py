@@ -11,8 +11,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import StackView
 from tpu_embed.core.exchange import host_route
-from tpu_embed.core.place.host_stack import Devices, HostStack, bags_of, targets_of
-from tpu_embed.core.place.packing import by_place
+from tpu_embed.core.place.host_stack import Devices, HostStack
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put
 
@@ -35,41 +34,17 @@ class LookupWriter:
     def write(self, out: dict[str, np.ndarray]) -> None:
         """Write the fields, each `[devices, …]`."""
         ids = self.host.ids
-        for f, splits in ids.jagged.row_splits.items() if ids.jagged else ():
-            out[f"row_splits/{f}"][:] = self._of_devices(splits)
         if "row_ids" in out:
-            self._write_ids(out)
-            return
-        if "bags" in out:
-            out["bags"][:] = self._of_devices(self._bags())
-        if ids.gains is not None:
-            out["gains"][:] = self._of_devices(by_place(ids, ids.gains, 0))
-        self._write_lookup(out)
+            out["row_ids"][:] = self._of_devices(ids.row_ids)
+        for name in {"bags", "gains", "blocks"} & out.keys():
+            out[name][:] = self._of_devices(getattr(ids, name))
+        for f, splits in self.host.row_splits.items():
+            out[f"row_splits/{f}"][:] = self._of_devices(splits)
+        if "index" in out:
+            self._write_lookup(out)
         if "sent" in out:
             sum_rows = [one.sum_rows for one in self.host.replicas]
             self._write_parcels(out["sent"], sum_rows, self.host.sums_at)
-
-    def _write_ids(self, out: dict[str, np.ndarray]) -> None:
-        """Write ids that are not routed, in batch order."""
-        ids = self.host.ids
-        out["row_ids"][:] = self._of_devices(ids.row_ids)
-        if "bags" in out:
-            targets = np.broadcast_to(targets_of(ids, self.view), ids.row_ids.shape)
-            out["bags"][:] = self._of_devices(targets)
-        if ids.gains is not None:
-            out["gains"][:] = self._of_devices(ids.gains)
-        if "positions" in out:
-            at = np.broadcast_to(np.arange(ids.row_ids.shape[1], dtype=np.int32), ids.row_ids.shape)
-            out["positions"][:] = self._of_devices(by_place(ids, at, PADDING_ID))
-
-    def _bags(self) -> np.ndarray:
-        """Return the bag of every id that is in one, int32 `[replicas, n]`."""
-        ids, view = self.host.ids, self.view
-        assert ids.bags is not None, "flat stacks have bags"
-        if ids.jagged is None:
-            return ids.bags
-        bags = bags_of(ids, view)
-        return by_place(ids, bags, view.bags.bag_layout.bags)[:, : view.num_bag_ids]
 
     def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
         """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
@@ -77,17 +52,16 @@ class LookupWriter:
 
     def _write_lookup(self, out: dict[str, np.ndarray]) -> None:
         """Write where each id's row comes back, and what is asked of whom."""
-        stack, ids = self.stack, self.host.ids
+        stack = self.stack
         if stack.num_shards == 1:
-            out["index"][:] = self._of_devices(by_place(ids, ids.row_ids, PADDING_ID))
+            out["index"][:] = self._of_devices(self.host.ids.row_ids)
             return
         capacity = out["asked"].shape[-1]
         numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
         lines = []
         for line, r in zip(out["index"], self.replica, strict=True):
             one, absent = self.host.replicas[r], stack.num_shards * capacity
-            places = one.order if ids.jagged is None else ids.jagged.places[r][one.order]
-            lines.append(Put(line, places, numbers[r], one.row, absent))
+            lines.append(Put(line, one.order, numbers[r], one.row, absent))
         host_kernels().put(lines)
         rows = [one.rows for one in self.host.replicas]
         self._write_parcels(out["asked"], rows, self.host.rows_at)

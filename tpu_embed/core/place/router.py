@@ -20,7 +20,7 @@ from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.host_stack import HostStack, sort_stack
-from tpu_embed.core.place.packing import natural_spec, pack_all
+from tpu_embed.core.place.packing import natural_spec, pack_all, row_splits_of
 from tpu_embed.core.place.tiers import Tiers
 from tpu_embed.core.place.write_lines import with_capacities, write_lines
 
@@ -152,8 +152,11 @@ def _sorted(
       layout: the engine's layout.
       replicas: the numbers of the replicas in the global batch.
     """
-    packed = zip(pack_all(hosts, spec, layout), view_stacks(spec, layout), strict=True)
-    return [sort_stack(ids, view, replicas) for ids, view in packed]
+    packed = pack_all(hosts, spec, layout, replicas)
+    return [
+        sort_stack(ids, view, replicas, row_splits_of(hosts, view))
+        for ids, view in zip(packed, view_stacks(spec, layout), strict=True)
+    ]
 
 
 def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:

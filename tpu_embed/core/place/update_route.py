@@ -1,9 +1,9 @@
 """Write the route of an update: the order of its sums, on the replicas and at the owners.
 
-A row's gradients are summed in batch order within each block of the batch, on the device that has
-the block's examples. These partial sums go to the row's owner, which adds them in the order of the
-blocks. So every device carries two orders: that of its ids, sorted by the partial sum that each is
-added to, and, as an owner, that of the partial sums that arrive, sorted by row.
+A row's gradients are summed within each block of the batch, on the device that has the block's
+examples. These partial sums go to the row's owner, which adds them in the order of the blocks. So
+every device carries two orders: that of its ids, sorted by the partial sum that each is added to,
+and, as an owner, that of the partial sums that arrive, sorted by row.
 
 Input: the sorted ids of all replicas. Output: the fields `sum_index` to `merged` of a line.
 """
@@ -18,7 +18,7 @@ from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import Psum, StackView, Transport, transport_of
 from tpu_embed.core.exchange import host_route
 from tpu_embed.core.layout import Stack
-from tpu_embed.core.place.host_stack import Devices, HostStack, blocks_of, targets_of
+from tpu_embed.core.place.host_stack import Devices, HostStack, bags_of
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Take
 
@@ -44,14 +44,14 @@ class _Sums(NamedTuple):
     """The order in which one device sums gradients.
 
     Attributes:
-      targets: int32, the target of each id.
+      bags: int32, the bag of each id.
       gains: the gain of each id; None: all ones.
       order: int32 `[n]`, the positions of the ids, sorted by the sum that each is added to.
       numbers: int32 `[n]`, for each id the number of its run; ids of one sum are a run.
       places: int32, for each run the number of its sum.
     """
 
-    targets: np.ndarray
+    bags: np.ndarray
     gains: np.ndarray | None
     order: np.ndarray
     numbers: np.ndarray
@@ -66,7 +66,7 @@ class _Sums(NamedTuple):
           absent: what fills the rest of `sum_segments`: a number past those of all sums.
         """
         sums = Take(out["sum_segments"][d], self.places, self.numbers, absent)
-        lines = [Take(out["sum_index"][d], self.targets, self.order, 0), sums]
+        lines = [Take(out["sum_index"][d], self.bags, self.order, 0), sums]
         if self.gains is not None:
             lines.append(Take(out["sum_gains"][d], self.gains, self.order, 0))
         return lines
@@ -86,7 +86,7 @@ def _cells(out: Fields, transport: Transport, host: HostStack, devices: Devices)
     """Return the order of the sums of a psum: row r in block b is added to cell b · R + r."""
     view, numbers = transport.view, host.ids.row_ids
     rows = view.stack.num_rows
-    blocks = blocks_of(host.ids, view, host.numbers)
+    blocks = host.ids.blocks
     if blocks is None:
         replicas = view.layout.axes.replicas
         blocks = (host.numbers * view.layout.blocks // replicas).astype(np.int32)[:, None]
@@ -119,11 +119,11 @@ def _lines(
       absent: a number past those of all sums.
     """
     ids = host.ids
-    targets = np.broadcast_to(targets_of(ids, view), ids.row_ids.shape)
+    bags = bags_of(ids, view)
     lines = []
     for d, r in enumerate(devices.replica):
         gains = None if ids.gains is None else ids.gains[r]
-        lines += _Sums(targets[r], gains, *ordered[r]).lines(out, d, absent)
+        lines += _Sums(bags[r], gains, *ordered[r]).lines(out, d, absent)
     return lines
 
 

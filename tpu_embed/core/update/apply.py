@@ -118,7 +118,7 @@ def sum_and_apply(
 
     Args:
       held: the shard.
-      given: one entry per occurrence of a row, in batch order; or, with sums, sorted by row.
+      given: one entry per occurrence of a row, in the order of sums; or, with sums, sorted by row.
       layout: how the bags of the gradients are numbered.
       rule: the rule.
       rounding: how new rows are rounded at random; None: to nearest.

@@ -85,7 +85,7 @@ def checked_gradients(
 def stack_gradients(
     gradients: Sequence[Array | None], row_splits: Mapping[int, Array], view: StackView
 ) -> tuple[Array, ...]:
-    """Return one device's gradients of one stack, `[periods * bags, D]` per feature.
+    """Return one device's gradients of one stack, `[bags, D]` per feature.
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
@@ -95,8 +95,7 @@ def stack_gradients(
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
     for f, size, own in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True):
-        rows = (own.capacity or 0) if own.has_places else size * own.bags
-        shape, given = (rows, stack.dim), gradients[f]
+        shape, given = (own.bags_of(size), stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
             continue

@@ -5,7 +5,7 @@ order. To do many rows at a time, occurrences are taken in rounds: round k has t
 of every row that has one, so the rows of a round are all different. A round is applied in chunks of
 fixed size. The work is proportional to the number of occurrences, plus one chunk per round.
 
-Input: rows with one gradient per occurrence, in batch order. Output: the updated shard.
+Input: rows with one gradient per occurrence, in the order of sums. Output: the updated shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def apply_each(
 
     Args:
       held: this device's shard.
-      received: local rows `[M]` in batch order, one entry per occurrence; gradients `[M, D]`.
+      received: local rows `[M]` in the order of sums, one entry per occurrence; gradients `[M, D]`.
       stack: the stack.
       step: int32 `[]`, t, the same for all occurrences.
       learning_rate: scalar.
@@ -65,7 +65,8 @@ def _by_round(row_ids: Array, stack: Stack) -> tuple[Array, Array, Array]:
     """Return round, row and position of every occurrence, sorted by round, then by row.
 
     Args:
-      row_ids: local rows `[M]` in batch order; `stack.num_rows` for absent ones, which come last.
+      row_ids: local rows `[M]` in the order of sums; `stack.num_rows` for absent ones, which come
+        last.
       stack: the stack.
     """
     # Rows (7, 3, 7, 7) sort to (3, 7, 7, 7) from positions (1, 0, 2, 3). Their runs start at 0 and

@@ -288,7 +288,7 @@ class _StackRule(NamedTuple):
         return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))
 
     def to_each_occurrence(self, held: StackShard, received: RowSums) -> StackShard:
-        """Apply the rule once per occurrence: rows `[M]` in batch order, not yet deduplicated."""
+        """Apply the rule once per occurrence: rows `[M]` in order, not yet deduplicated."""
         with jax.named_scope("rule"):
             given = _to_apply(received, self.task, self.operands)
             return occurrences.apply_each(

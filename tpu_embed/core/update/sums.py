@@ -1,9 +1,9 @@
 """Sum gradients by row: per block on the examples' device, then over the blocks on the owner.
 
 Floating-point sums depend on their order, and the result must not depend on the number of devices.
-So the global batch is split into G contiguous blocks. A row's gradients are summed in batch order
-within each block, on the device that has the block's examples; these partial sums are sent to the
-row's owner, which adds them in the order of the blocks.
+So the global batch is split into G contiguous blocks. A row's gradients are summed feature after
+feature within each block, on the device that has the block's examples; these partial sums are sent
+to the row's owner, which adds them in the order of the blocks.
 
 How the gradients come to the owners, `batch/transport.py` says. Both orders, that of the partial
 sums and that of the merge, are a route: the host has computed it for a placed batch; for ids that
@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import (
-    BagLayout,
     LocalIds,
     RoutedIds,
     StackView,
@@ -32,7 +30,7 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
-from tpu_embed.core.lookup import join_gradients, sum_gradients
+from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
@@ -43,13 +41,13 @@ class Task(NamedTuple):
 
     Attributes:
       ids: this device's ids of the stack.
-      given: the gradients of the stack's features, `[periods * bags, D]` or `[C, D]` each.
+      gradients: the gradients of the stack's features, `[bags, D]` each.
       view: the stack, in the batch that the ids are from.
       fits: whether the batch's capacities are known to suffice for the ids.
     """
 
     ids: LocalIds | RoutedIds
-    given: tuple[Array, ...]
+    gradients: tuple[Array, ...]
     view: StackView
     fits: bool
 
@@ -74,18 +72,6 @@ class Task(NamedTuple):
     def layout(self) -> Layout:
         """The engine's layout."""
         return self.view.layout
-
-    @property
-    def bag_layout(self) -> BagLayout:
-        """The bags of its gradients."""
-        return self.view.bags.gradient_layout
-
-    @property
-    def gradients(self) -> tuple[Array, ...]:
-        """The gradients that are summed, `[periods * bags, D]` per feature of `bag_layout`."""
-        if not self.view.bags.jagged:
-            return self.given
-        return (join_gradients(self.given, self.view),)
 
     @property
     def rounds(self) -> bool:
@@ -145,9 +131,12 @@ def outgoing_sums(task: Task, capacity: int) -> Outgoing:
         never = jnp.asarray(False)
         return Outgoing(ids.sums, ids.sent, capacity, never, never)
     with jax.named_scope("dedup"):
-        ordered = device_route.sort_ids(ids.row_ids, stack, (ids.bags, ids.gains))
-        bags, gains = ordered.payload
-        parts = _parts(task, ordered.order, bags)
+        blocks, num_blocks = _blocks(task), task.layout.blocks
+        given = ids.row_ids, stack, (ids.bags, ids.gains, blocks)
+        ordered = device_route.sort_ids(*given, blocks, num_blocks)
+        bags, gains, parts = ordered.payload
+        if not task.view.accumulates:  # every id is a sum by itself
+            parts = ordered.order
         found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
         crowded = jnp.asarray(False)
         if not task.lookup_fits:
@@ -174,7 +163,7 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
 
 
 def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
-    """Send the gradient of every id to its row's owner; return them in batch order, not summed.
+    """Send the gradient of every id to its row's owner; return them not summed, in order of sums.
 
     Args:
       task: a stack without gradient accumulation.
@@ -214,11 +203,10 @@ def psum_sums(task: Task) -> RowSums:
 def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
     assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
-    ids, bag_layout = task.ids, task.bag_layout
+    ids, bags = task.ids, task.view.bags
     given = RowGradients(ids.row_ids, ids.bags, ids.gains, task.gradients)
-    # The first bags of all blocks but the first: the only device knows all bags.
-    blocks = tuple(task.view.block_starts[1:-1].tolist())
-    return given, bag_layout.gradients._replace(blocks=blocks, rounds=task.rounds)
+    blocks = bags.block_starts(task.layout.blocks)
+    return given, bags.gradients._replace(blocks=blocks, rounds=task.rounds)
 
 
 class RoutedGradients(NamedTuple):
@@ -227,7 +215,7 @@ class RoutedGradients(NamedTuple):
     Attributes:
       sums: which gradients are added to which partial sum.
       merge: how the partial sums are merged.
-      gradients: `[periods * bags, D]` per feature, or `[C, D]` if it is jagged.
+      gradients: `[bags, D]` per feature.
     """
 
     sums: SumRoute
@@ -241,17 +229,14 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
     sums, merge = task.ids.sums, task.ids.merge
     assert sums is not None, "the batch was placed for an update"
     assert merge is not None, "the host knows the whole batch"
-    return RoutedGradients(sums, merge, task.given)
+    return RoutedGradients(sums, merge, task.gradients)
 
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     """Return the partial sums of gradients that are at the owner of their rows already."""
-    view, sent = task.view, task.rounded_format
+    sent, size = task.rounded_format, task.transport.num_partials
     with jax.named_scope("dedup"):
-        gradients, layout, size = given.gradients, task.bag_layout, task.transport.num_partials
-        if view.bags.jagged:
-            gradients = (join_gradients(gradients, view),)
-        sums = sum_gradients(gradients, layout, given.sums, size, filled=False, sent=sent)
+        sums = sum_gradients(given.gradients, given.sums, size, filled=False, sent=sent)
     if sent is None:
         return Partials(sums, given.merge)
     return Partials(sent.unpack(sums), given.merge, sums if sent.packing == "words" else None)
@@ -268,27 +253,14 @@ def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, Gradie
         sums.segments,
         merge.segments,
     )
-    return sorted_by_row, _local_targets(task.view)._replace(rounds=task.rounds)
-
-
-def _local_targets(view: StackView) -> GradientLayout:
-    """Return how the bags and the places of one device are numbered."""
-    bag_layout = view.bags.bag_layout
-    # Features with 2 bags in a period, with 7 places and with 1 bag: bags 2 0 1, places 0 7 0.
-    bags = iter(bag_layout.bags_per_period)
-    return GradientLayout(
-        tuple(0 if shape.has_places else next(bags) for shape in view.bags.shapes),
-        bag_layout.periods,
-        bag_layout.order,
-        places=tuple((shape.capacity or 0) * shape.has_places for shape in view.bags.shapes),
-    )
+    return sorted_by_row, task.view.bags.gradients._replace(rounds=task.rounds)
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
     size, merge, sums = given.sums.shape[0], given.merge, storage.widened(given.sums)
     sorted_by_row = RowGradients(merge.row_ids, merge.index, None, (sums,), merge.segments)
-    return sorted_by_row, GradientLayout((1,), size)
+    return sorted_by_row, GradientLayout((size,))
 
 
 def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
@@ -301,7 +273,11 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
         assert ids.sums is not None, "the batch was placed for an update"
         sums = ids.sums
     else:
-        cells = _blocks(task, ids.bags) * rows + ids.row_ids.astype(jnp.int32)
+        block = _blocks(task)
+        if block is None:  # all of a device's ids are in one
+            axes = task.layout.axes
+            block = collectives.axis_index(axes.batch_axes) * blocks // axes.replicas
+        cells = block * rows + ids.row_ids.astype(jnp.int32)
         cells = jnp.where(ids.row_ids < 0, blocks * rows, cells)
         ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
         sums = SumRoute(bags, gains, ordered)
@@ -319,35 +295,28 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
 
 def _summed(task: Task, order: SumRoute, num_sums: int, **options: Any) -> Array:
     """Return sums of this device's gradients; see `sum_gradients`."""
-    return sum_gradients(task.gradients, task.bag_layout, order, num_sums, **options)
+    return sum_gradients(task.gradients, order, num_sums, **options)
 
 
-def _parts(task: Task, order: Array, bags: Array) -> Array | None:
-    """Return a number for each sorted id: ids of one row are summed here if their numbers agree.
+def _blocks(task: Task) -> Array | None:
+    """Return the block of the global batch that each id's example is in, int32 `[N]`.
 
-    It is the block of its bag. Without accumulation every id has a number of its own. None,
-    where a device holds a single block: all ids of a row are summed.
+    None where a device's examples are in one block.
     """
-    if not task.view.accumulates:
-        return order
-    if task.view.blocks_per_device == 1:
+    ids, view, axes = task.ids, task.view, task.layout.axes
+    if view.blocks_per_device == 1:
         return None
-    return _blocks(task, bags)
-
-
-def _blocks(task: Task, bags: Array) -> Array:
-    """Return the block of the global batch that contains the example of each bag, int32 `[N]`."""
-    view, axes, num_blocks = task.view, task.layout.axes, task.layout.blocks
+    assert isinstance(ids, LocalIds), "the host has routed the others"
+    if ids.blocks is not None:
+        return ids.blocks
     replica = collectives.axis_index(axes.batch_axes)
-    first = replica * num_blocks // axes.replicas
-    # Where the later blocks of each replica begin among its bags, [replicas, K - 1]; those past its
-    # last one begin at its end. With 10 bags in 4 blocks on one device: 3 5 8. No replica has more
-    # than K blocks (`Layout.blocks_per_device`), so no later one is left out.
-    numbers = np.arange(axes.replicas)
-    later = numbers[:, None] * view.layout.blocks // axes.replicas + np.arange(
-        1, view.blocks_per_device
-    )
-    starts = view.block_starts[np.minimum(later, view.layout.blocks)]
-    local = starts - numbers[:, None] * view.bags.bag_layout.bags
-    mine = jnp.asarray(local, jnp.int32)[replica]
-    return first + jnp.sum(bags[None] >= mine[:, None], axis=0, dtype=jnp.int32)
+    # Example e of B is in block e · G // B, and bag b of a feature with k bags per example is of
+    # example b // k. A bag is of the feature whose first bag is the last one not after it.
+    # Later features overwrite what is computed for the bags from theirs on: starts 0 and 3 give
+    # bags 0 1 2 3 4 the blocks of feature 0, then bags 3 4 those of feature 1.
+    found, bags = jnp.zeros_like(ids.bags), view.bags
+    for start, size, shape in zip(bags.starts, bags.sizes, bags.shapes, strict=False):
+        example = replica * size + (ids.bags - start) // max(1, shape.bags)
+        block = (example * view.layout.blocks // (size * axes.replicas)).astype(jnp.int32)
+        found = jnp.where(ids.bags >= start, block, found)
+    return found

@@ -249,9 +249,8 @@ class Server:
             stack = view.stack
             assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                in_places = ids.by_place(view)
-                rows = fixed[stack.name].found(in_places.row_ids, stack)
-                found |= by_feature(activations_of(rows, in_places, view), view)
+                rows = fixed[stack.name].found(ids.row_ids, stack)
+                found |= by_feature(activations_of(rows, ids, view), view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
         return [found[f] for f in range(len(layout.features))], located.bad_ids

@@ -14,40 +14,33 @@ namespace tpu_embed {
 // How rows are stored; arithmetic is in float32.
 enum class Storage { kFloat32, kBfloat16 };
 
-// Where the numbers of segments or bags lie that are numbered by period, then by column: those of a
-// feature are `[periods * bags, dim]`. After them the places of jagged features are numbered, which
-// have no bags: feature after feature, `[places, dim]` each.
-struct Columns {
-  const int64_t* feature;  // [columns], the feature of each column
-  const int64_t* offset;   // [columns], the column's place within its feature
-  const int64_t* bags;     // [features], columns of each feature
-  int64_t columns;         // of all features
-  int64_t dim;
-  uint64_t reciprocal;     // 2^64 / columns, rounded up: `at` divides by a product
-  const int64_t* places;   // [features], places of each
-  int64_t in_bags;         // segments that are not places: periods * columns
+// Bags of one feature and one block that follow each other. Bags are numbered feature after feature.
+template <typename Number>
+struct Piece {
+  Number* array;       // of the feature, [bags, dim]
+  int64_t start;       // the feature's first bag
+  int64_t begin, end;  // the piece's
+  int32_t block;
+};
 
-  // Returns the place of number `segment`, given one array a feature.
-  template <typename Pointer>
-  Pointer at(Pointer const* arrays, int64_t segment) const {
-    if (segment >= in_bags) return at_place(arrays, segment - in_bags);
-    // The only column need not be the first feature's: others may have none.
-    if (columns == 1) return arrays[feature[0]] + segment * dim;
-    // Exact for every segment below 2^32 (Lemire, Kaser and Kurz, "Faster remainder by direct
-    // computation", 2019).
-    const auto product = static_cast<unsigned __int128>(reciprocal) * static_cast<uint64_t>(segment);
-    const int64_t period = static_cast<int64_t>(product >> 64);
-    const int64_t column = segment - period * columns;
-    const int64_t f = feature[column];
-    return arrays[f] + (period * bags[f] + offset[column]) * dim;
+// Where the numbers of every bag lie.
+template <typename Number>
+struct Pieces {
+  const Piece<Number>* all;
+  const int32_t* first;  // the piece of bag i << shift
+  int shift;
+
+  // Returns the piece of a bag that there is.
+  const Piece<Number>& of(int64_t bag) const {
+    const Piece<Number>* piece = all + first[bag >> shift];
+    while (bag >= piece->end) ++piece;
+    return *piece;
   }
 
-  // Returns where a place lies; it is one of those that there are.
-  template <typename Pointer>
-  Pointer at_place(Pointer const* arrays, int64_t place) const {
-    int64_t f = 0;
-    for (; place >= places[f]; ++f) place -= places[f];
-    return arrays[f] + place * dim;
+  // Returns the numbers of a bag.
+  Number* at(int64_t bag, int64_t dim) const {
+    const Piece<Number>& piece = of(bag);
+    return piece.array + (bag - piece.start) * dim;
   }
 };
 
@@ -62,10 +55,9 @@ struct GatherSum {
                           // null: every segment has `width` entries
   int64_t width;
   const float* weights;   // [entries] or null; an entry of weight zero adds nothing
-  float* const* outputs;
-  Columns columns;
+  Pieces<float> outputs;
+  int64_t dim;
   int64_t segments;
-  int64_t stride;  // sums are made in the order 0, stride, 2 stride, …, 1, 1 + stride, …
 
   // Returns whether the source has a row.
   bool has(int64_t row) const { return static_cast<uint64_t>(row) < static_cast<uint64_t>(rows); }
@@ -73,18 +65,6 @@ struct GatherSum {
   // Returns the first entry of a segment, and the first of the one behind it.
   int64_t start(int64_t segment) const {
     return starts == nullptr ? segment * width : starts[segment];
-  }
-
-  // Returns number i of the segments, in the order of the sums.
-  int64_t at(int64_t i) const {
-    const int64_t steps = segments / stride;
-    return i % steps * stride + i / steps;
-  }
-
-  // Returns the segment that is summed after another; of the last one, another that there is.
-  int64_t after(int64_t segment) const {
-    segment += stride;
-    return segment < segments ? segment : (segment - segments + 1) % segments;
   }
 };
 
@@ -118,10 +98,8 @@ struct RowUpdate {
   void* table;  // [rows, dim]
   Storage storage;
   float* slots[2];        // [rows, dim]; [rows] for row-wise Adagrad's accumulators
-  const float* const* gradients;
-  Columns columns;
-  const int64_t* block_starts;  // [blocks], the first bags of the second and all later blocks
-  int64_t blocks;
+  Pieces<const float> gradients;
+  int64_t dim;
   bool rounds;  // whether the sum of a block, or a partial sum, is rounded to bfloat16
   Rule rule;
   Draws draws;
@@ -143,7 +121,7 @@ struct Entries {
 // One instruction set's loops.
 struct Loops {
   const char* name;
-  // Write sums [begin, end), counted in the order that the job's stride gives.
+  // Write sums [begin, end).
   void (*gather_sum_32)(const GatherSum<int32_t>&, int64_t begin, int64_t end);
   void (*gather_sum_64)(const GatherSum<int64_t>&, int64_t begin, int64_t end);
   // Update the rows of sorted entries; a row's entries are all among them, absent rows are not.

@@ -55,42 +55,44 @@ struct PutTask {
   int64_t rest;
 };
 
-// Writes order and numbers of the sorted entries.
+// Writes order and numbers of the sorted entries, whose keys are a row and `shift` bits of a block.
 template <typename Row, typename Key>
-void write_runs(const Position<Key>* entries, Row base, SortTask& task) {
+void write_runs(const Position<Key>* entries, Row base, int shift, SortTask& task) {
   Row *rows = static_cast<Row*>(task.rows), *sum_rows = static_cast<Row*>(task.sum_rows);
-  int32_t row = -1, sum = -1, last_block = 0;
+  int32_t row = -1, sum = -1;
   Key last = 0;
   for (int64_t i = 0; i < task.present; ++i) {
     const auto [key, position] = entries[i];
-    const bool new_row = i == 0 || key != last;
+    const bool new_sum = i == 0 || key != last;
     // Added as rows: a key of 32 bits need not hold the base of rows of 64.
-    rows[row += new_row] = base + static_cast<Row>(key);
+    rows[row += new_sum && (i == 0 || key >> shift != last >> shift)] =
+        base + static_cast<Row>(key >> shift);
     task.order[i] = static_cast<int32_t>(position);
     task.row[i] = row;
     last = key;
     if (!task.blocks) continue;
-    const int32_t block = task.blocks[position];
-    sum_rows[sum += new_row || block != last_block] = rows[row];
+    sum_rows[sum += new_sum] = rows[row];
     task.sum[i] = sum;
-    last_block = block;
   }
   task.num_rows = row + 1;
   task.num_sums = task.blocks ? sum + 1 : row + 1;
 }
 
-// Sorts rows in [base, base + range], as keys that hold the range.
+// Sorts rows in [base, base + range], as keys that hold the range and `shift` bits of a block.
 template <typename Row, typename Key>
-void sort_as(Row base, uint64_t range, SortTask& task) {
+void sort_as(Row base, uint64_t range, int shift, SortTask& task) {
   const Row* row_ids = static_cast<const Row*>(task.row_ids);
   Serial serial;
-  RadixSort<Position<Key>, Serial> sort(serial, task.present, range);
+  const uint64_t largest = (range << shift) | ((uint64_t{1} << shift) - 1);
+  RadixSort<Position<Key>, Serial> sort(serial, task.present, largest);
   Position<Key>* to = sort.entries();
   for (int64_t i = 0; i < task.n; ++i) {
     if (row_ids[i] < 0) continue;
-    *to++ = {static_cast<Key>(row_ids[i] - base), static_cast<uint32_t>(i)};
+    const Key block = task.blocks ? static_cast<Key>(task.blocks[i]) : Key{0};
+    const Key key = static_cast<Key>(row_ids[i] - base) << shift | block;
+    *to++ = {key, static_cast<uint32_t>(i)};
   }
-  write_runs<Row, Key>(sort.sort(), base, task);
+  write_runs<Row, Key>(sort.sort(), base, shift, task);
 }
 
 template <typename Row>
@@ -110,10 +112,15 @@ void sort_ids(SortTask& task) {
   if (present == 0) least = 0;
   const auto base = static_cast<Row>(least);
   const auto range = static_cast<uint64_t>(largest - base);
-  if (range <= std::numeric_limits<uint32_t>::max()) {
-    sort_as<Row, uint32_t>(base, range, task);
+  int32_t last_block = 0;
+  for (int64_t i = 0; task.blocks && i < task.n; ++i) {
+    last_block = std::max(last_block, task.blocks[i]);
+  }
+  const int shift = bit_length(static_cast<uint64_t>(last_block));
+  if (range <= std::numeric_limits<uint32_t>::max() >> shift) {
+    sort_as<Row, uint32_t>(base, range, shift, task);
   } else {
-    sort_as<Row, uint64_t>(base, range, task);
+    sort_as<Row, uint64_t>(base, range, shift, task);
   }
 }
 

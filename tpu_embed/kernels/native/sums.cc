@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "buffers.h"
-#include "columns.h"
+#include "pieces.h"
 #include "loops.h"
 #include "parallel.h"
 
@@ -14,8 +14,6 @@ namespace tpu_embed {
 namespace {
 
 constexpr int64_t kBytesPerTask = 1 << 16;
-constexpr int64_t kLongSegment = 256;  // bytes of rows from which on the order of sums pays
-constexpr int64_t kManyPeriods = 64;   // periods from which on it always does, if segments are alike
 
 void run(const Loops& loops, const GatherSum<int32_t>& job, int64_t begin, int64_t end) {
   loops.gather_sum_32(job, begin, end);
@@ -41,42 +39,37 @@ std::unique_ptr<int64_t[]> starts_of(Parallel& parallel, const int32_t* segments
   return starts;
 }
 
-// Returns the same where every period has `widths[c]` entries in its segment of column c: with widths
-// 1 and 2, the segments begin at 0 1 | 3 4 | 6 7.
-std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> widths, int64_t periods) {
-  const int64_t columns = static_cast<int64_t>(widths.size());
-  std::unique_ptr<int64_t[]> starts(new int64_t[periods * columns + 1]);
+// Returns the same where every bag of a feature has as many entries: with 2 bags of 1 and 1 bag of 3,
+// the segments begin at 0 1 2, and the last one ends at 5.
+std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> bags,
+                                     ffi::Span<const int64_t> widths, int64_t count) {
+  std::unique_ptr<int64_t[]> starts(new int64_t[count + 1]);
   int64_t* to = starts.get();
   int64_t at = 0;
-  for (int64_t period = 0; period < periods; ++period) {
-    for (const int64_t width : widths) {
-      *to++ = at;
-      at += width;
-    }
+  for (size_t f = 0; f < bags.size(); ++f) {
+    for (int64_t i = 0; i < bags[f]; ++i, at += widths[f]) *to++ = at;
   }
   *to = at;
   return starts;
 }
 
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
-// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []. Results: one array a feature, float32 [periods * bags, D].
+// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []. Results: one array a feature, float32 [bags, D].
 ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer index,
                       ffi::AnyBuffer segments, ffi::AnyBuffer weights,
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,
-                      ffi::Span<const int64_t> order, ffi::Span<const int64_t> widths,
-                      int64_t periods) {
+                      ffi::Span<const int64_t> widths) {
   const int64_t n = length(index), dim = source.dimensions()[1];
-  const ColumnTable table(bags, order, dim, periods);
+  PieceTable<float> table(bags, {});
   const bool dense = widths.size() > 0;
   if (dense) {
-    const int64_t entries = std::accumulate(widths.begin(), widths.end(), int64_t{0});
-    if (static_cast<int64_t>(widths.size()) != table.columns() || entries * periods != n) {
-      return refuse("gather_sum: the widths of all columns and periods must add up to the indices");
-    }
+    int64_t entries = widths.size() == bags.size() ? 0 : -1;
+    for (size_t f = 0; f < bags.size() && entries >= 0; ++f) entries += bags[f] * widths[f];
+    if (entries != n) return refuse("gather_sum: the widths of all bags must add up to the indices");
   } else if (length(segments) != n) {
     return refuse("gather_sum: one segment an index is needed");
   }
-  const int64_t count = periods * table.columns();
+  const int64_t count = table.bags();
   if (!optional_of_length(weights, n)) return refuse("gather_sum: one weight an index is needed");
   if (static_cast<int64_t>(results.size()) != table.features()) {
     return refuse("gather_sum: one result a feature is needed");
@@ -85,7 +78,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
   for (size_t f = 0; f < results.size(); ++f) {
     auto output = results.get<ffi::AnyBuffer>(f);
     if (!output.has_value()) return output.error();
-    if (!table.fits((**output).element_count(), f)) {
+    if (static_cast<int64_t>((**output).element_count()) != table.bags_of(f) * dim) {
       return refuse("gather_sum: a result has another size than its feature");
     }
     outputs.push_back(data<float>(**output));
@@ -95,28 +88,24 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
     using Row = std::remove_pointer_t<decltype(type)>;
     Parallel parallel(pool);
     const int64_t read = n * dim * static_cast<int64_t>(sizeof(float));
-    const bool alike = dense && *std::min_element(widths.begin(), widths.end()) ==
-                                    *std::max_element(widths.begin(), widths.end());
+    // The width of all bags, if they have the same.
+    const int64_t width = dense ? *std::max_element(widths.begin(), widths.end()) : 0;
+    const bool alike = dense && count * width == n;
     std::unique_ptr<int64_t[]> starts;
     if (!alike) {
-      starts = dense ? starts_of(widths, periods)
+      starts = dense ? starts_of(bags, widths, count)
                      : starts_of(parallel, data<int32_t>(segments), n, count);
     }
-    // A column's segments one after the other, as long as finding them costs little beside the sums:
-    // most rows that two segments share are of one column, and they stay in the cache. And the sums
-    // of a column lie together, those of a period often as far apart as the cache has room.
-    const bool by_column = (alike && periods >= kManyPeriods) || read >= count * kLongSegment;
     GatherSum<Row> job{source.untyped_data(),
                        storage_of(source),
                        length(source),
                        data<Row>(index),
                        starts.get(),
-                       alike ? widths[0] : 0,
+                       alike ? width : 0,
                        optional<float>(weights),
-                       outputs.data(),
-                       table.columns_of(),
-                       count,
-                       by_column ? table.columns() : 1};
+                       table.of(outputs),
+                       dim,
+                       count};
     const int64_t written = count * dim * static_cast<int64_t>(sizeof(float));
     const int64_t tasks = parallel.tasks(read + written, kBytesPerTask);
     parallel.for_each(tasks, [&](int64_t task) {
@@ -138,6 +127,4 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_gather_sum, tpu_embed::gather_sum,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("bags")
-                                  .Attr<xla::ffi::Span<const int64_t>>("order")
-                                  .Attr<xla::ffi::Span<const int64_t>>("widths")
-                                  .Attr<int64_t>("periods"));
+                                  .Attr<xla::ffi::Span<const int64_t>>("widths"));

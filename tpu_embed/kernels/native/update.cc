@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "buffers.h"
-#include "columns.h"
 #include "loops.h"
 #include "parallel.h"
+#include "pieces.h"
 #include "sort.h"
 
 namespace tpu_embed {
@@ -33,7 +33,7 @@ struct Ids {
   const float* weights;      // null: all ones
   const int32_t* sums;       // the partial sum of each entry, non-decreasing; null: not routed
   const int32_t* merged;     // the merged sum of each partial sum; null: they are the same
-  int64_t n, count;          // ids; bags and places
+  int64_t n, count;          // ids; bags
   int64_t partials, totals;  // lengths of merged and, with sums, of rows
 
   static bool below(int64_t position, int64_t length) {
@@ -51,11 +51,55 @@ struct Ids {
   }
 };
 
+// Positions of ids that are taken one range after the other: by block, then by feature, so that the
+// ids of one row, sorted stably, are in the order in which their gradients are added.
+class Order {
+ public:
+  void add(int64_t begin, int64_t end) {
+    if (begin >= end) return;
+    begins_.push_back(begin);
+    ends_.push_back(count() + end - begin);
+  }
+  int64_t count() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  // Calls call(position) for numbers [first, last) of the positions.
+  template <typename Call>
+  void for_each(int64_t first, int64_t last, const Call& call) const {
+    size_t range = std::upper_bound(ends_.begin(), ends_.end(), first) - ends_.begin();
+    for (; first < last; ++range) {
+      const int64_t before = range == 0 ? 0 : ends_[range - 1];
+      const int64_t stop = std::min(last, ends_[range]);
+      for (; first < stop; ++first) call(begins_[range] + first - before);
+    }
+  }
+
+ private:
+  std::vector<int64_t> begins_, ends_;  // ends_: how many positions there are up to a range's end
+};
+
+// Returns the order of ids whose bags do not descend.
+template <typename Row>
+Order order_of(const Ids<Row>& ids, const PieceTable<const float>& table) {
+  Order order;
+  if (ids.sums != nullptr || table.blocks() == 1) {
+    order.add(0, ids.n);
+    return order;
+  }
+  const auto first = [&](int64_t bag) {
+    if (ids.bags == nullptr) return std::min(bag, ids.n);
+    const int32_t* at = std::lower_bound(ids.bags, ids.bags + ids.n, bag);
+    return static_cast<int64_t>(at - ids.bags);
+  };
+  table.for_each([&](int64_t begin, int64_t end) { order.add(first(begin), first(end)); });
+  return order;
+}
+
 // Updates the rows of all ids; ids outside [0, table_rows) are left out.
 template <typename Row>
-void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, int64_t table_rows) {
+void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, const Order& order,
+                 int64_t table_rows) {
   using Key = std::make_unsigned_t<Row>;
-  const int64_t n = ids.n;
+  const int64_t n = order.count();
   const auto bag_of = [&](int64_t i) { return ids.bags == nullptr ? i : int64_t{ids.bags[i]}; };
   const auto counts = [&](int64_t i) {
     const int64_t row = ids.row(i), bag = bag_of(i);
@@ -63,9 +107,14 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
   };
   // Absent ids go first: on one of many devices, most of them.
   const int64_t chunks = sort_chunks(parallel, n);
+  const auto each = [&](int64_t c, const auto& call) {
+    order.for_each(n * c / chunks, n * (c + 1) / chunks, call);
+  };
   std::vector<int64_t> kept(chunks + 1);
   parallel.for_each(chunks, [&](int64_t c) {
-    for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) kept[c + 1] += counts(i);
+    int64_t mine = 0;
+    each(c, [&](int64_t i) { mine += counts(i); });
+    kept[c + 1] = mine;
   });
   std::partial_sum(kept.begin(), kept.end(), kept.begin());
   const int64_t present = kept[chunks];
@@ -74,12 +123,12 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
   Scratch<int32_t> sums(routed ? present : 0);
   parallel.for_each(chunks, [&](int64_t c) {
     int64_t to = kept[c];
-    for (int64_t i = n * c / chunks; i < n * (c + 1) / chunks; ++i) {
-      if (!counts(i)) continue;
+    each(c, [&](int64_t i) {
+      if (!counts(i)) return;
       const float weight = ids.weights == nullptr ? 1.0f : ids.weights[i];
       if (routed) sums[to] = ids.sums[i];
       sort.entries()[to++] = {static_cast<Key>(ids.row(i)), static_cast<uint32_t>(bag_of(i)), weight};
-    }
+    });
   });
   // Routed entries are sorted already.
   const Contribution<Key>* entries = routed ? sort.entries() : sort.sort();
@@ -94,7 +143,7 @@ void update_rows(Parallel parallel, const RowUpdate& job, const Ids<Row>& ids, i
   parallel.for_each(tasks, [&](int64_t task) {
     const int64_t begin = start(task), end = start(task + 1);
     if (begin == end) return;
-    Scratch<float> scratch(3 * job.columns.dim);
+    Scratch<float> scratch(3 * job.dim);
     run(job, sorted.part(begin, end - begin), scratch.data());
   });
 }
@@ -124,21 +173,18 @@ bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
 // bags int32 [N] or []; weights float32 [N] or []; sums int32 [N] or [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
 // numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or []; numbers
-// float32; gradients, one array a feature, float32 [periods * bags, D], or [places, D] of a jagged
-// one. Blocks: the first bags of the second block of the batch and of all later ones, of ids that
-// are not routed. Rounds: whether partial sums are rounded to bfloat16.
+// float32; gradients, one array a feature, float32 [bags, D]. Blocks: for each feature, the first
+// bags of the second block of the batch and of all later ones, of ids that are not routed. Rounds: whether partial sums are rounded to bfloat16.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Span<const int64_t> columns, ffi::Span<const int64_t> order,
-                  ffi::Span<const int64_t> blocks, ffi::Span<const int64_t> places, int64_t periods,
-                  int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
+                  ffi::Span<const int64_t> bags, ffi::Span<const int64_t> blocks, int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
                   ffi::Span<const int64_t> shard_steps, int64_t row_step) {
   const size_t held = results.size();
-  const size_t features = columns.size();
+  const size_t features = bags.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
     return refuse("update: another number of operands");
   }
-  if (places.size() != 0 && places.size() != features) {
-    return refuse("update: one number of places a feature is needed");
+  if (features == 0 ? blocks.size() != 0 : blocks.size() % features != 0) {
+    return refuse("update: as many blocks of each feature are needed");
   }
   std::vector<ffi::AnyBuffer> given;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -157,8 +203,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
-  const ColumnTable layout(columns, order, dim, periods, places);
-  const int64_t count = layout.segments();
+  PieceTable<const float> table_of_bags(bags, blocks);
+  const int64_t count = table_of_bags.bags();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
       (operand.bags.element_count() == 0 && n > count)) {
     return refuse("update: ids, bags or weights of another length");
@@ -169,7 +215,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   std::vector<const float*> gradients;
   for (size_t f = 0; f < features; ++f) {
     const ffi::AnyBuffer& gradient = given[held + kOperands + f];
-    if (!layout.fits(gradient.element_count(), f)) {
+    if (static_cast<int64_t>(gradient.element_count()) != bags[f] * dim) {
       return refuse("update: gradients of another size than their feature");
     }
     gradients.push_back(data<float>(gradient));
@@ -178,10 +224,8 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
   job.table = table.untyped_data();
   job.storage = storage_of(table);
   for (size_t s = 1; s < held; ++s) job.slots[s - 1] = data<float>(given[s]);
-  job.gradients = gradients.data();
-  job.columns = layout.columns_of();
-  job.block_starts = blocks.begin();
-  job.blocks = static_cast<int64_t>(blocks.size());
+  job.gradients = table_of_bags.of(gradients);
+  job.dim = dim;
   job.rounds = rounds != 0;
   if (const uint32_t* draws = optional<uint32_t>(operand.draws)) {
     job.draws = {draws + 1, firsts.begin(), shard_steps.begin(), static_cast<int64_t>(firsts.size()),
@@ -194,7 +238,7 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
                        optional<float>(operand.weights), optional<int32_t>(operand.sums),
                        optional<int32_t>(operand.merged), n, count,
                        length(operand.merged), length(operand.rows)};
-    update_rows(Parallel(pool), job, ids, length(table));
+    update_rows(Parallel(pool), job, ids, order_of(ids, table_of_bags), length(table));
     return ffi::Error::Success();
   });
 }
@@ -208,10 +252,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("bags")
-                                  .Attr<xla::ffi::Span<const int64_t>>("order")
                                   .Attr<xla::ffi::Span<const int64_t>>("blocks")
-                                  .Attr<xla::ffi::Span<const int64_t>>("places")
-                                  .Attr<int64_t>("periods")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags")
                                   .Attr<int64_t>("rounds")
