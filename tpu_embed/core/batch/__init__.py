@@ -7,34 +7,22 @@ from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
-from tpu_embed.core.batch.transport import (
-    Exchange,
-    Local,
-    Psum,
-    Transport,
-    transport_of,
-)
 
 __all__ = [
     "Bags",
     "Batch",
     "BatchSpec",
-    "Exchange",
-    "Local",
     "LocalIds",
-    "Psum",
     "Routed",
     "RoutedIds",
     "StackSpec",
     "StackView",
     "TracedIds",
-    "Transport",
     "fields_of",
     "line_length",
     "line_of",
     "make_traced",
     "padded_lengths",
-    "transport_of",
     "view_stacks",
     "worst_case",
 ]

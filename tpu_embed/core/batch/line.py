@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +48,12 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.batch.transport import INT32, Shape, transport_of
 from tpu_embed.core.layout import Layout
+
+INT32 = np.dtype(np.int32)
+
+Shape = tuple[str, tuple[int, ...], Any]
+"""Name, shape and dtype of an array in a line."""
 
 ROW_SPLITS = "row_splits/"
 """What the names of fields begin with that end with the number of a jagged feature."""
@@ -157,4 +161,11 @@ def _routed(view: StackView) -> list[Shape]:
     found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]
     if view.has_gains:
         found.append(("sum_gains", (n,), stack.compute_dtype))
-    return found + transport_of(view).merge_arrays
+    # For the merge at the owner, or for the owner to route it.
+    if not view.merges_on_host:
+        return found if view.by_psum else [*found, ("sent", (shards, view.parcel_size), index)]
+    if not view.by_psum and not view.is_local:
+        found.append(("merge_index", (view.num_partials,), INT32))
+    if not view.by_psum:
+        found.append(("merge_segments", (view.num_partials,), INT32))
+    return [*found, ("merged", (view.num_merged,), index)]

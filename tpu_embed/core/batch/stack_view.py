@@ -3,7 +3,12 @@
 A batch has one static shape (`BatchSpec`), and an engine has one layout. Whatever works on one
 stack needs a part of both: the features that look it up, their bags, the room for ids and rows.
 A `StackView` is that part, so that functions take one argument instead of three. How its bags are
-numbered, `bags.py` says; how its gradients come to the owners of the rows, `transport.py`.
+numbered, `bags.py` says.
+
+The gradients of a stack come to the shards that own its rows in one of three ways. If one device
+has all ids and all rows, nothing moves. Of a replicated stack with no more rows than the batch has
+ids, every device makes dense sums, which a psum adds. Otherwise every device sends each shard
+partial sums of the gradients of its rows.
 
 Input: a spec, a layout, and the number of a stack. Output: everything static about the stack.
 """
@@ -15,7 +20,7 @@ import functools
 
 from tpu_embed.core.batch.bags import Bags
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_room
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import ROW_MULTIPLE, Layout, Stack, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +102,42 @@ class StackView:
             return False
         sorts = self.routes_update or not self.accumulates
         return sorts and self.blocks_per_device > 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether one device has all ids and all rows."""
+        return self.stack.num_shards == 1 and self.layout.axes.replicas == 1
+
+    @functools.cached_property
+    def by_psum(self) -> bool:
+        """Whether the devices make dense sums of all rows, which a psum adds."""
+        stack, replicas = self.stack, self.layout.axes.replicas
+        # A psum would add the sums of all blocks unrounded.
+        if self.is_local or stack.num_shards > 1 or not self.accumulates or stack.exchange_dtype:
+            return False
+        return self.layout.blocks * stack.num_rows <= self.num_ids * replicas
+
+    @property
+    def parcel_size(self) -> int:
+        """C', the room for partial sums of one source for one owner."""
+        return max(1, self.room.partials)
+
+    @property
+    def num_partials(self) -> int:
+        """P, the partial sums that one owner has room for, of all sources."""
+        if self.by_psum:  # a sum for every block and row; row r in block b is number b · R + r
+            return self.layout.blocks * self.stack.num_rows
+        sources = self.layout.axes.batch_order(self.stack.shard_axes)
+        return (1 if self.is_local else sources.size) * self.parcel_size
+
+    @property
+    def num_merged(self) -> int:
+        """U, the distinct rows that one shard updates, a multiple of `ROW_MULTIPLE`."""
+        most = self.stack.num_rows
+        if not self.by_psum:
+            most = min(most, self.num_partials)
+            most = min(most, max(1, self.room.merged)) if self.merges_on_host else most
+        return round_up(most, ROW_MULTIPLE)
 
     @functools.cached_property
     def bags(self) -> Bags:

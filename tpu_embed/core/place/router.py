@@ -19,10 +19,14 @@ from tpu_embed.core.batch import Batch, BatchSpec, Routed, view_stacks
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
 from tpu_embed.core.place.agreement import Agreement, Alone
-from tpu_embed.core.place.host_stack import HostStack, sort_stack
 from tpu_embed.core.place.packing import natural_spec, pack_all, row_splits_of
 from tpu_embed.core.place.tiers import Tiers
-from tpu_embed.core.place.write_lines import with_capacities, write_lines
+from tpu_embed.core.place.write_lines import (
+    HostStack,
+    sort_stack,
+    with_capacities,
+    write_lines,
+)
 
 
 def exact_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:

@@ -1,22 +1,25 @@
-"""Route a batch on the host: sort its ids once, count the room they need, write the route.
+"""Route a batch on the host: sort its ids once, count the room they need, write the lines.
 
 The static shape of a batch depends on its ids, and several processes must agree on it. So the work
-has two steps. First the ids of every stack are sorted, and the room for their exchange is counted:
-for each pair of a device and a shard the distinct rows that the device asks for and the partial
-sums that it sends, and for each shard the rows that it updates. Then, with the agreed shape, the
-positions are written into the packed array (`line.py` lists the fields).
+has three steps. The ids of every stack are sorted by row, on each replica: the distinct rows are
+what the replica asks the shards for, and the partial sums, one for each row and block of the batch,
+are what it sends them. The room for that is counted. Then, with the agreed shape, the line of each
+device is written (`line.py` lists its fields): where each id's row comes back, in which order the
+device sums gradients, and in which order, as an owner, it adds up the partial sums that arrive.
 
-Input: the ids of every stack of this process's replicas. Output: their spec with its capacities,
-and the packed array.
+Input: the packed ids of this process's replicas. Output: their spec with its capacities, and the
+packed array.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import (
     BatchSpec,
     StackView,
@@ -25,10 +28,61 @@ from tpu_embed.core.batch import (
     line_of,
     view_stacks,
 )
+from tpu_embed.core.exchange import host_route
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.host_stack import Devices, HostStack, ids_at
-from tpu_embed.core.place.lookup_route import LookupWriter
-from tpu_embed.core.place.update_route import write_update
+from tpu_embed.core.place.packing import StackIds
+from tpu_embed.kernels.dispatch import host_kernels
+from tpu_embed.kernels.host_reference import Pieces, Put, SortedIds, Take
+
+Fields = dict[str, np.ndarray]
+"""The fields of a stack, each `[devices, …]`."""
+
+
+class HostStack(NamedTuple):
+    """One stack of a batch on the host.
+
+    Attributes:
+      ids: the ids of this process's replicas.
+      replicas: the sorted ids of each of these replicas.
+      rows_at: int `[replicas, S + 1]`, where the distinct rows of each shard begin.
+      sums_at: int `[replicas, S + 1]`, where the partial sums of each shard begin.
+      numbers: the numbers of these replicas in the global batch.
+      row_splits: by jagged feature, int32 `[replicas, B/S + 1]`.
+      owners: how every shard merges what it gets; () if the host does not know the whole batch.
+    """
+
+    ids: StackIds
+    replicas: tuple[SortedIds, ...]
+    rows_at: np.ndarray
+    sums_at: np.ndarray
+    numbers: np.ndarray
+    row_splits: dict[int, np.ndarray]
+    owners: tuple[host_route.Merge, ...]
+
+
+def sort_stack(
+    ids: StackIds, view: StackView, replicas: np.ndarray, row_splits: dict[int, np.ndarray]
+) -> HostStack:
+    """Sort the ids of one stack by row, on every replica.
+
+    Args:
+      ids: the ids.
+      view: the stack.
+      replicas: the numbers of this process's replicas in the global batch.
+      row_splits: of its jagged features.
+    """
+    # One device that sorts the ids itself: nothing is exchanged.
+    if view.is_local and not view.is_routed:
+        nowhere = np.zeros((0, 2), np.int64)
+        return HostStack(ids, (), nowhere, nowhere, replicas, row_splits, ())
+    ordered = host_kernels().sort_ids(ids.row_ids, ids.blocks)
+    rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
+    if ids.blocks is not None:
+        sums_at = host_route.bounds([one.sum_rows for one in ordered], view.stack)
+    merges = ()
+    if view.merges_on_host:
+        merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
+    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, row_splits, merges)
 
 
 def with_capacities(
@@ -54,8 +108,11 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     """Return the capacities that a stack's ids need."""
     if not host.replicas:
         return {}
-    # Without accumulation nothing is summed: the gradient of every id is sent by itself.
-    sent = host.sums_at if view.accumulates else ids_at(host)
+    sent = host.sums_at
+    if not view.accumulates:
+        # Nothing is summed: the gradient of every id is sent by itself.
+        pairs = zip(host.replicas, host.rows_at.astype(np.int32), strict=True)
+        sent = np.array([one.row.searchsorted(at) for one, at in pairs])
     room = {
         "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
         "partials": int(np.diff(sent, axis=1).max()),
@@ -73,12 +130,168 @@ def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) ->
       spec: the agreed shape, of this process's replicas.
       layout: the engine's layout.
     """
-    views, fields = view_stacks(spec, layout), line_of(spec, layout)
-    num_devices = layout.axes.local_parts(layout.axes.names).size
-    packed = np.empty((num_devices, line_length(fields)), np.int32)
-    for view, host, mine in zip(views, stacks, fields, strict=True):
-        out, devices = fields_of(packed, mine), Devices.of(view)
-        LookupWriter(view, host, devices).write(out)
-        if "sum_index" in out:
-            write_update(out, view, host, devices)
+    views, fields, axes = view_stacks(spec, layout), line_of(spec, layout), layout.axes
+    mine, replicas = axes.local_parts(axes.names), axes.local_parts(axes.batch_axes)
+    # The replica whose ids each device has, a number among this process's, and the shard it owns.
+    replica = np.searchsorted(replicas, axes.parts_of_devices(axes.batch_axes)[mine])
+    packed = np.empty((mine.size, line_length(fields)), np.int32)
+    for view, host, own in zip(views, stacks, fields, strict=True):
+        shard = axes.parts_of_devices(view.stack.shard_axes)[mine]
+        _Writer(view, host, replica, shard).write(fields_of(packed, own))
     return packed
+
+
+class _Writer(NamedTuple):
+    """Writes the fields of one stack.
+
+    Attributes:
+      view: the stack, in the agreed shape.
+      host: its ids.
+      replica: int `[devices]`, the number of the replica whose ids each device has.
+      shard: int `[devices]`, which shard each device owns.
+    """
+
+    view: StackView
+    host: HostStack
+    replica: np.ndarray
+    shard: np.ndarray
+
+    def write(self, out: Fields) -> None:
+        """Write all fields."""
+        ids = self.host.ids
+        if "row_ids" in out:
+            out["row_ids"][:] = self._of_devices(ids.row_ids)
+        for name in {"bags", "gains", "blocks"} & out.keys():
+            out[name][:] = self._of_devices(getattr(ids, name))
+        for f, splits in self.host.row_splits.items():
+            out[f"row_splits/{f}"][:] = self._of_devices(splits)
+        if "index" in out:
+            self._write_lookup(out)
+        if "sent" in out:
+            sum_rows = [one.sum_rows for one in self.host.replicas]
+            self._write_parcels(out["sent"], sum_rows, self.host.sums_at)
+        if "sum_index" in out:
+            takes = self._cells(out) if self.view.by_psum else self._partials(out)
+            host_kernels().take(takes)
+
+    def _of_devices(self, by_replica: np.ndarray) -> np.ndarray:
+        """Return `[devices, …]` from `[replicas, …]`; a view if every device is a replica."""
+        one_each = np.array_equal(self.replica, np.arange(len(by_replica)))
+        return by_replica if one_each else by_replica[self.replica]
+
+    def _write_lookup(self, out: Fields) -> None:
+        """Write where each id's row comes back, and what is asked of whom."""
+        stack = self.view.stack
+        if stack.num_shards == 1:
+            out["index"][:] = self._of_devices(self.host.ids.row_ids)
+            return
+        capacity = out["asked"].shape[-1]
+        numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
+        lines = []
+        for line, r in zip(out["index"], self.replica, strict=True):
+            one, absent = self.host.replicas[r], stack.num_shards * capacity
+            lines.append(Put(line, one.order, numbers[r], one.row, absent))
+        host_kernels().put(lines)
+        rows = [one.rows for one in self.host.replicas]
+        self._write_parcels(out["asked"], rows, self.host.rows_at)
+
+    def _write_parcels(self, out: np.ndarray, rows: list[np.ndarray], at: np.ndarray) -> None:
+        """Write the local rows that devices send to shards.
+
+        Args:
+          out: `[devices, S, C]`. If this process knows all devices, what each gets as an owner,
+            from the S devices along the shard axes; otherwise what each sends to the S shards.
+          rows: by replica, the physical rows that it sends, ascending.
+          at: int `[replicas, S + 1]`, where those of each shard begin.
+        """
+        stack = self.view.stack
+        # Both are [devices, S]: for each parcel, the shard that owns its rows, and the replica that
+        # sends it. 2 devices that each send to 2 shards: shards 0 1 | 0 1, senders 0 0 | 1 1; what
+        # the same devices receive as owners: shards 0 0 | 1 1, senders 0 1 | 0 1.
+        shards = np.broadcast_to(np.arange(stack.num_shards), out.shape[:2])
+        senders = np.broadcast_to(self.replica[:, None], out.shape[:2])
+        if self.view.layout.axes.one_process:
+            shards = np.broadcast_to(self.shard[:, None], out.shape[:2])
+            senders = self.replica[self._sources()]
+        host_kernels().put_pieces(
+            out,
+            rows,
+            Pieces(senders, at[senders, shards], at[senders, shards + 1], shards * stack.num_rows),
+            PADDING_ID,
+        )
+
+    def _sources(self) -> np.ndarray:
+        """Return the devices that send to each device along the shard axes, `[devices, S]`."""
+        axes, stack = self.view.layout.axes, self.view.stack
+        rest = tuple(name for name in axes.names if name not in stack.shard_axes)
+        # Devices with equal coordinates on all other axes exchange with each other; in mesh order
+        # they are the sources 0 … S - 1.
+        peers = axes.parts_of_devices(rest)
+        together = np.argsort(peers, kind="stable").reshape(-1, stack.num_shards)
+        return together[peers]
+
+    def _partials(self, out: Fields) -> list[Take]:
+        """Return the order in which every device makes its partial sums, and owners merge them."""
+        view = self.view
+        places = [host_route.places(at, view.parcel_size) for at in self.host.sums_at]
+        pairs = zip(self.host.replicas, places, strict=True)
+        ordered = [(one.order, one.sum, to) for one, to in pairs]
+        lines = self._sums(out, ordered, view.stack.num_shards * view.parcel_size)
+        return lines + self._merges(out) if "merged" in out else lines
+
+    def _cells(self, out: Fields) -> list[Take]:
+        """Return the order of the sums of a psum: row r in block b is added to cell b · R + r."""
+        layout, ids, rows = self.view.layout, self.host.ids, self.view.stack.num_rows
+        blocks = ids.blocks
+        if blocks is None:
+            blocks = (self.host.numbers * layout.blocks // layout.axes.replicas)[:, None]
+        cells = np.where(ids.row_ids < 0, PADDING_ID, ids.row_ids + blocks * rows).astype(np.int32)
+        by_cell = host_kernels().sort_ids(cells)
+        if "merged" in out:
+            touched = self.host.owners[0].sums.rows
+            out["merged"].fill(PADDING_ID)
+            out["merged"][:, touched] = touched
+        ordered = [(one.order, one.row, one.rows) for one in by_cell]
+        return self._sums(out, ordered, self.view.num_partials)
+
+    def _sums(
+        self, out: Fields, ordered: list[tuple[np.ndarray, np.ndarray, np.ndarray]], absent: int
+    ) -> list[Take]:
+        """Return the lines `sum_index`, `sum_segments`, `sum_gains` of all devices.
+
+        Args:
+          out: the fields.
+          ordered: by replica, int32 `[n]` the positions of the ids, sorted by the sum that each is
+            added to; int32 `[n]` for each of them the number of its run, as ids of one sum are a
+            run; and, for each run, the number of its sum.
+          absent: what fills the rest of `sum_segments`: a number past those of all sums.
+        """
+        ids, lines = self.host.ids, []
+        bags = self.view.bags.dense_bags(np) if ids.bags is None else ids.bags
+        bags = np.broadcast_to(bags, ids.row_ids.shape)
+        for d, r in enumerate(self.replica):
+            order, runs, sums = ordered[r]
+            lines.append(Take(out["sum_index"][d], bags[r], order, 0))
+            lines.append(Take(out["sum_segments"][d], sums, runs, absent))
+            if ids.gains is not None:
+                lines.append(Take(out["sum_gains"][d], ids.gains[r], order, 0))
+        return lines
+
+    def _merges(self, out: Fields) -> list[Take]:
+        """Return how every owner merges what it receives; owners of one shard all do the same."""
+        view, stack, lines = self.view, self.view.stack, []
+        # [S, replicas]: where each replica's parcel begins in what each owner receives.
+        first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
+        for owner in np.unique(self.shard):
+            sizes, sums = self.host.owners[owner]
+            # Where the parcel of each replica arrives, and in it each of its partial sums: parcels
+            # of 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
+            shift = first[owner] - (sizes.cumsum() - sizes)
+            arrived = np.arange(sizes.sum(), dtype=np.int32) + shift.astype(np.int32).repeat(sizes)
+            rows = sums.rows - sums.rows.dtype.type(owner * stack.num_rows)
+            for d in np.flatnonzero(self.shard == owner):
+                if "merge_index" in out:
+                    lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
+                lines.append(Take(out["merge_segments"][d], sums.row, None, view.num_merged))
+                lines.append(Take(out["merged"][d], rows, None, PADDING_ID))
+        return lines

@@ -21,9 +21,7 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
 from tpu_embed.core.batch import (
     Batch,
-    Local,
     LocalIds,
-    Psum,
     RoutedIds,
     StackView,
     TracedIds,
@@ -201,7 +199,7 @@ def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[Sta
 
     capacity, enough = max(1, task.view.room.partials), task.view.worst_room.partials
     # On one device all ids find room, and nothing is exchanged for the dense sums of a psum.
-    if isinstance(task.ids, LocalIds) and isinstance(task.transport, Local | Psum):
+    if isinstance(task.ids, LocalIds) and (task.view.is_local or task.view.by_psum):
         return with_capacity(enough)(held), jnp.asarray(False)
     # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
     # inside a user's jit overflow on any device, all devices take the worst case together.
@@ -235,14 +233,14 @@ def _apply(
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
     Which kernel runs is chosen when the program is lowered for a platform.
     """
-    rule, transport = _StackRule.of(task, operands), task.transport
+    rule, view = _StackRule.of(task, operands), task.view
     # Without accumulation, occurrences must not be summed at all.
-    if not task.view.accumulates:
+    if not view.accumulates:
         return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
-    if isinstance(transport, Psum):
+    if view.by_psum:
         return rule.to_sums(held, psum_sums(task))
     # One device has the gradients of all bags: its kernel takes them as they are.
-    if isinstance(task.ids, RoutedIds) and isinstance(transport, Local):
+    if isinstance(task.ids, RoutedIds) and view.is_local:
         given = gradients_at_owner(task)
         return dispatch.choose(
             held,
@@ -252,7 +250,7 @@ def _apply(
             and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
         )
     # A single CPU: its kernel sorts the ids, too.
-    if isinstance(transport, Local):
+    if view.is_local:
         return dispatch.choose(
             held,
             otherwise=lambda held: rule.to_partials(held, exchange_sums(task, outgoing())),

@@ -5,7 +5,7 @@ So the global batch is split into G contiguous blocks. A row's gradients are sum
 feature within each block, on the device that has the block's examples; these partial sums are sent
 to the row's owner, which adds them in the order of the blocks.
 
-How the gradients come to the owners, `batch/transport.py` says. Both orders, that of the partial
+How the gradients come to the owners, `batch/stack_view.py` says. Both orders, that of the partial
 sums and that of the merge, are a route: the host has computed it for a placed batch; for ids that
 only the program knows it is computed here.
 
@@ -25,8 +25,6 @@ from tpu_embed.core.batch import (
     LocalIds,
     RoutedIds,
     StackView,
-    Transport,
-    transport_of,
 )
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
@@ -57,11 +55,6 @@ class Task(NamedTuple):
         if self.fits or self.stack.num_shards == 1:
             return True
         return max(1, self.view.room.row_capacity) >= self.view.worst_room.row_capacity
-
-    @property
-    def transport(self) -> Transport:
-        """How the gradients come to the rows' owners."""
-        return transport_of(self.view)
 
     @property
     def stack(self) -> Stack:
@@ -234,7 +227,7 @@ def gradients_at_owner(task: Task) -> RoutedGradients:
 
 def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
     """Return the partial sums of gradients that are at the owner of their rows already."""
-    sent, size = task.rounded_format, task.transport.num_partials
+    sent, size = task.rounded_format, task.view.num_partials
     with jax.named_scope("dedup"):
         sums = sum_gradients(given.gradients, given.sums, size, filled=False, sent=sent)
     if sent is None:
@@ -289,7 +282,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     counts = collectives.psum(own.astype(jnp.int32), task.layout.axes.batch_axes)
     numbers = jnp.arange(rows, dtype=task.stack.index_dtype)
     touched = jnp.where(counts > 0, numbers, PADDING_ID)
-    missing = (0, task.transport.num_merged - rows)
+    missing = (0, task.view.num_merged - rows)
     return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
