@@ -72,9 +72,10 @@ def sums_of(kernel, source, index, segments, weights=None, **layout):
     return kernel(RowsToSum(source, index, segments, weights), SumLayout(**layout))
 
 
-def update_of(table, slots, *given, rule, rounding=None, **layout):
+def update_of(table, slots, *given, rule, rounding=None, blocks=(), **layout):
     """Return what the compiled update makes of the gradients of ids."""
-    gradients, layout = RowGradients(*given), GradientLayout(**layout)
+    starts = np.array(blocks, np.int32).reshape(-1) if blocks else None
+    gradients, layout = RowGradients(*given)._replace(blocks=starts), GradientLayout(**layout)
     return cpu.update_rows(table, slots, gradients, layout, rule, rounding)
 
 

@@ -194,7 +194,7 @@ def test_operands_that_do_not_fit_are_refused():
     source, index, segments, weights = draw_sums(np.random.default_rng(0), 5, "float32")
     rest = {"bags": BAGS}
     table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"bags": COUNTS, "blocks": ()}
+    blocks = {"bags": COUNTS}
     rule = compiled(RULES["adagrad"])
     calls = {
         "gather_sum: one segment": lambda: sums_of(
@@ -216,8 +216,8 @@ def test_operands_that_do_not_fit_are_refused():
         "update: gradients of another size": lambda: update_of(
             table, slots, *given[:-1], given[-1][::-1], rule=rule, **blocks
         ),
-        "update: one number of places": lambda: update_of(
-            table, slots, *given, rule=rule, **blocks, places=(1,)
+        "update: as many blocks": lambda: update_of(
+            table, slots, *given, rule=rule, bags=COUNTS, blocks=((1, 2, 3),)
         ),
         "row numbers must be int32": lambda: cpu.gather_rows(source, index.astype(np.int16)),
     }

@@ -171,6 +171,7 @@ def update_rows(
         _or_empty(given.weights),
         _or_empty(given.sums, jnp.int32),
         _or_empty(given.merged, jnp.int32),
+        _or_empty(given.blocks, jnp.int32),
         *_drawn(rounding),
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
@@ -221,5 +222,4 @@ def _attributes(layout: NamedTuple) -> dict[str, Any]:
     """Return what is static as a custom call takes it: numbers and lists of 64 bits."""
     named = layout._asdict()
     named.pop("filled", None)  # the kernel writes every sum
-    arrays = {name: np.asarray(one, np.int64) for name, one in named.items()}
-    return {name: one[()] if one.ndim == 0 else one.reshape(-1) for name, one in arrays.items()}
+    return {name: np.asarray(one, np.int64)[()] for name, one in named.items()}

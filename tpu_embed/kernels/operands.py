@@ -62,6 +62,9 @@ class RowGradients(NamedTuple):
       gradients: the gradients of the bags, `[bags[f], D]` for feature f.
       sums: int32 `[N]`, non-decreasing; None: the ids are not routed.
       merged: int32 `[P]`, non-decreasing; None: every partial sum is a whole sum.
+      blocks: int32 `[F * (G - 1)]`, for each feature the first bags of the second block of the
+        batch and of all later ones, of ids that are not routed; None: there is one block. A row's
+        gradients are summed within each block first, feature after feature, then over the blocks.
     """
 
     row_ids: Array
@@ -70,20 +73,17 @@ class RowGradients(NamedTuple):
     gradients: tuple[Array, ...]
     sums: Array | None = None
     merged: Array | None = None
+    blocks: Array | None = None
 
 
 class GradientLayout(NamedTuple):
-    """How the bags of gradients are numbered, and the blocks in which a row's are summed.
+    """How the bags of gradients are numbered, and whether sums are rounded.
 
     Attributes:
       bags: for each feature, the number of its bags; they are numbered feature after feature.
-      blocks: for each feature, the first bags of the second block of the batch and of all later
-        ones, of ids that are not routed; () if there is one block. A row's gradients are summed
-        within each block first, feature after feature, then over the blocks.
       rounds: whether each partial sum, or the sum of each block, is rounded to bfloat16 (to nearest
         even) before they are added up.
     """
 
     bags: tuple[int, ...]
-    blocks: tuple[tuple[int, ...], ...] = ()
     rounds: bool = False

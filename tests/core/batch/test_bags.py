@@ -50,7 +50,8 @@ def test_bags_and_blocks(features, devices, blocks):
         assert places[start] == (f, 0, 0)
     number = view.layout.blocks
     if devices == 1:
-        for f, starts in enumerate(view.bags.block_starts(number)):
+        for f in range(len(features)):
+            starts = np.asarray(view.bags.block_starts(f, number, None)).tolist()
             mine = [i for i, place in enumerate(places) if place[0] == f]
             counted = [sum(i >= start for start in starts) for i in mine]
             assert counted == [places[i][1] * number // features[f][0] for i in mine]
@@ -75,3 +76,6 @@ def test_a_jagged_feature_has_a_bag_for_each_place():
     (view,) = view_stacks(spec, engine.layout)
     assert (view.bags.counts, view.bags.widths, view.num_ids) == ((2, 5), (2, 1), 9)
     assert view.bags.dense_bags(np).tolist() == [0, 0, 1, 1, 2, 3, 4, 5, 6]
+    splits = np.int32([0, 2, 5])  # of the two examples of a device, if it were the only one
+    assert view.bags.block_starts(1, 2, splits).tolist() == [2 + 2]
+    assert view.bags.block_starts(1, 4, splits).tolist() == [2 + 2, 2 + 2, 2 + 5]

@@ -34,6 +34,12 @@ def draw(low=-1, high=V, width=4):
     return {name: rng.integers(low, high, s).astype(np.int32) for name, s in shapes.items()}
 
 
+def assert_close(found, expected):
+    """Assert equal numbers but for gains, which the host rounds once and a program three times."""
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, found, expected)
+
+
 def placed_and_traced(engine, ids, weights=None):
     """Return activations, tables and counters of the same ids placed, and given inside a jit."""
     return both_ways(engine)(jax.random.key(0), (engine.place(ids, weights), None), (ids, weights))
@@ -57,7 +63,7 @@ def both_ways(engine):
 @pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
 @pytest.mark.quick(1)
 def test_traced_ids_are_placed_ids(width, weighted):
-    """Sequences are padded, or cut; the same bits come out."""
+    """Sequences are padded, or cut; the same bits come out, but where the program makes gains."""
     ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
     if weighted:
         weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
@@ -65,7 +71,7 @@ def test_traced_ids_are_placed_ids(width, weighted):
     placed, traced = placed_and_traced(make_engine(), ids, weights)
     assert placed[0]["row"].shape == (B, 3, D)
     assert placed[0]["bags"].shape == (B, 2, D)
-    assert_same(traced, placed)
+    (assert_close if weighted else assert_same)(traced, placed)
 
 
 @pytest.mark.parametrize("policy", ["drop", "clip"])
@@ -170,7 +176,7 @@ def test_weights_may_be_integers_as_outside():
 
     placed = engine.lookup(state, engine.place(ids, weights_as(np.int32)))
     for dtype in (np.float32, np.int32, np.int8):
-        assert_same(lookup(ids, weights_as(dtype)), placed)
+        assert_close(lookup(ids, weights_as(dtype)), placed)
 
 
 def test_weights_of_another_shape_or_kind_are_refused():

@@ -99,7 +99,7 @@ def own_routes(ids, view):
         np.zeros((size * shape.bags, view.stack.dim), np.float32)
         for size, shape in zip(view.bags.sizes, view.bags.shapes, strict=True)
     )
-    task = row_sums.Task(ids, gradients, view, fits=True)
+    task = row_sums.Task(ids, gradients, view, {}, fits=True)
     if way_of(view) == "psum":
         order, touched = row_sums._order_of_cells(task)
         return rows, order, touched, overflow

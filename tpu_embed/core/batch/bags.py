@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._types import Array
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.kernels.operands import GradientLayout, SumLayout
 
@@ -101,17 +102,17 @@ class Bags:
             first += count
         return xp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def block_starts(self, blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Return, for each feature, the first bag of its second and all later blocks, on 1 device.
-
-        Jagged features have none, because it depends on the ids which place begins a block.
+    def block_starts(self, number: int, blocks: int, row_splits: Array | None) -> Array:
+        """Return the first bag of the second and all later blocks of the only device, `[G - 1]`.
 
         Args:
+          number: of the feature, among those of the stack.
           blocks: G, the blocks of the batch: example e of B is in block ⌊e · G / B⌋.
+          row_splits: of a jagged feature, whose places are its bags.
         """
         # The first example of block k is ⌈k · B / G⌉: of 10 examples in 4 blocks 3, 5 and 8.
-        each = zip(self.starts, self.sizes, self.shapes, strict=False)
-        return tuple(
-            tuple(start - -k * size // blocks * shape.bags for k in range(1, blocks))
-            for start, size, shape in each
-        )
+        size, start = self.sizes[number], self.starts[number]
+        examples = np.array([-(-k * size // blocks) for k in range(1, blocks)], np.int32)
+        if row_splits is not None:
+            return start + row_splits[examples]
+        return jnp.asarray(start + examples * self.shapes[number].bags)

@@ -80,10 +80,7 @@ class StackView:
     def is_routed(self) -> bool:
         """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
         placed = self.spec.routed != "nothing"
-        # A single CPU's kernel, which sorts ids itself, must know the block of each bag.
-        jagged = any(shape.has_places for shape in self.bags.shapes)
-        routes = self.layout.routes_on_host or jagged
-        return placed and routes and self.accumulates
+        return placed and self.layout.routes_on_host and self.accumulates
 
     @property
     def routes_update(self) -> bool:

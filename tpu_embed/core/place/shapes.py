@@ -99,7 +99,8 @@ def _shape(
     return FeatureShape(_count(batch), inner, combines, width, weighted, capacity)
 
 
-def _stack(*, features: Any, **sizes: Any) -> StackSpec:
+def _stack(*, features: Any, entries: Any = 0, **sizes: Any) -> StackSpec:
+    del entries  # version 0.2.0 has written them
     return StackSpec(tuple(map(_count, features)), **{name: _count(n) for name, n in sizes.items()})
 
 

@@ -47,13 +47,10 @@ from tpu_embed.core.update.sums import (
     Task,
     exchange_occurrences,
     exchange_sums,
-    for_kernel,
-    gradients_at_owner,
     local_gradients,
     outgoing_sums,
     partials_for_kernel,
     psum_sums,
-    sums_at_owner,
 )
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
@@ -160,7 +157,7 @@ def _update_device(
         held = StackShard(tables[stack.name], slots[stack.name])
         gradients = stack_gradients(operands.gradients, row_splits, view)
         ids, operands = _reads_first(located.ids[view.number], operands, stack)
-        task = Task(ids, gradients, view, fits=source.checked)
+        task = Task(ids, gradients, view, row_splits, fits=source.checked)
         with jax.named_scope(f"update/{stack.label}"):
             held, overflow = _update_stack(held, task, operands)
             held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
@@ -239,18 +236,8 @@ def _apply(
         return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
     if view.by_psum:
         return rule.to_sums(held, psum_sums(task))
-    # One device has the gradients of all bags: its kernel takes them as they are.
-    if isinstance(task.ids, RoutedIds) and view.is_local:
-        given = gradients_at_owner(task)
-        return dispatch.choose(
-            held,
-            given,
-            otherwise=lambda held, given: rule.to_partials(held, sums_at_owner(task, given)),
-            native=rule.compiled
-            and (lambda held, given: rule.in_kernel(held, *for_kernel(task, given))),
-        )
-    # A single CPU: its kernel sorts the ids, too.
-    if view.is_local:
+    # A single CPU: its kernel takes the gradients as they are, and sorts the ids, too.
+    if isinstance(task.ids, LocalIds) and view.is_local:
         return dispatch.choose(
             held,
             otherwise=lambda held: rule.to_partials(held, exchange_sums(task, outgoing())),

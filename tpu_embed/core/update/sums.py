@@ -15,6 +15,7 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -41,12 +42,14 @@ class Task(NamedTuple):
       ids: this device's ids of the stack.
       gradients: the gradients of the stack's features, `[bags, D]` each.
       view: the stack, in the batch that the ids are from.
+      row_splits: `[B/S + 1]` of every jagged feature.
       fits: whether the batch's capacities are known to suffice for the ids.
     """
 
     ids: LocalIds | RoutedIds
     gradients: tuple[Array, ...]
     view: StackView
+    row_splits: Mapping[int, Array]
     fits: bool
 
     @property
@@ -146,7 +149,13 @@ def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
         size = stack.num_shards * outgoing.capacity
         sums = _summed(task, outgoing.sums, size, filled=False, sent=task.rounded_format)
     with jax.named_scope("route"):
-        received, packed = route.send_sums(sums, stack, axes)
+        if task.view.is_local:
+            # Nothing is sent, but sums are rounded as if it were.
+            rounds = task.rounded_format
+            received = sums if rounds is None else rounds.unpack(sums)
+            packed = sums if rounds is not None and rounds.packing == "words" else None
+        else:
+            received, packed = route.send_sums(sums, stack, axes)
         if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
             return Partials(received, task.ids.merge, packed)
         assert sent is not None, "only the host's own route comes without the rows that are sent"
@@ -196,57 +205,19 @@ def psum_sums(task: Task) -> RowSums:
 def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
     """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
     assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
-    ids, bags = task.ids, task.view.bags
+    ids = task.ids
     given = RowGradients(ids.row_ids, ids.bags, ids.gains, task.gradients)
-    blocks = bags.block_starts(task.layout.blocks)
-    return given, bags.gradients._replace(blocks=blocks, rounds=task.rounds)
+    if task.layout.blocks > 1:
+        numbers = range(len(task.view.features))
+        given = given._replace(blocks=jnp.concatenate([_block_starts(task, n) for n in numbers]))
+    return given, task.view.bags.gradients._replace(rounds=task.rounds)
 
 
-class RoutedGradients(NamedTuple):
-    """Gradients of bags where all rows are, too, and the route to the rows' whole gradients.
-
-    Attributes:
-      sums: which gradients are added to which partial sum.
-      merge: how the partial sums are merged.
-      gradients: `[bags, D]` per feature.
-    """
-
-    sums: SumRoute
-    merge: MergeRoute
-    gradients: tuple[Array, ...]
-
-
-def gradients_at_owner(task: Task) -> RoutedGradients:
-    """Return the gradients of the only device, which owns all rows."""
-    assert isinstance(task.ids, RoutedIds), "the host has routed the gradients"
-    sums, merge = task.ids.sums, task.ids.merge
-    assert sums is not None, "the batch was placed for an update"
-    assert merge is not None, "the host knows the whole batch"
-    return RoutedGradients(sums, merge, task.gradients)
-
-
-def sums_at_owner(task: Task, given: RoutedGradients) -> Partials:
-    """Return the partial sums of gradients that are at the owner of their rows already."""
-    sent, size = task.rounded_format, task.view.num_partials
-    with jax.named_scope("dedup"):
-        sums = sum_gradients(given.gradients, given.sums, size, filled=False, sent=sent)
-    if sent is None:
-        return Partials(sums, given.merge)
-    return Partials(sent.unpack(sums), given.merge, sums if sent.packing == "words" else None)
-
-
-def for_kernel(task: Task, given: RoutedGradients) -> tuple[RowGradients, GradientLayout]:
-    """Return gradients at the owner as a compiled kernel takes them, sorted by row."""
-    sums, merge = given.sums, given.merge
-    sorted_by_row = RowGradients(
-        merge.row_ids,
-        sums.index,
-        sums.gains,
-        given.gradients,
-        sums.segments,
-        merge.segments,
-    )
-    return sorted_by_row, task.view.bags.gradients._replace(rounds=task.rounds)
+def _block_starts(task: Task, number: int) -> Array:
+    """Return the first bags of all blocks but the first, of the feature of this number."""
+    splits = task.row_splits.get(task.view.features[number])
+    jagged = task.view.bags.shapes[number].has_places
+    return task.view.bags.block_starts(number, task.layout.blocks, splits if jagged else None)
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
@@ -308,7 +279,13 @@ def _blocks(task: Task) -> Array | None:
     # Later features overwrite what is computed for the bags from theirs on: starts 0 and 3 give
     # bags 0 1 2 3 4 the blocks of feature 0, then bags 3 4 those of feature 1.
     found, bags = jnp.zeros_like(ids.bags), view.bags
-    for start, size, shape in zip(bags.starts, bags.sizes, bags.shapes, strict=False):
+    each = zip(bags.starts, bags.sizes, bags.shapes, strict=False)
+    for number, (start, size, shape) in enumerate(each):
+        if shape.has_places:  # on one device: the number of blocks that begin up to a place
+            firsts = _block_starts(task, number)
+            block = jnp.sum(ids.bags[:, None] >= firsts[None], axis=1, dtype=jnp.int32)
+            found = jnp.where(ids.bags >= start, block, found)
+            continue
         example = replica * size + (ids.bags - start) // max(1, shape.bags)
         block = (example * view.layout.blocks // (size * axes.replicas)).astype(jnp.int32)
         found = jnp.where(ids.bags >= start, block, found)

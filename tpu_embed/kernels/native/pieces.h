@@ -21,18 +21,16 @@ inline Storage storage_of(const xla::ffi::AnyBuffer& table) {
 template <typename Number>
 class PieceTable {
  public:
-  // Args: bags of each feature; for each feature, the first bags of the second and all later blocks,
-  // or [] if there is one block.
-  PieceTable(xla::ffi::Span<const int64_t> bags, xla::ffi::Span<const int64_t> blocks)
+  // Args: bags of each feature; for each feature, the first bags of `later` blocks, all but the first.
+  PieceTable(xla::ffi::Span<const int64_t> bags, const int32_t* blocks, int64_t later)
       : bags_(bags.begin(), bags.end()) {
-    const int64_t later = bags.size() == 0 ? 0 : static_cast<int64_t>(blocks.size() / bags.size());
     int64_t start = 0;
     for (size_t f = 0; f < bags_.size(); ++f) {
       const int64_t end = start + bags_[f];
       int64_t begin = start;
       for (int64_t block = 0; block <= later; ++block) {
         // Whatever is given, pieces follow each other and end with the feature.
-        const int64_t next = block < later ? blocks[f * later + block] : end;
+        const int64_t next = block < later ? int64_t{blocks[f * later + block]} : end;
         const int64_t stop = std::clamp(next, begin, end);
         if (stop > begin) {
           pieces_.push_back({nullptr, start, begin, stop, static_cast<int32_t>(block)});

@@ -60,7 +60,7 @@ ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffe
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,
                       ffi::Span<const int64_t> widths) {
   const int64_t n = length(index), dim = source.dimensions()[1];
-  PieceTable<float> table(bags, {});
+  PieceTable<float> table(bags, nullptr, 0);
   const bool dense = widths.size() > 0;
   if (dense) {
     int64_t entries = widths.size() == bags.size() ? 0 : -1;

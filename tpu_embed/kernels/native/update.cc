@@ -157,10 +157,10 @@ Rule rule_of(int64_t kind, int64_t flags, const float* numbers) {
 }
 
 struct Operand {
-  ffi::AnyBuffer rows, bags, weights, sums, merged, draws, drawn_numbers, numbers;
+  ffi::AnyBuffer rows, bags, weights, sums, merged, blocks, draws, drawn_numbers, numbers;
 };
 
-constexpr size_t kOperands = 8;  // besides tables, slots and gradients
+constexpr size_t kOperands = 9;  // besides tables, slots and gradients
 
 // Returns whether the operands of rounding at random are absent, or fit the table and its rows.
 bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts, size_t steps) {
@@ -171,20 +171,19 @@ bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts
 }
 
 // Operands: table [R, D] and its slots, each in place of the result of the same number; rows [N];
-// bags int32 [N] or []; weights float32 [N] or []; sums int32 [N] or [], then rows are [U]; merged int32 [P] or []; draws uint32 [1 + tables], the shard and the tables'
-// numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or []; numbers
-// float32; gradients, one array a feature, float32 [bags, D]. Blocks: for each feature, the first
-// bags of the second block of the batch and of all later ones, of ids that are not routed. Rounds: whether partial sums are rounded to bfloat16.
+// bags int32 [N] or []; weights float32 [N] or []; sums int32 [N] or [], then rows are [U]; merged
+// int32 [P] or []; blocks int32 [features * (G - 1)] or [], for each feature the first bags of the
+// second block of the batch and of all later ones; draws uint32 [1 + tables], the shard and the
+// tables' numbers, or [], then new rows are rounded to nearest; drawn_numbers uint32 [R] or [];
+// numbers float32; gradients, one array a feature, float32 [bags, D]. Rounds: whether partial sums
+// are rounded to bfloat16.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Span<const int64_t> bags, ffi::Span<const int64_t> blocks, int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
+                  ffi::Span<const int64_t> bags, int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
                   ffi::Span<const int64_t> shard_steps, int64_t row_step) {
   const size_t held = results.size();
   const size_t features = bags.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
     return refuse("update: another number of operands");
-  }
-  if (features == 0 ? blocks.size() != 0 : blocks.size() % features != 0) {
-    return refuse("update: as many blocks of each feature are needed");
   }
   std::vector<ffi::AnyBuffer> given;
   for (size_t i = 0; i < operands.size(); ++i) {
@@ -199,11 +198,17 @@ ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::Remain
     if (length(given[i]) != length(given[0])) return refuse("update: slots of another length");
   }
   const Operand operand{given[held],     given[held + 1], given[held + 2], given[held + 3],
-                        given[held + 4], given[held + 5], given[held + 6], given[held + 7]};
+                        given[held + 4], given[held + 5], given[held + 6], given[held + 7],
+                        given[held + 8]};
   const ffi::AnyBuffer& table = given[0];
   const bool routed = operand.sums.element_count() > 0;
   const int64_t n = length(routed ? operand.sums : operand.rows), dim = table.dimensions()[1];
-  PieceTable<const float> table_of_bags(bags, blocks);
+  const size_t starts = operand.blocks.element_count();
+  if (features == 0 ? starts != 0 : starts % features != 0) {
+    return refuse("update: as many blocks of each feature are needed");
+  }
+  const int64_t later = features == 0 ? 0 : static_cast<int64_t>(starts / features);
+  PieceTable<const float> table_of_bags(bags, data<int32_t>(operand.blocks), later);
   const int64_t count = table_of_bags.bags();
   if (!optional_of_length(operand.bags, n) || !optional_of_length(operand.weights, n) ||
       (operand.bags.element_count() == 0 && n > count)) {
@@ -252,7 +257,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(tpu_embed_update, tpu_embed::update,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<xla::ffi::Span<const int64_t>>("bags")
-                                  .Attr<xla::ffi::Span<const int64_t>>("blocks")
                                   .Attr<int64_t>("rule")
                                   .Attr<int64_t>("flags")
                                   .Attr<int64_t>("rounds")
