@@ -2,7 +2,6 @@
 
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import (
-    activations_of,
     combine,
     quantize,
     sum_gradients,
@@ -28,7 +27,6 @@ from tpu_embed.core.lookup.sharded import (
 __all__ = [
     "ARRAYS",
     "Jagged",
-    "activations_of",
     "activations_read",
     "as_jagged",
     "by_feature",

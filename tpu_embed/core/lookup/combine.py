@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import LocalIds, RoutedIds, StackView
+from tpu_embed.core.batch import LocalIds, RoutedIds
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, rounded, storage
@@ -35,28 +35,15 @@ def quantize(rows: Array, stack: Stack) -> Array:
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def activations_of(
-    found: FetchedRows, ids: LocalIds | RoutedIds, view: StackView
+def combine(
+    found: FetchedRows, ids: LocalIds | RoutedIds, layout: SumLayout, stack: Stack
 ) -> tuple[Array, ...]:
     """Return the activations of a stack's features, `[bags, D]` each.
 
     Args:
-      found: the fetched rows.
+      found: the fetched rows of the ids.
       ids: the ids.
-      view: the stack.
-    """
-    return combine(found, ids, view.bags.sums, view.stack)
-
-
-def combine(
-    found: FetchedRows, ids: LocalIds | RoutedIds, layout: SumLayout, stack: Stack
-) -> tuple[Array, ...]:
-    """Return the activations of every feature's bags, `[bags, D]` per feature.
-
-    Args:
-      found: the fetched rows.
-      ids: these ids.
-      layout: the bags.
+      layout: the bags (`Bags.sums`).
       stack: the stack.
     """
     # Rows are quantized before they are weighted and summed. There is one row per id then, so

@@ -31,7 +31,7 @@ from tpu_embed.core.exchange import RowRoute, collectives, device_route, route
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.combine import activations_of
+from tpu_embed.core.lookup.combine import combine
 from tpu_embed.core.lookup.jagged import Jagged
 
 not_differentiable = refuse_derivatives(
@@ -146,7 +146,7 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
 def _lookup_stack(
     table: Array, ids: LocalIds | RoutedIds, view: StackView, *, fits: bool
 ) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device; see `activations_of`.
+    """Return the activations of one stack on one device; see `combine`.
 
     If the given capacity is too small for the ids, the worst-case branch computes them.
     """
@@ -155,7 +155,7 @@ def _lookup_stack(
     def combined(rows: RowRoute) -> tuple[Array, ...]:
         found = route.fetch(table, rows, stack)
         with jax.named_scope("combine"):
-            return activations_of(found, ids, view)
+            return combine(found, ids, view.bags.sums, stack)
 
     with jax.named_scope(f"lookup/{stack.label}"):
         if isinstance(ids, RoutedIds):

@@ -38,9 +38,9 @@ from tpu_embed.core.batch import (
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
 from tpu_embed.core.lookup import (
-    activations_of,
     as_jagged,
     by_feature,
+    combine,
     not_differentiable,
 )
 from tpu_embed.core.place import natural_spec, pack_line
@@ -250,7 +250,7 @@ class Server:
             assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
                 rows = fixed[stack.name].found(ids.row_ids, stack)
-                found |= by_feature(activations_of(rows, ids, view), view)
+                found |= by_feature(combine(rows, ids, view.bags.sums, stack), view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
         return [found[f] for f in range(len(layout.features))], located.bad_ids
