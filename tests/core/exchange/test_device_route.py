@@ -40,8 +40,9 @@ def draw(kind, stack, seed=0):
 
 
 def blocks_of(rows):
-    """Return the block of each id, non-decreasing in batch order."""
-    return (np.arange(rows.size) * BLOCKS // rows.size).astype(np.int32)
+    """Return the block of each id, as of two features that stand one after the other."""
+    half = rows.size // 2
+    return (np.arange(rows.size) % half * BLOCKS // half).astype(np.int32)
 
 
 def sorted_on_host(rows, blocks=None):
@@ -65,7 +66,7 @@ def most_of(sent):
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def find(rows, blocks, stack, capacity, kernels):
     del kernels  # programs traced with other kernels are other programs
-    ids = device_route.sort_ids(rows, stack, (rows, blocks))
+    ids = device_route.sort_ids(rows, stack, (rows, blocks), blocks, BLOCKS)
     parts = None if blocks is None else ids.payload[1]
     return ids, device_route.find_destinations(ids.row_ids, stack, capacity, parts)
 
@@ -94,6 +95,30 @@ def test_every_id_has_the_place_that_the_host_gives_it(shards, in_blocks, kernel
         assert np.asarray(found.row_ids).tolist() == lines
         assert found.row_ids.dtype == stack.index_dtype
         assert not found.overflow
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("rows_per_shard", [23, 2**30])
+@pytest.mark.quick(2)
+def test_ids_are_sorted_by_row_and_block(rows_per_shard, dtype):
+    """In two sorts, where a number of 32 bits cannot hold both."""
+    with jax.enable_x64(dtype == "int64"):
+        stack = make_stack([rows_per_shard], 1)
+        rows = np.where(np.arange(N) % 5, np.arange(N) % 3, PADDING_ID).astype(dtype)
+        rows[rows == 2] = rows_per_shard - 1
+        blocks = blocks_of(rows)
+        given = rows, (blocks,), blocks
+        found = jax.jit(
+            lambda rows, payload, blocks: device_route.sort_ids(
+                rows, stack, payload, blocks, BLOCKS
+            )
+        )(*given)
+        host = sorted_on_host(rows, blocks)
+        n = host.order.size
+        np.testing.assert_array_equal(found.order[:n], host.order)
+        np.testing.assert_array_equal(found.row_ids[:n], rows[host.order])
+        np.testing.assert_array_equal(found.payload[0][:n], blocks[host.order])
+        assert (found.row_ids[n:] == stack.physical_rows).all()
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

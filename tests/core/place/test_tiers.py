@@ -91,6 +91,22 @@ def test_it_is_told(caplog):
     assert "far from that of earlier batches (1,280)" in record.getMessage()
 
 
+def test_the_places_of_jagged_features_are_not_counted_twice():
+    """What two of them have together does not enlarge a spec that has room for each."""
+    table = TableConfig(V, 2)
+    features = {name: FeatureConfig(table, jagged=True) for name in ("a", "b")}
+    engine = tpu_embed.EmbeddingEngine(features, o.SGD(), mesh=mesh(1))
+
+    def spec_of(*lengths):
+        ids = {n: RaggedIds.from_lists([[1] * k, []]) for n, k in zip("ab", lengths, strict=True)}
+        return engine.place(ids).spec
+
+    spec_of(900, 100)
+    spec = spec_of(100, 900)
+    assert spec.stacks[0].ids == 0
+    assert spec_of(900, 900) == spec
+
+
 # -- long streams, without ids ---------------------------------------------------------------------
 
 FORM = FeatureShape(batch=B, inner=(), combines=True, weighted=False, width=None)

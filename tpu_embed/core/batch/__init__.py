@@ -1,15 +1,14 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
-from tpu_embed.core.batch.bags import Bags
 from tpu_embed.core.batch.batch import Batch
-from tpu_embed.core.batch.line import fields_of, line_length, line_of
+from tpu_embed.core.batch.line import ROW_SPLITS, fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec, worst_case
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
 
 __all__ = [
-    "Bags",
+    "ROW_SPLITS",
     "Batch",
     "BatchSpec",
     "LocalIds",

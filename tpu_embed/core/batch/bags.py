@@ -68,12 +68,6 @@ class Bags:
         widths = [shape.room_per_bag or 0 for shape in self.shapes] if self.is_dense else []
         return tuple(widths) if any(map(np.multiply, widths, self.counts)) else ()
 
-    @functools.cached_property
-    def id_starts(self) -> tuple[int, ...]:
-        """Where the ids of each feature of a dense stack begin, and the end of all of them."""
-        numbers = map(int.__mul__, self.widths or [0] * len(self.counts), self.counts)
-        return tuple(itertools.accumulate(numbers, initial=0))
-
     @property
     def sums(self) -> SumLayout:
         """The bags as a kernel takes them that sums the rows of each."""
@@ -102,8 +96,10 @@ class Bags:
             first += count
         return xp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def block_starts(self, number: int, blocks: int, row_splits: Array | None) -> Array:
+    def block_starts(self, number: int, blocks: int, row_splits: Array | None) -> Any:
         """Return the first bag of the second and all later blocks of the only device, `[G - 1]`.
+
+        It is a NumPy array unless it depends on row splits.
 
         Args:
           number: of the feature, among those of the stack.
@@ -115,4 +111,4 @@ class Bags:
         examples = np.array([-(-k * size // blocks) for k in range(1, blocks)], np.int32)
         if row_splits is not None:
             return start + row_splits[examples]
-        return jnp.asarray(start + examples * self.shapes[number].bags)
+        return (start + examples * self.shapes[number].bags).astype(np.int32)

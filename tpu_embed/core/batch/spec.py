@@ -166,10 +166,10 @@ def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
     # N ids of a device (padding and bad ids among them, so never fewer than there are) may all be
     # of one shard, which has R rows; R counts the rows of all tables of the stack, padded ones too.
     # row_capacity: as each distinct row is asked for once, at most min(N, R).
-    # partials: a sum is of one row and one block of the batch. The ids of a row are sorted in batch
-    #   order, in which blocks ascend, so no pair occurs twice: at most min(N, R · K) sums for the K
-    #   blocks of the device that has most of them (`blocks_per_device`: of all features of the
-    #   stack). Without accumulation each id is a sum by itself: N.
+    # partials: a sum is of one row and one block of the batch. Ids are sorted by row, then by
+    #   block, so no pair occurs twice: at most min(N, R · K) sums for the K blocks of the device
+    #   that has most of them (`blocks_per_device`: of all features of the stack). Without
+    #   accumulation each id is a sum by itself: N.
     # merged: an owner gets rows of its own from all replicas: at most min(N · replicas, R).
     stack, n = layout.stacks[g], spec.ids(g)
     blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)

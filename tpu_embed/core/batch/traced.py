@@ -3,7 +3,7 @@
 The host cannot validate such ids or count them. So the program itself resolves bad ids and computes
 the physical rows. The exchange capacities are the worst case, unless the user gives a `BatchSpec`.
 Features of a stack that have as many ids are treated in one array, so that the size of the program
-grows with the number of stacks, not of features.
+grows little with their number.
 
 Input: traced arrays of ids. Output: the located ids of every stack, like those of a placed batch,
 and the number of bad ids per feature.

@@ -72,7 +72,9 @@ def sort_ids(
         return SortedIds(*dispatch.sort_with(rows, payload))
     if (stack.physical_rows + 1) * num_blocks <= np.iinfo(row_ids.dtype).max:
         # Row 3 in block 1 of 8 has the key 25.
-        keys, order, payload = dispatch.sort_with(rows * num_blocks + blocks, payload)
+        keys, order, payload = dispatch.sort_with(
+            rows * num_blocks + blocks.astype(rows.dtype), payload
+        )
         return SortedIds(keys // num_blocks, order, payload)
     # The keys would not fit: sort by block, then, stably, by row.
     _, first, (rows, payload) = dispatch.sort_with(blocks, (rows, payload))

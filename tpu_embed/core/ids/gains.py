@@ -24,12 +24,6 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.core.ids.feature_ids import HostIds
 
-LEAST, MOST = 2.0**-30, 2.0**30
-"""Inside a program a bag is multiplied unless its largest weight lies in this range.
-
-Within it, float32 holds the squares of the weights and their sums.
-"""
-
 _PerBag = Callable[[np.ndarray], np.ndarray]
 """Makes a number of each bag's numbers, and gives it to each id of the bag."""
 
@@ -116,7 +110,9 @@ def _of_flat_bags(bags: np.ndarray) -> tuple[_PerBag, _PerBag]:
 
 
 def gains_in_program(weights: Array, combiner: str) -> Array:
-    """Return the gains of dense ids, like `host_gains`, inside a program; within 1e-6 of them.
+    """Return the gains of dense ids, like `host_gains`, inside a program.
+
+    They are within 1e-6 of those, relative, where weights don't cancel.
 
     The result is differentiable with respect to the weights. The powers of two count as constants,
     which is correct because the gains do not depend on them.
@@ -149,5 +145,6 @@ def _near_one(weights: Array) -> Array:
     # and its inverse normal numbers.
     power = jax.lax.reduce_precision(largest, limits.nexp, mantissa_bits=0)
     factor = 1.0 / jnp.clip(power, least, 1.0 / least)
-    far = (largest > 0) & ((largest < LEAST) | (largest > MOST))
+    # Between these, float32 holds the squares of the weights and their sums.
+    far = (largest > 0) & ((largest < 2.0**-30) | (largest > 2.0**30))
     return weights * jax.lax.stop_gradient(jnp.where(far, factor, jnp.ones_like(factor)))

@@ -1,7 +1,7 @@
 """What a placed batch depends on: everything static of an engine that `place` reads.
 
 A batch holds numbers: rows, bags, routes. They mean something only together with the declarations
-for which they were made. With another combiner, say, its factors are wrong; with another number of
+for which they were made. With another combiner, say, its gains are wrong; with another number of
 blocks, the order of its sums. So a batch carries what it was placed for, and an engine for which
 anything of it differs refuses the batch.
 

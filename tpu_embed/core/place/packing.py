@@ -18,7 +18,14 @@ from typing import NamedTuple
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import BatchSpec, Routed, StackSpec, StackView, view_stacks
+from tpu_embed.core.batch import (
+    ROW_SPLITS,
+    BatchSpec,
+    Routed,
+    StackSpec,
+    StackView,
+    view_stacks,
+)
 from tpu_embed.core.ids import FeatureShape, HostIds, host_gains
 from tpu_embed.core.layout import Layout
 
@@ -33,12 +40,15 @@ class StackIds(NamedTuple):
       gains: `[replicas, N]`, finite; None for all ones.
       blocks: int32 `[replicas, N]`, the block of the batch that each id's example is in; None where
         the examples of a replica are in one block, or nobody asks.
+      row_splits: by jagged feature, int32 `[replicas, B/S + 1]`, where the row of each example
+        begins among the feature's places.
     """
 
     row_ids: np.ndarray
     bags: np.ndarray | None
     gains: np.ndarray | None
-    blocks: np.ndarray | None = None
+    blocks: np.ndarray | None
+    row_splits: dict[int, np.ndarray]
 
 
 def natural_spec(
@@ -80,8 +90,9 @@ def _with_capacity(host: HostIds, size: int) -> FeatureShape:
 
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     """Return the number of ids in bags of a stack on the device that has the most."""
-    if view.bags.is_dense:
-        return view.num_ids
+    if view.bags.is_dense:  # places of jagged features are counted by themselves
+        shapes = zip(view.bags.shapes, view.bags.counts, strict=True)
+        return sum(n * (s.room_per_bag or 0) for s, n in shapes if not s.has_places)
     spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
     for f in view.features:
@@ -119,6 +130,7 @@ def pack_all(
             None if view.bags.is_dense else np.empty(shape, np.int32),
             np.empty(shape, stack.compute_dtype) if view.has_gains else None,
             np.empty(shape, np.int32) if view.needs_blocks else None,
+            _row_splits(hosts, view),
         )
         _pack(hosts, view, ids, replicas)
         found.append(ids)
@@ -133,19 +145,15 @@ def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np
       view: the stack; its ids are not routed.
       fields: the fields of its line (`line.py`).
     """
-    ids = StackIds(fields["row_ids"], fields.get("bags"), fields.get("gains"))
+    given = fields["row_ids"], fields.get("bags"), fields.get("gains")
+    ids = StackIds(*given, None, _row_splits(hosts, view))
     _pack(hosts, view, ids, np.arange(len(ids.row_ids)))
-    for f, splits in row_splits_of(hosts, view).items():
-        fields[f"row_splits/{f}"][:] = splits
+    for f, splits in ids.row_splits.items():
+        fields[f"{ROW_SPLITS}{f}"][:] = splits
 
 
-def row_splits_of(hosts: Sequence[HostIds], view: StackView) -> dict[int, np.ndarray]:
-    """Return where each row of a jagged feature begins among its places, `[replicas, B/S + 1]`.
-
-    Args:
-      hosts: the ids of every feature.
-      view: the stack.
-    """
+def _row_splits(hosts: Sequence[HostIds], view: StackView) -> dict[int, np.ndarray]:
+    """Return the row splits of the jagged features of a stack; see `StackIds`."""
     found = {}
     for f, size in zip(view.features, view.bags.sizes, strict=True):
         rows = hosts[f].rows
@@ -174,8 +182,9 @@ def _pack(hosts: Sequence[HostIds], view: StackView, into: StackIds, replicas: n
                 into.gains[here] = 1 if ids.gains is None else ids.gains[r]
             if into.blocks is not None and ids.blocks is not None:
                 into.blocks[here] = ids.blocks[r]
+    arrays = into.row_ids, into.bags, into.gains, into.blocks
     for r, end in enumerate(ends):
-        for array, rest in zip(into, (PADDING_ID, view.bags.starts[-1], 0, 0), strict=True):
+        for array, rest in zip(arrays, (PADDING_ID, view.bags.starts[-1], 0, 0), strict=True):
             if array is not None:
                 array[r, end:] = rest
 

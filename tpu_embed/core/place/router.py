@@ -19,7 +19,7 @@ from tpu_embed.core.batch import Batch, BatchSpec, Routed, view_stacks
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
 from tpu_embed.core.place.agreement import Agreement, Alone
-from tpu_embed.core.place.packing import natural_spec, pack_all, row_splits_of
+from tpu_embed.core.place.packing import natural_spec, pack_all
 from tpu_embed.core.place.tiers import Tiers
 from tpu_embed.core.place.write_lines import (
     HostStack,
@@ -158,7 +158,7 @@ def _sorted(
     """
     packed = pack_all(hosts, spec, layout, replicas)
     return [
-        sort_stack(ids, view, replicas, row_splits_of(hosts, view))
+        sort_stack(ids, view, replicas)
         for ids, view in zip(packed, view_stacks(spec, layout), strict=True)
     ]
 

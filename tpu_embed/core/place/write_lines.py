@@ -21,6 +21,7 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import (
+    ROW_SPLITS,
     BatchSpec,
     StackView,
     fields_of,
@@ -47,7 +48,6 @@ class HostStack(NamedTuple):
       rows_at: int `[replicas, S + 1]`, where the distinct rows of each shard begin.
       sums_at: int `[replicas, S + 1]`, where the partial sums of each shard begin.
       numbers: the numbers of these replicas in the global batch.
-      row_splits: by jagged feature, int32 `[replicas, B/S + 1]`.
       owners: how every shard merges what it gets; () if the host does not know the whole batch.
     """
 
@@ -56,25 +56,21 @@ class HostStack(NamedTuple):
     rows_at: np.ndarray
     sums_at: np.ndarray
     numbers: np.ndarray
-    row_splits: dict[int, np.ndarray]
     owners: tuple[host_route.Merge, ...]
 
 
-def sort_stack(
-    ids: StackIds, view: StackView, replicas: np.ndarray, row_splits: dict[int, np.ndarray]
-) -> HostStack:
+def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
     """Sort the ids of one stack by row, on every replica.
 
     Args:
       ids: the ids.
       view: the stack.
       replicas: the numbers of this process's replicas in the global batch.
-      row_splits: of its jagged features.
     """
     # One device that sorts the ids itself: nothing is exchanged.
     if view.is_local and not view.is_routed:
         nowhere = np.zeros((0, 2), np.int64)
-        return HostStack(ids, (), nowhere, nowhere, replicas, row_splits, ())
+        return HostStack(ids, (), nowhere, nowhere, replicas, ())
     ordered = host_kernels().sort_ids(ids.row_ids, ids.blocks)
     rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
     if ids.blocks is not None:
@@ -82,7 +78,7 @@ def sort_stack(
     merges = ()
     if view.merges_on_host:
         merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
-    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, row_splits, merges)
+    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, merges)
 
 
 def with_capacities(
@@ -163,8 +159,8 @@ class _Writer(NamedTuple):
             out["row_ids"][:] = self._of_devices(ids.row_ids)
         for name in {"bags", "gains", "blocks"} & out.keys():
             out[name][:] = self._of_devices(getattr(ids, name))
-        for f, splits in self.host.row_splits.items():
-            out[f"row_splits/{f}"][:] = self._of_devices(splits)
+        for f, splits in ids.row_splits.items():
+            out[f"{ROW_SPLITS}{f}"][:] = self._of_devices(splits)
         if "index" in out:
             self._write_lookup(out)
         if "sent" in out:

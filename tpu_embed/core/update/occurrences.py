@@ -1,7 +1,7 @@
 """Update a row once for every occurrence of its id: the way without gradient accumulation.
 
-If an id occurs three times in a batch, the optimizer's rule runs three times on its row, in batch
-order. To do many rows at a time, occurrences are taken in rounds: round k has the k-th occurrence
+If an id occurs three times in a batch, the optimizer's rule runs three times on its row, in order
+of sums. To do many rows at a time, occurrences are taken in rounds: round k has the k-th occurrence
 of every row that has one, so the rows of a round are all different. A round is applied in chunks of
 fixed size. The work is proportional to the number of occurrences, plus one chunk per round.
 

@@ -57,11 +57,12 @@ class PieceTable {
   // Calls call(first bag, end) for every piece: by block, then by feature.
   template <typename Call>
   void for_each(const Call& call) const {
-    for (int64_t block = 0; block < blocks_; ++block) {
-      for (const auto& piece : pieces_) {
-        if (piece.block == block) call(piece.begin, piece.end);
-      }
-    }
+    std::vector<size_t> order(pieces_.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+      return pieces_[a].block < pieces_[b].block;
+    });
+    for (const size_t i : order) call(pieces_[i].begin, pieces_[i].end);
   }
 
   // Returns the pieces, given one array a feature.

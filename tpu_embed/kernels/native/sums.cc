@@ -1,7 +1,6 @@
 // Gather and sum: activations of bags out of a table, partial sums out of gradients.
 #include <algorithm>
 #include <memory>
-#include <numeric>
 #include <type_traits>
 #include <vector>
 
