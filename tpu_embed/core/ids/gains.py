@@ -67,14 +67,21 @@ def host_gains(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray | No
 def _gains_of_ones(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray:
     """Return 1 / d of every id, where d follows from the number of ids in its bag."""
     if host.bags is not None:
-        counts = np.bincount(host.bags)
+        counts = np.diff(_run_starts(host.bags), append=host.bags.size)
     elif host.padded:
         counts = np.count_nonzero(host.ids >= 0, axis=-1, keepdims=True)
     else:
         counts = np.array(host.ids.shape[-1])
     d = np.maximum(counts, 1) if combiner == "mean" else np.sqrt(np.maximum(counts, 1))
     inverse = (1 / d).astype(dtype)
-    return np.broadcast_to(inverse, host.ids.shape) if host.bags is None else inverse[host.bags]
+    if host.bags is None:
+        return np.broadcast_to(inverse, host.ids.shape)
+    return np.repeat(inverse, counts)
+
+
+def _run_starts(bags: np.ndarray) -> np.ndarray:
+    """Return where each bag that has ids begins among them; bags 0 0 2 begin at 0 and 2."""
+    return np.flatnonzero(np.diff(bags, prepend=-1))
 
 
 def _total(numbers: np.ndarray) -> np.ndarray:
@@ -97,7 +104,7 @@ def _of_flat_bags(bags: np.ndarray) -> tuple[_PerBag, _PerBag]:
       bags: integers `[N]`, the bag of each id, non-decreasing.
     """
     # Bags 0 0 2: runs start at 0 and 2, with lengths 2 and 1; empty bag 1 has no run.
-    starts = np.flatnonzero(np.diff(bags, prepend=-1))
+    starts = _run_starts(bags)
     lengths = np.diff(starts, append=bags.size)
 
     def total(numbers: np.ndarray) -> np.ndarray:
