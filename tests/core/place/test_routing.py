@@ -77,9 +77,10 @@ def both_routes(engine, ids, weights):
         found = []
         pairs = zip(view_stacks(spec, layout), batch.locate(layout).ids, packed, strict=True)
         for view, placed, given in pairs:
-            rows, bags, scales = (None if part is None else part[0] for part in given[:3])
-            bags = view.bags.dense_bags() if bags is None else bags
-            found.append((placed, own_routes(LocalIds(rows, bags, scales), view)))
+            rows, bags, scales, blocks = (None if x is None else x[0] for x in given[:4])
+            if bags is None:  # ids inside a jit: the devices number their blocks, too
+                bags, blocks = view.bags.dense_bags(), None
+            found.append((placed, own_routes(LocalIds(rows, bags, scales, blocks), view)))
         return jax.tree.map(lambda x: x[None], found)
 
     quickly = {"xla_backend_optimization_level": 0}  # integers alone: the same at every level
