@@ -110,6 +110,8 @@ def check_oracle(case, first, traced):
         optimizers=dict.fromkeys(configs.values(), rule),
         step=1,
         apply=oracle_rules.apply,
+        blocks=case.blocks,
+        replicas=case.replicas,
     )
     for name, config in configs.items():
         np.testing.assert_allclose(tables[name], new[config], **NEAR)

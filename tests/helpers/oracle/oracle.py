@@ -211,7 +211,9 @@ def summed(occurrences: list[Occurrence], table) -> dict[int, np.ndarray]:
     return sums
 
 
-def train_step(tables, slots, features, gradients, *, optimizers, step, apply):
+def train_step(
+    tables, slots, features, gradients, *, optimizers, step, apply, blocks=8, replicas=1
+):
     """Return (tables, slots) after one update.
 
     Args:
@@ -223,8 +225,9 @@ def train_step(tables, slots, features, gradients, *, optimizers, step, apply):
       step: t, which is 1 for the first update.
       apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`, for
         example `oracle_rules.apply`.
+      blocks, replicas: as for `row_gradients`.
     """
-    occurrences = row_gradients(features, gradients)
+    occurrences = row_gradients(features, gradients, blocks, replicas)
     new_tables = {config: np.array(table, np.float64) for config, table in tables.items()}
     new_slots = {
         config: {name: np.array(slot, np.float64) for name, slot in named.items()}

@@ -60,10 +60,15 @@ class Case:
         return math.prod(sizes[axis] for axis in self.batch_axes)
 
     @property
+    def blocks(self) -> int:
+        """Into how many blocks sums are cut."""
+        return max(self.sum_blocks, self.replicas)
+
+    @property
     def keeps_bits(self) -> bool:
         """Whether sums have the same bits however they are cut: they are exact, or cut alike."""
         sums = all(feature.table.combiner == "sum" for feature in self.features)
-        return sums or max(self.sum_blocks, self.replicas) % self.replicas == 0
+        return sums or self.blocks % self.replicas == 0
 
     def engine(self) -> tpu_embed.EmbeddingEngine:
         """Return its engine, on the first devices."""
@@ -172,7 +177,7 @@ def _draw_ids(
 
 def needs(case: Case, engine: tpu_embed.EmbeddingEngine) -> dict[str, tuple[int, int]]:
     """Return of each stack the most distinct rows, and partial sums, of a device for one shard."""
-    layout, blocks = engine.layout, max(case.sum_blocks, case.replicas)
+    layout, blocks = engine.layout, case.blocks
     rows: dict[Any, set[Any]] = {}
     sums: dict[Any, set[Any]] = {}
     for feature, ids in zip(layout.features, case.ids, strict=True):
