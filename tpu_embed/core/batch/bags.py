@@ -60,7 +60,7 @@ class Bags:
     @functools.cached_property
     def is_dense(self) -> bool:
         """Whether all features have a width, so that ids have places, padding included."""
-        return bool(self.shapes) and all(shape.room_per_bag is not None for shape in self.shapes)
+        return all(shape.room_per_bag is not None for shape in self.shapes)
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:

@@ -24,11 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import (
-    LocalIds,
-    RoutedIds,
-    StackView,
-)
+from tpu_embed.core.batch import LocalIds, RoutedIds, StackView
 from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.lookup import sum_gradients

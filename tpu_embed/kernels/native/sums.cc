@@ -38,8 +38,8 @@ std::unique_ptr<int64_t[]> starts_of(Parallel& parallel, const int32_t* segments
   return starts;
 }
 
-// Returns the same where every bag of a feature has as many entries: with 2 bags of 1 and 1 bag of 3,
-// the segments begin at 0 1 2, and the last one ends at 5.
+// Returns the same where every bag of a feature has as many entries: with 2 bags of 1 and 1 bag of
+// 3, the segments begin at 0 1 2, and the last one ends at 5.
 std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> bags,
                                      ffi::Span<const int64_t> widths, int64_t count) {
   std::unique_ptr<int64_t[]> starts(new int64_t[count + 1]);
@@ -53,7 +53,8 @@ std::unique_ptr<int64_t[]> starts_of(ffi::Span<const int64_t> bags,
 }
 
 // Operands: source [R, D] float32, or bfloat16 as uint16; index [N]; segments int32 [N],
-// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []. Results: one array a feature, float32 [bags, D].
+// non-decreasing, or [] if `widths` say where they begin; weights float32 [N] or []. Results: one
+// array a feature, float32 [bags, D].
 ffi::Error gather_sum(ffi::ThreadPool pool, ffi::AnyBuffer source, ffi::AnyBuffer index,
                       ffi::AnyBuffer segments, ffi::AnyBuffer weights,
                       ffi::RemainingRets results, ffi::Span<const int64_t> bags,

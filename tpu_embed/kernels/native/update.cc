@@ -178,8 +178,9 @@ bool can_draw(const Operand& operand, const ffi::AnyBuffer& table, size_t firsts
 // numbers float32; gradients, one array a feature, float32 [bags, D]. Rounds: whether partial sums
 // are rounded to bfloat16.
 ffi::Error update(ffi::ThreadPool pool, ffi::RemainingArgs operands, ffi::RemainingRets results,
-                  ffi::Span<const int64_t> bags, int64_t rule, int64_t flags, int64_t rounds, ffi::Span<const int64_t> firsts,
-                  ffi::Span<const int64_t> shard_steps, int64_t row_step) {
+                  ffi::Span<const int64_t> bags, int64_t rule, int64_t flags, int64_t rounds,
+                  ffi::Span<const int64_t> firsts, ffi::Span<const int64_t> shard_steps,
+                  int64_t row_step) {
   const size_t held = results.size();
   const size_t features = bags.size();
   if (held < 1 || held > 3 || operands.size() != held + kOperands + features) {
