@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, optimizers
-from tpu_embed.planning import Topology, plan
+from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import compile_for
 from tpu_embed.planning.estimate import estimate
 from tpu_embed.planning.profile import profile_step
@@ -50,7 +50,6 @@ class Line:
     combiner: str = "sum"
     weighted_bags: bool = False
     placed: bool = True
-    spec: bool = False  # of traced ids: whether the capacities of the plan are given
     exchange_dtype: str | None = None
     dtype: str = "float32"
     rounding: str = "nearest"
@@ -72,9 +71,7 @@ class Line:
         draw = np.random.default_rng(0)
         batch = {f"t{i}": self.bags(rows, hot, draw) for i, (rows, hot) in enumerate(self.tables)}
         rule, options = RULES[self.rule], {"exchange_dtype": self.exchange_dtype}
-        spec = plan(features, rule, self.target, batch, **options).spec if self.spec else None
-        options |= {"placed": self.placed, "spec": spec}
-        return compile_for(self.target, features, rule, batch, **options)
+        return compile_for(self.target, features, rule, batch, placed=self.placed, **options)
 
     def bags(self, rows, hot, draw):
         """Return a feature's batch: shapes, or weighted bags of 0 to 2·hot ids, hot on average."""
@@ -109,7 +106,6 @@ LINES = {
     "v6e, exchange in bfloat16": Line("v6e:2x2", exchange_dtype="bfloat16"),
     "tpu7x, exchange in bfloat16": Line("tpu7x:2x2x1", exchange_dtype="bfloat16"),
     "v5p traced": Line(placed=False),
-    "v5p traced, spec": Line(placed=False, spec=True),
     "v4": Line("v4:2x2x1"),
     "v5e": Line("v5e:2x2"),
     "tpu7x": Line("tpu7x:2x2x1"),

@@ -56,13 +56,6 @@ def test_a_payload_is_differentiable(platform):
     np.testing.assert_array_equal(jax.jit(jax.grad(loss))(weights), expected)
 
 
-def test_unsort_puts_values_back(platform):
-    values, positions = draw(0, 99), np.random.default_rng(1).permutation(N).astype(np.int32)
-    expected = np.zeros(N, np.int32)
-    expected[positions] = values
-    np.testing.assert_array_equal(jax.jit(dispatch.unsort)(values, positions), expected)
-
-
 @pytest.mark.parametrize("share", [0, 0.4, 1])
 @pytest.mark.quick(5)
 def test_compact_closes_gaps(platform, share):

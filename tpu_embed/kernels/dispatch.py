@@ -249,17 +249,6 @@ def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> C
     return run
 
 
-def unsort(values: Array, positions: Array) -> Array:
-    """Return values put back at their positions; see `reference.unsort`."""
-
-    def indexed(set_rows: Callable[..., Array]) -> Callable[..., Array]:
-        return lambda values, positions: set_rows(jnp.zeros_like(values), positions, values)
-
-    native = indexed(cpu.set_rows) if cpu.takes_rows(values) else None
-    gpu = indexed(reference.set_rows)
-    return choose(values, positions, otherwise=reference.unsort, native=native, gpu=gpu)
-
-
 def compact(values: Array, kept: Array, fill: int) -> Array:
     """Return the kept values, then `fill`; see `reference.compact`."""
 

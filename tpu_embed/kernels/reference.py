@@ -90,17 +90,6 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
     return ordered, order, jax.tree.unflatten(structure, carried)
 
 
-def unsort(values: Array, positions: Array) -> Array:
-    """Return the array whose number at `positions[i]` is `values[i]`.
-
-    Args:
-      values: `[N]`.
-      positions: int32 `[N]`, a permutation of 0 … N - 1.
-    """
-    # Values (a, b, c) at positions (2, 0, 1): sorted by position, (b, c, a).
-    return jax.lax.sort((positions, values), num_keys=1, is_stable=False)[1]
-
-
 def compact(values: Array, kept: Array, fill: int) -> Array:
     """Return the kept values, followed by as many times `fill` as values were left out.
 

@@ -22,8 +22,8 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       state: the state.
 
     Returns:
-      `step`, the number of updates applied; `overflows`, how often a spec given inside a jit had
-      too little room for the ids of a stack; `bad_ids` by feature path, the ids in traced batches
+      `step`, the number of updates applied; `overflows`, always 0 (until 0.2.0 a spec given inside
+      a jit could have too little room); `bad_ids` by feature path, the ids in traced batches
       that no policy allows; and, unless `on_bad_gradient` is "allow", `bad_gradients` by feature
       path, the number of skipped steps in which the gradient of the feature was not finite. With
       living vocabularies also `refused_batches`, the steps skipped inside a jit because the batch

@@ -111,7 +111,6 @@ def compile_for(
     loss: Callable[[PyTree], Array] | None = None,
     lower: Lower | None = None,
     placed: bool = True,
-    spec: BatchSpec | None = None,
     hit_rates: HitRate | Mapping[str, HitRate] | None = None,
     admit: bool = True,
     exchange_dtype: ExchangeDtype | None = None,
@@ -130,10 +129,8 @@ def compile_for(
       lower: a function that lowers a step of your own, with a network: of the engine, the shapes of
         its state and those of a placed batch, it returns what `jax.jit(step).lower(…)` gives. Not
         with `loss`.
-      placed: whether the step gets a placed batch; False: dense ids that are traced inside it,
-        which the devices route themselves. Then `batch` holds shapes.
-      spec: for traced ids: their exchange capacities, for example `plan(…).spec`; None: the worst
-        case.
+      placed: whether the step gets a placed batch; False: dense ids that are traced inside it.
+        Then `batch` holds shapes.
       hit_rates: of tables on the host, as for `plan`.
       admit: whether to compile the programs that move rows of tables on the host, too.
       exchange_dtype: as for `EmbeddingEngine`.
@@ -160,9 +157,9 @@ def compile_for(
         if lower is not None:
             lowered = lower(engine, abstract_state(engine), own)
         else:
-            lowered = _lowered(engine, own, None, loss or _squares)
+            lowered = _lowered(engine, own, loss or _squares)
     else:
-        lowered = _lowered(engine, _sharded_shapes(engine, batch), spec, loss or _squares)
+        lowered = _lowered(engine, _sharded_shapes(engine, batch), loss or _squares)
     found = _compiled(lowered, planned)
     plans = {one.name: one.host for one in planned.tables if one.host is not None}
     if not plans or not admit:
@@ -216,13 +213,11 @@ def _compiled(lowered: Any, planned: Plan) -> Compiled:
     )
 
 
-def _lowered(
-    engine: EmbeddingEngine, batch: PyTree, spec: BatchSpec | None, loss: Callable[[PyTree], Array]
-) -> Any:
+def _lowered(engine: EmbeddingEngine, batch: PyTree, loss: Callable[[PyTree], Array]) -> Any:
     def step(state: TableState, ids: PyTree) -> TableState:
-        values, rebuild = split_activations(engine.lookup(state, ids, spec=spec))
+        values, rebuild = split_activations(engine.lookup(state, ids))
         gradients = jax.grad(lambda values: loss(rebuild(values)))(values)
-        return engine.update(state, ids, gradients, spec=spec)
+        return engine.update(state, ids, gradients)
 
     return jax.jit(step, donate_argnums=0).lower(abstract_state(engine), batch)
 

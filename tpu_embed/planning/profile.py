@@ -98,13 +98,8 @@ class Profile(NamedTuple):
 
     @property
     def cycles(self) -> int:
-        """The cycles of all operations that have an estimate.
-
-        Operations that run only if given capacities are too small are not among them, nor are those
-        that equal one of these: libtpu lists equal operations once.
-        """
-        usual = [one for one in self.operations if "/overflow/" not in one.scope]
-        return sum(one.total for one in usual)
+        """The cycles of all operations that have an estimate; libtpu lists equal ones once."""
+        return sum(one.total for one in self.operations)
 
 
 def profile_step(command: Sequence[str], text: str) -> Profile:

@@ -1,6 +1,7 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
 from tpu_embed.core.batch.batch import Batch
+from tpu_embed.core.batch.gathered import gather_gradients, gather_ids
 from tpu_embed.core.batch.line import ROW_SPLITS, fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec, worst_case
@@ -20,6 +21,8 @@ __all__ = [
     "fields_of",
     "line_length",
     "line_of",
+    "gather_gradients",
+    "gather_ids",
     "make_traced",
     "padded_lengths",
     "view_stacks",

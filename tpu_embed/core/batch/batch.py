@@ -90,11 +90,6 @@ class Batch:
         lines += [f"stack {i}: {stack}" for i, stack in enumerate(spec.stacks)]
         return "\n  ".join(lines)
 
-    @property
-    def checked(self) -> bool:
-        """Whether the ids are known to fit the capacities; True, as the host has counted them."""
-        return True
-
     def layout_in(self, layout: Layout) -> Layout:
         """Return the layout that it is looked up in: that of the engine, or that of its visits."""
         return layout.visiting(self.visit_rows) if self.visit_rows else layout

@@ -15,7 +15,7 @@ from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute
 
 
 class LocalIds(NamedTuple):
-    """The ids of one stack on one device, feature after feature.
+    """The ids of one stack on one device, feature after feature, as the host did not route them.
 
     Attributes:
       row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.

@@ -19,7 +19,7 @@ import dataclasses
 import functools
 
 from tpu_embed.core.batch.bags import Bags
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_room
+from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, Stack, round_up
 
 
@@ -48,11 +48,6 @@ class StackView:
     def room(self) -> StackSpec:
         """What the batch has room for: ids, distinct rows, partial sums."""
         return self.spec.stacks[self.number]
-
-    @property
-    def worst_room(self) -> StackSpec:
-        """What suffices for any ids."""
-        return worst_room(self.spec, self.layout, self.number)
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -148,6 +143,13 @@ class StackView:
     def blocks_per_device(self) -> int:
         """The largest number of blocks that one device's examples fall into."""
         return self.layout.blocks_per_device(self.bags.sizes)
+
+    def joined(self, sources: int) -> StackView:
+        """Return the stack in the batch whose devices have the ids of n devices of this batch."""
+        spec = self.spec
+        shapes = tuple(s.with_capacity(sources * (s.capacity or 0)) for s in spec.feature_shapes)
+        fewer = dataclasses.replace(spec, replicas=spec.replicas // sources, feature_shapes=shapes)
+        return dataclasses.replace(self, spec=fewer)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

@@ -1,9 +1,8 @@
 """Ids given inside a user's jit: dense arrays whose values are known only when the program runs.
 
-The host cannot validate such ids or count them. So the program itself resolves bad ids and computes
-the physical rows. The exchange capacities are the worst case, unless the user gives a `BatchSpec`.
-Features of a stack that have as many ids are treated in one array, so that the size of the program
-grows little with their number.
+The host cannot validate such ids. So the program itself resolves bad ids and computes the physical
+rows. Features of a stack that have as many ids are treated in one array, so that the size of the
+program grows little with their number.
 
 Input: traced arrays of ids. Output: the located ids of every stack, like those of a placed batch,
 and the number of bad ids per feature.
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, message
+from tpu_embed._checks import check_in_program, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds, Located
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec, worst_case
+from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.batch.stack_view import view_stacks
 from tpu_embed.core.ids import (
     FeatureShape,
@@ -45,14 +44,12 @@ class TracedIds:
     Attributes:
       ids: one integer array `[B, …]` per feature, in flattening order.
       weights: one array of floats or integers per feature, of the ids' shape; or None.
-      spec: the static shape of the batch.
-      checked: whether the capacities suffice for any ids.
+      spec: the static shape of the batch; its stacks have no capacities.
     """
 
     ids: tuple[Array, ...]
     weights: tuple[Array | None, ...]
     spec: BatchSpec = dataclasses.field(metadata={"static": True})
-    checked: bool = dataclasses.field(metadata={"static": True})
 
     def axes(self, layout: Layout) -> tuple[str, ...]:
         """The mesh axes that the first dimension of its arrays is split over."""
@@ -60,7 +57,7 @@ class TracedIds:
 
     def locate(self, layout: Layout) -> Located:
         """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
-        located, bad = [], jnp.zeros(len(layout.features), jnp.int32)
+        located, numbers, counts = [], [], []
         for view in view_stacks(self.spec, layout):
             dtype = view.stack.index_dtype
             given = {
@@ -74,8 +71,8 @@ class TracedIds:
                 rules = _FeatureRules.of(features, layout, dtype)
                 wide = np.result_type(*(given[f].dtype for f in features))
                 ids = jnp.stack([given[f].reshape(-1).astype(wide) for f in features])
-                valid, counts = _resolve(ids, rules)
-                bad = bad.at[np.array(features)].set(counts)
+                valid, count = _resolve(ids, rules)
+                numbers, counts = [*numbers, *features], [*counts, count]
                 rows.append(_physical(valid, rules, view.stack).reshape(-1))
             row_ids = _at_least_one(jnp.concatenate(rows), PADDING_ID)
             if view.has_gains:
@@ -83,7 +80,8 @@ class TracedIds:
                 gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
             located.append(LocalIds(row_ids, view.bags.dense_bags(), gains))
-        return Located(tuple(located), bad)
+        bad = jnp.zeros(len(layout.features), jnp.int32)
+        return Located(tuple(located), bad.at[np.array(numbers)].set(jnp.concatenate(counts)))
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
         """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
@@ -171,19 +169,23 @@ class _FeatureRules(NamedTuple):
 def make_traced(
     ids: Sequence[Any], weights: Sequence[Any], spec: BatchSpec | None, layout: Layout
 ) -> TracedIds:
-    """Check the shapes of traced ids, and choose their exchange capacities.
+    """Check the shapes of traced ids.
 
     Args:
       ids: one dense integer array per feature.
       weights: one array or None per feature.
-      spec: the user's spec, whose capacities are used. None: capacities for the worst case.
+      spec: not used any more; a user who gives one is warned.
       layout: the engine's layout.
 
     Raises:
-      ValueError: a leaf is not an array, shapes do not fit, weights are not real numbers, or the
-        spec is of another batch.
+      ValueError: a leaf is not an array, shapes do not fit, or weights are not real numbers.
       TypeError: ids are not integers.
     """
+    if spec is not None:
+        warn_user(
+            "spec: ids traced inside a jit need no capacities any more, so it is not used; leave "
+            "it out, as a later release will refuse it"
+        )
     arrays, scales = _checked_arrays(ids, weights, layout)
     shapes = [
         _feature_shape(feature.path, feature.config, array, scale)
@@ -198,27 +200,7 @@ def make_traced(
         shape.with_capacity(size * shape.bags)
         for shape, size in zip(shapes, own.local_sizes, strict=True)
     ]
-    own = dataclasses.replace(own, feature_shapes=tuple(shapes))
-    enough = worst_case(own, layout)
-    if spec is None:
-        return TracedIds(arrays, scales, enough, checked=True)
-    # Take the user's capacities, but never more than the worst case. `union` checks that the spec
-    # is of a batch like this one. The program routes the ids, whoever made the spec: if they need
-    # more, it takes the worst case, and the update counts that. `merged` is not used: the owner
-    # has room for all sums that arrive (`device_route.route_merge`).
-    pairs = zip(spec.feature_shapes, shapes, strict=True)
-    kept = tuple(own if own.capacity is not None else given for given, own in pairs)
-    spec = dataclasses.replace(spec, feature_shapes=kept, routed="nothing")
-    stacks = tuple(
-        dataclasses.replace(
-            one,
-            row_capacity=min(one.row_capacity, most.row_capacity),
-            partials=min(one.partials, most.partials),
-            merged=0,
-        )
-        for one, most in zip(BatchSpec.union(spec, own).stacks, enough.stacks, strict=True)
-    )
-    return TracedIds(arrays, scales, dataclasses.replace(own, stacks=stacks), checked=False)
+    return TracedIds(arrays, scales, dataclasses.replace(own, feature_shapes=tuple(shapes)))
 
 
 def padded_lengths(ids: Array, longest: int) -> Array:

@@ -248,8 +248,7 @@ class EmbeddingEngine(LogicalRows):
           state: the tables.
           batch: what `place` returned, or the features themselves (inside a jit, as dense arrays).
           weights: with features only: one weight per id, differentiable inside a jit.
-          spec: with features only: exchange capacities; a batch that needs more takes a slower
-            branch. None inside a jit: capacities for the worst case.
+          spec: with features outside a jit: as for `place`. Inside a jit it is not used any more.
 
         Returns:
           `[B, …, D]` per feature, float32 (float64 for a float64 table), batch dimension sharded; a

@@ -127,7 +127,7 @@ class Programs:
         # Inside a jit nothing can raise: both reports reach a user through `checkify`.
         source.report(new.bad_ids, self._layout)
         self._guard.report(bad)
-        counters = self._guard.counted(state.counters, new.bad_ids, new.overflows, bad, refused)
+        counters = self._guard.counted(state.counters, new.bad_ids, bad, refused)
         trained = [stack.name for stack in self._layout.stacks if stack.optimizer is not None]
         held = jax.tree.leaves([(state.tables[name], state.slots[name]) for name in trained])
         steps_done = note_copies(operands.steps_done, held)

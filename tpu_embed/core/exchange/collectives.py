@@ -44,6 +44,18 @@ def all_gather(x: Array, names: Sequence[str]) -> Array:
     return jax.lax.all_gather(x, tuple(names), axis=0, tiled=False)
 
 
+def psum_scatter(x: Array, names: Sequence[str]) -> Array:
+    """Sum `x` over the named axes; return `[…]`, the part `x[d]` of the sum on device d.
+
+    Args:
+      x: `[n, …]`, one part per device of the axes.
+      names: the axes; () if there is one device.
+    """
+    if not names:
+        return x[0]
+    return jax.lax.psum_scatter(x, tuple(names), scatter_dimension=0, tiled=False)
+
+
 def psum(x: Array, names: Sequence[str]) -> Array:
     """Sum `x` over the named axes."""
     return jax.lax.psum(x, tuple(names)) if names else x

@@ -1,193 +1,69 @@
-"""Compute routes on the device, for what the host cannot know.
+"""Sort and sum what the host has not routed, on the device.
 
-Ids that are traced inside a user's jit are known only when the program runs; and with several
-processes no host knows what all of them send to an owner. Then the program sorts row ids itself.
-The numbers are those that `host_route.py` computes for a placed batch.
+Ids that are traced inside a user's jit are known only when the program runs, and so are ids whose
+gradients are not summed; then the program sorts them itself. And with several processes no host
+knows what all of them send to an owner, so the owner routes the merge.
 
 On a TPU a gather or scatter of single numbers costs ten times as much as a sort of as many. So
-nothing is indexed here: what belongs to an id takes part in the sort (`dispatch.sort_with`), a sort
-by position restores the order of the batch (`dispatch.unsort`), and a sort of the distinct rows
-closes the gaps between them (`dispatch.compact`).
+nothing is indexed here: what belongs to an id takes part in the sort (`dispatch.sort_with`), and a
+sort of the distinct rows closes the gaps between them (`dispatch.compact`).
 
-The capacity is the worst case, or one that the user gave; `overflow` says that a given one was too
-small, so that nothing is dropped silently.
-
-Input: inside `shard_map`, the physical row ids of one device. Output: routes.
+Input: inside `shard_map`, rows of one device. Output: their order, and routes.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array, PyTree
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.exchange.route import MergeRoute, RowRoute
+from tpu_embed.core.exchange.route import MergeRoute
 from tpu_embed.core.exchange.runs import number_runs
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
 
-MAX_SLICES = 16
-"""The most slices that are taken side by side; where there are more shards, in a loop."""
-
 
 class SortedIds(NamedTuple):
-    """The ids of one stack on one device, sorted by physical row.
+    """Ids sorted by row, then by block.
 
     Attributes:
-      row_ids: `[N]`, ascending; the number of physical rows, S * R, in place of absent ones.
-      order: int32 `[N]`, their positions; ids of one row and block are in the order that they had.
+      row_ids: `[N]`, ascending; the number of all rows in place of absent ones.
+      blocks: int32 `[N]`, their blocks.
       payload: arrays `[N]` in the same order, as they were given.
     """
 
     row_ids: Array
-    order: Array
+    blocks: Array
     payload: PyTree
 
 
 def sort_ids(
-    row_ids: Array,
-    stack: Stack,
-    payload: PyTree = (),
-    blocks: Array | None = None,
-    num_blocks: int = 1,
+    row_ids: Array, num_rows: int, blocks: Array, num_blocks: int, payload: PyTree
 ) -> SortedIds:
-    """Sort the ids of one device by row, then by block, and what belongs to them with them.
+    """Sort ids by row, then by block, and what belongs to them with them.
 
     Args:
-      row_ids: physical rows `[N]`, `PADDING_ID` for absent ids.
-      stack: the stack.
-      payload: a pytree of arrays `[N]`.
-      blocks: int32 `[N]`, in [0, num_blocks); None: all are in one.
+      row_ids: rows `[N]`, `PADDING_ID` for absent ids.
+      num_rows: R.
+      blocks: int32 `[N]`, in [0, G).
       num_blocks: G.
+      payload: a pytree of arrays `[N]`.
     """
     # Absent ids sort to the end if their row is the largest number.
-    absent = jnp.asarray(stack.physical_rows, row_ids.dtype)
+    absent, limit = jnp.asarray(num_rows, row_ids.dtype), np.iinfo(row_ids.dtype).max
     rows = jnp.where(row_ids < 0, absent, row_ids)
-    if blocks is None:
-        return SortedIds(*dispatch.sort_with(rows, payload))
-    if (stack.physical_rows + 1) * num_blocks <= np.iinfo(row_ids.dtype).max:
+    if (num_rows + 1) * num_blocks <= limit:
         # Row 3 in block 1 of 8 has the key 25.
-        keys, order, payload = dispatch.sort_with(
-            rows * num_blocks + blocks.astype(rows.dtype), payload
-        )
-        return SortedIds(keys // num_blocks, order, payload)
+        keys = rows * num_blocks + blocks.astype(rows.dtype)
+        keys, _, payload = dispatch.sort_with(keys, payload)
+        return SortedIds(keys // num_blocks, (keys % num_blocks).astype(jnp.int32), payload)
     # The keys would not fit: sort by block, then, stably, by row.
-    _, first, (rows, payload) = dispatch.sort_with(blocks, (rows, payload))
-    rows, _, (order, payload) = dispatch.sort_with(rows, (first, payload))
-    return SortedIds(rows, order, payload)
-
-
-class Destinations(NamedTuple):
-    """Which rows one device sends to or asks of each shard, and where each id is among them.
-
-    Attributes:
-      target: int32 `[N]`, the place in the send buffer `[S * C]` of each sorted id, which is
-        destination * C + the rank of its run there; S * C for an absent id.
-      row_ids: `[S, C]`, the send buffer: local row ids at the destination, `PADDING_ID` where
-        nothing is sent.
-      overflow: bool `[]`, whether a destination has more than C runs.
-    """
-
-    target: Array
-    row_ids: Array
-    overflow: Array
-
-
-def find_destinations(
-    row_ids: Array, stack: Stack, capacity: int, parts: Array | None = None
-) -> Destinations:
-    """Give every run of equal rows a place in its destination's buffer.
-
-    For example, S = 2 shards of R = 10 rows, C = 2 and the sorted rows 4 7 13 13:
-
-        run  0 1 2 2    run_row_ids  4 7 13 20
-        first  0 2 3               (runs 0 and 1 go to shard 0, run 2 to shard 1)
-        destination  0 0 1 1       rank  0 1 0 0        target  0 1 2 2
-        row_ids  [[4, 7], [3, -1]]
-
-    Args:
-      row_ids: the sorted rows `[N]` of `SortedIds`.
-      stack: the stack.
-      capacity: C, the number of runs that each destination has room for.
-      parts: integer `[N]`, in sorted order: ids of one row but of different parts are sent
-        separately. None: each row is sent once.
-    """
-    shards, absent = stack.num_shards, stack.physical_rows
-    runs = number_runs(row_ids, absent, parts)
-    # Shard s owns the physical rows from s * R to (s + 1) * R; its runs are first[s]:first[s + 1].
-    bounds = jnp.asarray(np.arange(shards + 1, dtype=stack.index_dtype) * stack.num_rows)
-    first = _count_below(runs.run_row_ids, bounds)
-    destination = jnp.minimum(row_ids // stack.num_rows, shards).astype(jnp.int32)
-    rank = runs.run - _pick(first, destination)
-    goes = (row_ids < absent) & (rank < capacity)
-    target = jnp.where(goes, destination * capacity + rank, shards * capacity)
-    # The send buffer [S, C] has the runs from first[s] to first[s + 1] in line s. A line of C runs
-    # may reach into the next shard's, or past the end.
-    padded = jnp.pad(runs.run_row_ids, (0, capacity), constant_values=absent)
-    lines = _slices(padded, first[:-1], capacity)
-    local = (lines - bounds[:-1, None]).astype(row_ids.dtype)
-    sent = jnp.where(lines < bounds[1:, None], local, jnp.asarray(PADDING_ID, local.dtype))
-    return Destinations(target, sent, jnp.any(first[1:] - first[:-1] > capacity))
-
-
-def has_more_rows(row_ids: Array, stack: Stack, capacity: int) -> Array:
-    """Tell, bool `[]`, whether a shard owns more distinct rows of these than it can be asked for.
-
-    This is the `overflow` of `route_rows`, without a route.
-
-    Args:
-      row_ids: the sorted rows `[N]` of `SortedIds`.
-      stack: the stack.
-      capacity: C, the number of distinct rows that each owner can be asked for.
-    """
-    # S = 2 shards of R = 10 rows, sorted rows 4 7 7 13: first 1 1 0 1, owners 0 0 0 1, counts 2 1.
-    # Absent ids have the owner S, which is not counted. [S, N] is computed in a loop, not stored.
-    first = jnp.concatenate([jnp.ones((1,), bool), row_ids[1:] != row_ids[:-1]])
-    shards = jnp.arange(stack.num_shards, dtype=row_ids.dtype)
-    owners = row_ids // stack.num_rows
-    mine = first[None] & (owners[None] == shards[:, None])
-    return jnp.any(jnp.sum(mine, axis=1, dtype=jnp.int32) > capacity)
-
-
-def _count_below(rows: Array, bounds: Array) -> Array:
-    """Return how many of the rows `[N]` are less than each of a few bounds, int32 `[n]`."""
-    return jnp.sum(rows[None] < bounds[:, None], axis=1, dtype=jnp.int32)
-
-
-def _slices(rows: Array, starts: Array, size: int) -> Array:
-    """Return `rows[i : i + size]` for each start i, `[S, size]`."""
-    # A program of a slice per shard would grow with the mesh; a loop over all of them is slower.
-    together = math.gcd(starts.shape[0], MAX_SLICES)
-
-    def some(starts: Array) -> Array:
-        return jnp.stack([jax.lax.dynamic_slice(rows, (i,), (size,)) for i in starts])
-
-    return jax.lax.map(some, starts.reshape(-1, together)).reshape(-1, size)
-
-
-def _pick(values: Array, index: Array) -> Array:
-    """Return `values[index]` of a few int32 values `[n]`; a gather would cost more on a TPU."""
-    # [n, N] is computed within one loop over N, never stored.
-    numbers = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return jnp.sum(jnp.where(index[None] == numbers[:, None], values[:, None], 0), axis=0)
-
-
-def route_rows(ids: SortedIds, stack: Stack, capacity: int) -> tuple[RowRoute, Array]:
-    """Return how each id gets its row, and whether the capacity was too small, bool `[]`.
-
-    Args:
-      ids: the ids of this device.
-      stack: the stack.
-      capacity: C, the number of distinct rows that each owner can be asked for.
-    """
-    found = find_destinations(ids.row_ids, stack, capacity)
-    asked = collectives.all_to_all(found.row_ids, stack.shard_axes)
-    return RowRoute(asked, dispatch.unsort(found.target, ids.order)), found.overflow
+    blocks, _, (rows, payload) = dispatch.sort_with(blocks, (rows, payload))
+    rows, _, (blocks, payload) = dispatch.sort_with(rows, (blocks, payload))
+    return SortedIds(rows, blocks, payload)
 
 
 def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
@@ -212,16 +88,27 @@ def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
     elif order.size > 1:
         places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
         rows, _, index = dispatch.sort_with(rows, jnp.asarray(places))
-    runs = number_runs(rows, stack.num_rows)
+    return merge_sorted(rows, index, stack.num_rows)
+
+
+def merge_sorted(rows: Array, index: Array | None, num_rows: int) -> MergeRoute:
+    """Return how partial sums are merged whose rows are sorted.
+
+    Args:
+      rows: local rows `[P]`, ascending; R for absent ones.
+      index: the `index` of the route.
+      num_rows: R.
+    """
+    runs = number_runs(rows, num_rows)
     # There are at most as many distinct rows as partial sums, and as rows in the shard, so there is
-    # room for any that arrive. Run i is summed into segment i; segment `most` is out of range, so
-    # absent ones are left out.
-    most = round_up(min(rows.shape[0], stack.num_rows), ROW_MULTIPLE)
-    segments = jnp.where(rows < stack.num_rows, runs.run, most)
+    # room for all. Run i is summed into segment i; segment `most` is out of range, so absent ones
+    # are left out.
+    most = round_up(min(rows.shape[0], num_rows), ROW_MULTIPLE)
+    segments = jnp.where(rows < num_rows, runs.run, most)
     run_rows = runs.run_row_ids[:most]
     missing = (0, most - run_rows.shape[0])
-    run_rows = jnp.pad(run_rows, missing, constant_values=stack.num_rows)
-    merged = jnp.where(run_rows < stack.num_rows, run_rows, PADDING_ID)
+    run_rows = jnp.pad(run_rows, missing, constant_values=num_rows)
+    merged = jnp.where(run_rows < num_rows, run_rows, PADDING_ID)
     return MergeRoute(index, segments, merged)
 
 

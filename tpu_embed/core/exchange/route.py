@@ -105,6 +105,20 @@ class RowSums(NamedTuple):
     sums: Array
 
 
+def rows_of_shard(row_ids: Array, stack: Stack) -> Array:
+    """Return local rows of this device's shard, `PADDING_ID` for those of others.
+
+    Args:
+      row_ids: physical rows, `PADDING_ID` for absent ids.
+      stack: the stack.
+    """
+    if stack.num_shards == 1:
+        return row_ids
+    here = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype)
+    absent = jnp.asarray(PADDING_ID, row_ids.dtype)
+    return jnp.where(row_ids // stack.num_rows == here, row_ids % stack.num_rows, absent)
+
+
 def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
     """Fetch the row of each id from its owner shard.
 

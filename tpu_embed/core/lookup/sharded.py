@@ -1,7 +1,9 @@
 """Look up a batch on all devices: fetch each id's row from its owner shard, combine rows by bag.
 
 The whole lookup is one `shard_map`. On each device, stack after stack, ids travel to the shards
-that own their rows, rows travel back, and the rows of each bag become one activation.
+that own their rows, rows travel back, and the rows of each bag become one activation. Of ids that
+the host has not routed, nobody knows how many go to which shard. So every shard gets all of them,
+and adds up the rows that it owns; these sums travel back, and are added up.
 
 Input: the stored tables and the ids of all stacks. Output: one array of activations per feature,
 with the batch dimension sharded.
@@ -25,14 +27,16 @@ from tpu_embed.core.batch import (
     RoutedIds,
     StackView,
     TracedIds,
+    gather_ids,
     view_stacks,
 )
-from tpu_embed.core.exchange import RowRoute, collectives, device_route, route
+from tpu_embed.core.exchange import RowRoute, collectives, route
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import combine
 from tpu_embed.core.lookup.jagged import Jagged
+from tpu_embed.kernels.operands import SumLayout
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -65,7 +69,7 @@ def lookup(
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
             table = tables[view.stack.name]
-            activations = _lookup_stack(table, ids, view, fits=source.checked)
+            activations = _lookup_stack(table, ids, view)
             found |= by_feature(activations, view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
@@ -143,42 +147,35 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     return {f: activation.reshape(shape) for f, activation, shape in each}
 
 
-def _lookup_stack(
-    table: Array, ids: LocalIds | RoutedIds, view: StackView, *, fits: bool
-) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device; see `combine`.
-
-    If the given capacity is too small for the ids, the worst-case branch computes them.
-    """
+def _lookup_stack(table: Array, ids: LocalIds | RoutedIds, view: StackView) -> tuple[Array, ...]:
+    """Return the activations of one stack on one device; see `combine`."""
     stack = view.stack
-
-    def combined(rows: RowRoute) -> tuple[Array, ...]:
+    with jax.named_scope(f"lookup/{stack.label}"):
+        if isinstance(ids, LocalIds) and stack.num_shards > 1:
+            return _summed_by_owners(table, ids, view)
+        rows = ids.rows if isinstance(ids, RoutedIds) else RowRoute(None, ids.row_ids)
         found = route.fetch(table, rows, stack)
         with jax.named_scope("combine"):
             return combine(found, ids, view.bags.sums, stack)
 
-    with jax.named_scope(f"lookup/{stack.label}"):
-        if isinstance(ids, RoutedIds):
-            return combined(ids.rows)
-        if stack.num_shards == 1:
-            return combined(RowRoute(None, ids.row_ids))
-        capacity, enough = max(1, view.room.row_capacity), view.worst_room.row_capacity
-        with jax.named_scope("route"):
-            ordered = device_route.sort_ids(ids.row_ids, stack)
-            rows, overflow = device_route.route_rows(ordered, stack, capacity)
-        # The host has counted the ids of a placed batch, so they fit. Ids traced inside a user's
-        # jit may not; then all devices must take the same branch, because both branches exchange.
-        if fits or capacity >= enough:
-            return combined(rows)
 
-        any_overflow = collectives.any_device(overflow, view.layout.axes.mesh)
+def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
+    """Return the same where every shard sums the rows that it owns, of all ids.
 
-        def in_branch(rows: RowRoute) -> tuple[Array, ...]:
-            # libtpu 0.0.42 aborts where a branch returns what a SparseCore's kernel wrote.
-            return jax.lax.optimization_barrier(combined(rows))
-
-        def with_enough() -> tuple[Array, ...]:
-            with jax.named_scope("overflow"):
-                return in_branch(device_route.route_rows(ordered, stack, enough)[0])
-
-        return jax.lax.cond(any_overflow, with_enough, lambda: in_branch(rows))
+    The devices along the shard axes that split the batch are n sources; each has T bags.
+    """
+    stack, axes, bags = view.stack, view.layout.axes, view.bags
+    sources = tuple(name for name in axes.batch_axes if name in stack.shard_axes)
+    with jax.named_scope("route"):
+        ids, joined = gather_ids(ids, view, sources)
+    found, n = route.fetch(table, RowRoute(None, ids.row_ids), stack), axes.size(sources)
+    with jax.named_scope("combine"):
+        layout = joined.bags.sums if bags.widths else SumLayout((n * bags.starts[-1],))
+        parts = combine(found, ids, layout, stack)
+    with jax.named_scope("route"):
+        # [n * bags, D] of each feature -> [n, T, D], of which every source gets its own.
+        together = jnp.concatenate([part.reshape(n, -1, stack.dim) for part in parts], axis=1)
+        summed = collectives.psum_scatter(together, sources)
+        # Along an axis that does not split the batch, all devices have the same bags.
+        rest = tuple(name for name in stack.shard_axes if name not in sources)
+        return tuple(jnp.split(collectives.psum(summed, rest), bags.starts[1:-1]))

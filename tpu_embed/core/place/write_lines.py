@@ -67,8 +67,8 @@ def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStac
       view: the stack.
       replicas: the numbers of this process's replicas in the global batch.
     """
-    # One device that sorts the ids itself: nothing is exchanged.
-    if view.is_local and not view.is_routed:
+    # The devices sort the ids themselves.
+    if not view.is_routed:
         nowhere = np.zeros((0, 2), np.int64)
         return HostStack(ids, (), nowhere, nowhere, replicas, ())
     ordered = host_kernels().sort_ids(ids.row_ids, ids.blocks)
@@ -104,14 +104,9 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
     """Return the capacities that a stack's ids need."""
     if not host.replicas:
         return {}
-    sent = host.sums_at
-    if not view.accumulates:
-        # Nothing is summed: the gradient of every id is sent by itself.
-        pairs = zip(host.replicas, host.rows_at.astype(np.int32), strict=True)
-        sent = np.array([one.row.searchsorted(at) for one, at in pairs])
     room = {
         "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
-        "partials": int(np.diff(sent, axis=1).max()),
+        "partials": int(np.diff(host.sums_at, axis=1).max()),
     }
     if view.merges_on_host:
         room["merged"] = max(one.sums.rows.size for one in host.owners)

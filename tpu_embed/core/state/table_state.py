@@ -47,8 +47,7 @@ class TableState:
       slots: stack name -> slot name -> `[S * R, …]` or packed, or one array for the whole stack.
       step: int32 `[]`, the number of updates applied so far.
       counters: `"bad_ids"` int32 `[F]`, the invalid ids of each feature that were found inside a
-        jit; `"overflows"` int32 `[]`, how often a given capacity was too small for the ids of a
-        stack, so that its lookup or its update took the worst-case branch; unless
+        jit; `"overflows"` int32 `[]`, always 0: no ids need more room than they have; unless
         `on_bad_gradient` is "allow", also `"bad_gradients"` int32 `[F]`, how many steps were
         skipped because the feature's gradient was not finite; with living vocabularies
         `"refused_batches"` int32 `[]`, how many steps were skipped inside a jit because their batch

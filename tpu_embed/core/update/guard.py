@@ -66,7 +66,6 @@ class Guard:
         self,
         counters: Mapping[str, Array],
         bad_ids: Array,
-        overflows: Array,
         bad: Array | None,
         refused: Array | None,
     ) -> dict[str, Array]:
@@ -75,11 +74,10 @@ class Guard:
         Args:
           counters: the counters of the state before the step.
           bad_ids: int32 `[F]`, the bad ids of this step.
-          overflows: int32 `[]`, stacks for whose ids a given capacity was too small.
           bad: what `find` returned.
           refused: bool `[]`, whether the batch was not in order; None: it was.
         """
-        step = {"bad_ids": bad_ids, "overflows": overflows}
+        step = {"bad_ids": bad_ids}
         if bad is not None:
             step[COUNTER] = bad.astype(jnp.int32)
         if refused is not None:

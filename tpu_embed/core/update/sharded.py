@@ -11,7 +11,7 @@ arrays, in the memory of the old ones if those are donated.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import RowSums, collectives, route
+from tpu_embed.core.exchange.device_route import SortedIds
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
 from tpu_embed.core.update import occurrences
@@ -42,15 +43,15 @@ from tpu_embed.core.update.apply import (
 )
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
-    Outgoing,
     Partials,
     Task,
-    exchange_occurrences,
     exchange_sums,
-    local_gradients,
-    outgoing_sums,
+    gathered,
+    gathered_gradients,
     partials_for_kernel,
     psum_sums,
+    sort_gathered,
+    sums_of_gathered,
 )
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
@@ -89,13 +90,11 @@ class Updated(NamedTuple):
       tables: `TableState.tables` after the update.
       slots: `TableState.slots` after the update.
       bad_ids: int32 `[F]`, the bad ids of this step, per feature.
-      overflows: int32 `[]`, stacks for whose ids a given capacity was too small.
     """
 
     tables: dict[str, Array]
     slots: dict[str, dict[str, Array]]
     bad_ids: Array
-    overflows: Array
 
 
 def update(
@@ -131,7 +130,7 @@ def update(
             axes.spec(source.axes(layout)),
             Operands(batch, whole, whole, batch, whole),  # type: ignore
         ),
-        out_specs=Updated(table_specs, slot_specs, whole, whole),  # type: ignore
+        out_specs=Updated(table_specs, slot_specs, whole),  # type: ignore
         check_vma=False,
     )
     operands = operands._replace(gradients=gradients, reads=reads)
@@ -149,22 +148,20 @@ def _update_device(
     operands: Operands,
 ) -> Updated:
     """Do what `update` does on one device, with its shards and its part of the batch."""
-    located, overflowed = source.locate(layout), jnp.int32(0)
-    row_splits = source.row_splits(layout)
+    located, row_splits = source.locate(layout), source.row_splits(layout)
     new_tables, new_slots = {}, {}
     for view in trained:
         stack = view.stack
         held = StackShard(tables[stack.name], slots[stack.name])
         gradients = stack_gradients(operands.gradients, row_splits, view)
         ids, operands = _reads_first(located.ids[view.number], operands, stack)
-        task = Task(ids, gradients, view, row_splits, fits=source.checked)
+        task = Task(ids, gradients, view, row_splits)
         with jax.named_scope(f"update/{stack.label}"):
-            held, overflow = _update_stack(held, task, operands)
+            held = _apply(held, task, operands)
             held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
         new_tables[stack.name], new_slots[stack.name] = held
-        overflowed += overflow.astype(jnp.int32)
     bad_ids = collectives.psum(located.bad_ids, layout.axes.batch_axes)
-    return Updated(new_tables, new_slots, bad_ids, overflowed)
+    return Updated(new_tables, new_slots, bad_ids)
 
 
 def _reads_first(
@@ -182,70 +179,33 @@ def _reads_first(
     return ids, operands._replace(reads={**operands.reads, stack.name: firsts})
 
 
-def _update_stack(held: StackShard, task: Task, operands: Operands) -> tuple[StackShard, Array]:
-    """Update this device's shard of one stack.
-
-    Returns:
-      the updated shard; bool `[]`, whether the worst-case branch was taken, here or by a lookup of
-      the same ids with the same spec.
-    """
-
-    def with_capacity(capacity: int) -> Callable[[StackShard], StackShard]:
-        outgoing = functools.partial(outgoing_sums, task, capacity)
-        return lambda held: _apply(held, task, outgoing, operands)
-
-    capacity, enough = max(1, task.view.room.partials), task.view.worst_room.partials
-    # On one device all ids find room, and nothing is exchanged for the dense sums of a psum.
-    if isinstance(task.ids, LocalIds) and (task.view.is_local or task.view.by_psum):
-        return with_capacity(enough)(held), jnp.asarray(False)
-    # The host has counted the ids of a placed batch, so its capacity is enough. If ids traced
-    # inside a user's jit overflow on any device, all devices take the worst case together.
-    if task.fits or (capacity >= enough and task.lookup_fits):
-        return with_capacity(capacity)(held), jnp.asarray(False)
-    given = outgoing_sums(task, capacity)
-    # A lookup of the ids has a capacity of its own, and returns no state to count in.
-    flags = jnp.stack([given.overflow, given.overflow | given.lookup_overflow])
-    overflow, counted = collectives.any_device(flags, task.layout.axes.mesh)
-    if capacity >= enough:
-        return _apply(held, task, lambda: given, operands), counted
-    held = _run_if(~overflow, lambda held: _apply(held, task, lambda: given, operands), held)
-    with jax.named_scope("overflow"):
-        return _run_if(overflow, with_capacity(enough), held), counted
-
-
-def _run_if(flag: Array, run: Callable[[StackShard], StackShard], held: StackShard) -> StackShard:
-    """Return `run(held)` if `flag` is set, else `held`, in the same memory."""
-    # A loop of 1 or 0 iterations: XLA carries a loop's arrays in place, but copies those of a cond.
-    return jax.lax.fori_loop(0, flag.astype(jnp.int32), lambda _, held: run(held), held)
-
-
-def _apply(
-    held: StackShard, task: Task, outgoing: Callable[[], Outgoing], operands: Operands
-) -> StackShard:
-    """Apply the stack's optimizer to the rows that the batch touches.
-
-    Partial sums are routed (`outgoing`) only where they are made.
+def _apply(held: StackShard, task: Task, operands: Operands) -> StackShard:
+    """Apply the stack's optimizer to the rows of this device's shard that the batch touches.
 
     XLA sums gradients within blocks, exchanges them, sums over blocks, and then applies the rule. A
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
     Which kernel runs is chosen when the program is lowered for a platform.
     """
     rule, view = _StackRule.of(task, operands), task.view
-    # Without accumulation, occurrences must not be summed at all.
-    if not view.accumulates:
-        return rule.to_each_occurrence(held, exchange_occurrences(task, outgoing()))
     if view.by_psum:
         return rule.to_sums(held, psum_sums(task))
-    # A single CPU: its kernel takes the gradients as they are, and sorts the ids, too.
-    if isinstance(task.ids, LocalIds) and view.is_local:
-        return dispatch.choose(
-            held,
-            otherwise=lambda held: rule.to_partials(held, exchange_sums(task, outgoing())),
-            native=rule.compiled and (lambda held: rule.in_kernel(held, *local_gradients(task))),
-        )
-    # Otherwise partial sums are exchanged on every platform, and the kernel adds up what arrived.
+    if isinstance(task.ids, LocalIds):
+        every = gathered(task)
+        # Without accumulation, occurrences must not be summed at all.
+        if not view.accumulates:
+            return rule.to_each_occurrence(held, sort_gathered(every), every.gradients)
+
+        def in_kernel(held: StackShard) -> StackShard:
+            return rule.in_kernel(held, *gathered_gradients(every))
+
+        def in_steps(held: StackShard) -> StackShard:
+            return rule.to_partials(held, sums_of_gathered(every))
+
+        # The CPU's kernel takes the gradients as they are, and sorts the ids, too.
+        return dispatch.choose(held, otherwise=in_steps, native=rule.compiled and in_kernel)
+    # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
-    received = exchange_sums(task, outgoing())
+    received = exchange_sums(task)
     return dispatch.choose(held, received, otherwise=rule.to_partials, native=native)
 
 
@@ -272,13 +232,14 @@ class _StackRule(NamedTuple):
         rate = optimizer.resolve_learning_rate(operands.step, given)
         return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))
 
-    def to_each_occurrence(self, held: StackShard, received: RowSums) -> StackShard:
-        """Apply the rule once per occurrence: rows `[M]` in order, not yet deduplicated."""
+    def to_each_occurrence(
+        self, held: StackShard, ids: SortedIds, gradients: Sequence[Array]
+    ) -> StackShard:
+        """Apply the rule once per occurrence of a row, in the order of sums."""
         with jax.named_scope("rule"):
-            given = _to_apply(received, self.task, self.operands)
-            return occurrences.apply_each(
-                held, given, self.task.stack, self.operands.step, self.learning_rate
-            )
+            ids, step = _to_apply(ids, self.task, self.operands), self.operands.step
+            given = ids, jnp.concatenate(gradients), self.task.stack, step, self.learning_rate
+            return occurrences.apply_each(held, *given)
 
     def to_partials(self, held: StackShard, given: Partials) -> StackShard:
         """Sum the partial sums of each row and apply the rule: in XLA's operations, one by one.

@@ -2,12 +2,11 @@
 
 Floating-point sums depend on their order, and the result must not depend on the number of devices.
 So the global batch is split into G contiguous blocks. A row's gradients are summed feature after
-feature within each block, on the device that has the block's examples; these partial sums are sent
-to the row's owner, which adds them in the order of the blocks.
+feature within each block; these partial sums are added in the order of the blocks.
 
-How the gradients come to the owners, `batch/stack_view.py` says. Both orders, that of the partial
-sums and that of the merge, are a route: the host has computed it for a placed batch; for ids that
-only the program knows it is computed here.
+Where the host has routed a batch, the device that has a block's examples makes the partial sums and
+sends each to its row's owner. Of ids that it has not routed, every owner gets all ids and all
+gradients of bags, and makes the sums of its own rows: that moves a gradient per bag, not per id.
 
 Input: one device's ids of a stack, and the gradients of its activations. Output: partial sums at
 their rows' owners, with the order to merge them in; or what a compiled kernel needs to make them.
@@ -24,8 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import LocalIds, RoutedIds, StackView
-from tpu_embed.core.exchange import MergeRoute, RowSums, SumRoute, collectives, device_route, route
+from tpu_embed.core.batch import LocalIds, RoutedIds, StackView, gather_gradients, gather_ids
+from tpu_embed.core.exchange import (
+    MergeRoute,
+    RowSums,
+    SumRoute,
+    collectives,
+    device_route,
+    number_runs,
+    route,
+)
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.kernels import dispatch, storage
@@ -41,21 +48,12 @@ class Task(NamedTuple):
       gradients: the gradients of the stack's features, `[bags, D]` each.
       view: the stack, in the batch that the ids are from.
       row_splits: `[B/S + 1]` of every jagged feature.
-      fits: whether the batch's capacities are known to suffice for the ids.
     """
 
     ids: LocalIds | RoutedIds
     gradients: tuple[Array, ...]
     view: StackView
     row_splits: Mapping[int, Array]
-    fits: bool
-
-    @property
-    def lookup_fits(self) -> bool:
-        """Whether the room for the rows of a lookup is known to suffice for the ids."""
-        if self.fits or self.stack.num_shards == 1:
-            return True
-        return max(1, self.view.room.row_capacity) >= self.view.worst_room.row_capacity
 
     @property
     def stack(self) -> Stack:
@@ -78,26 +76,6 @@ class Task(NamedTuple):
         return sent_sums_format(self.stack) if self.rounds else None
 
 
-class Outgoing(NamedTuple):
-    """How a device makes its partial sums, and which row each of them is for.
-
-    Attributes:
-      sums: which gradients are added to which partial sum of the send buffer `[S * C', D]`: place
-        s * C' + i has the i-th partial sum for shard s.
-      row_ids: local rows at the owners `[S, C']`; None where the owners know them from the host.
-      capacity: C', the partial sums that a destination has room for.
-      overflow: bool `[]`, whether some destination gets more of them.
-      lookup_overflow: bool `[]`, whether a lookup of these ids, with the capacities of the batch,
-        asks some owner for more rows than it has room for.
-    """
-
-    sums: SumRoute
-    row_ids: Array | None
-    capacity: int
-    overflow: Array
-    lookup_overflow: Array
-
-
 class Partials(NamedTuple):
     """Partial sums at the owner of their rows, and how they are merged.
 
@@ -112,72 +90,73 @@ class Partials(NamedTuple):
     packed: Array | None = None
 
 
-def outgoing_sums(task: Task, capacity: int) -> Outgoing:
-    """Return how this device sums its gradients by row and block, for the rows' owners.
+def gathered(task: Task) -> Task:
+    """Return a task of ids that the host has not routed, with those of all devices.
 
-    Args:
-      task: the stack.
-      capacity: C', the partial sums that a destination has room for.
+    Its ids are local rows of this device's shard, and their blocks are known.
     """
-    ids, stack = task.ids, task.stack
-    if isinstance(ids, RoutedIds):
-        assert ids.sums is not None, "the batch was placed for an update"
-        never = jnp.asarray(False)
-        return Outgoing(ids.sums, ids.sent, capacity, never, never)
-    with jax.named_scope("dedup"):
-        blocks, num_blocks = _blocks(task), task.layout.blocks
-        given = ids.row_ids, stack, (ids.bags, ids.gains, blocks)
-        ordered = device_route.sort_ids(*given, blocks, num_blocks)
-        bags, gains, parts = ordered.payload
-        if not task.view.accumulates:  # every id is a sum by itself
-            parts = ordered.order
-        found = device_route.find_destinations(ordered.row_ids, stack, capacity, parts)
-        crowded = jnp.asarray(False)
-        if not task.lookup_fits:
-            room = max(1, task.view.room.row_capacity)
-            crowded = device_route.has_more_rows(ordered.row_ids, stack, room)
-    sums = SumRoute(bags, gains, found.target)
-    return Outgoing(sums, found.row_ids, capacity, found.overflow, crowded)
-
-
-def exchange_sums(task: Task, outgoing: Outgoing) -> Partials:
-    """Sum the gradients of this device by row and block, and send each sum to its row's owner."""
-    stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
-    with jax.named_scope("dedup"):
-        size = stack.num_shards * outgoing.capacity
-        sums = _summed(task, outgoing.sums, size, filled=False, sent=task.rounded_format)
+    ids, view, names = task.ids, task.view, task.layout.axes.batch_axes
+    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
     with jax.named_scope("route"):
-        if task.view.is_local:
-            # Nothing is sent, but sums are rounded as if it were.
-            rounds = task.rounded_format
-            received = sums if rounds is None else rounds.unpack(sums)
-            packed = sums if rounds is not None and rounds.packing == "words" else None
-        else:
-            received, packed = route.send_sums(sums, stack, axes)
-        if isinstance(task.ids, RoutedIds) and task.ids.merge is not None:
-            return Partials(received, task.ids.merge, packed)
-        assert sent is not None, "only the host's own route comes without the rows that are sent"
-        rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
+        ids = ids._replace(blocks=_blocks(task))
+        if view.is_local:  # one device has all ids and all rows
+            return task._replace(ids=ids)
+        own, joined = gather_ids(ids, view, names)
+        gradients = gather_gradients(task.gradients, view, names)
+    return Task(own, gradients, joined, task.row_splits)
+
+
+def sort_gathered(task: Task) -> device_route.SortedIds:
+    """Return the ids of a gathered task, sorted by row and block, with their bags and gains."""
+    ids = task.ids
+    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
+    assert ids.blocks is not None, "gathered ids have them"
+    with jax.named_scope("dedup"):
+        numbers = task.stack.num_rows, ids.blocks, task.layout.blocks
+        return device_route.sort_ids(ids.row_ids, *numbers, (ids.bags, ids.gains))
+
+
+def sums_of_gathered(task: Task) -> Partials:
+    """Return the partial sums of a gathered task."""
+    given, num_rows = sort_gathered(task), task.stack.num_rows
+    with jax.named_scope("dedup"):
+        runs = number_runs(given.row_ids, num_rows, given.blocks)
+        # A sum is of one row and one block, and of an id at least.
+        most = min(given.row_ids.size, num_rows * task.layout.blocks)
+        segments = jnp.where(given.row_ids < num_rows, runs.run, most)
+        order, rounded = SumRoute(*given.payload, segments), task.rounded_format
+        sums = sum_gradients(task.gradients, order, most, filled=False, sent=rounded)
+    with jax.named_scope("merge"):
+        rows = runs.run_row_ids[:most]
+        return _unpacked(sums, device_route.merge_sorted(rows, None, num_rows), rounded)
+
+
+def exchange_sums(task: Task) -> Partials:
+    """Make the partial sums of a batch that the host has routed, and send them to the owners."""
+    ids, stack, axes, rounded = task.ids, task.stack, task.layout.axes, task.rounded_format
+    assert isinstance(ids, RoutedIds), "the host has routed the batch"
+    assert ids.sums is not None, "the batch was placed for an update"
+    with jax.named_scope("dedup"):
+        size = stack.num_shards * task.view.parcel_size
+        sums = sum_gradients(task.gradients, ids.sums, size, filled=False, sent=rounded)
+    if task.view.is_local:  # nothing is sent, but sums are rounded as if it were
+        assert ids.merge is not None, "one device knows the whole batch"
+        return _unpacked(sums, ids.merge, rounded)
+    with jax.named_scope("route"):
+        received, packed = route.send_sums(sums, stack, axes)
+        if ids.merge is not None:
+            return Partials(received, ids.merge, packed)
+        assert ids.sent is not None, "the host tells the rows that it sends"
+        rows = route.send_rows(device_route.only_mine(ids.sent, stack, axes), stack, axes)
     with jax.named_scope("merge"):
         return Partials(received, device_route.route_merge(rows, stack, axes), packed)
 
 
-def exchange_occurrences(task: Task, outgoing: Outgoing) -> RowSums:
-    """Send the gradient of every id to its row's owner; return them not summed, in order of sums.
-
-    Args:
-      task: a stack without gradient accumulation.
-      outgoing: a partial sum for each id.
-    """
-    stack, axes, sent = task.stack, task.layout.axes, outgoing.row_ids
-    capacity = outgoing.capacity
-    assert sent is not None, "ids whose gradients are not summed are routed here"
-    sums = _summed(task, outgoing.sums, stack.num_shards * capacity)
-    received, _ = route.send_sums(sums, stack, axes)
-    received = received.reshape(-1, capacity, stack.dim)
-    rows = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
-    batch_order = axes.batch_order(stack.shard_axes)
-    return RowSums(rows[batch_order].reshape(-1), received[batch_order].reshape(-1, stack.dim))
+def _unpacked(sums: Array, merge: MergeRoute, rounded: RowFormat | None) -> Partials:
+    """Return partial sums that stay where they were made, perhaps rounded."""
+    if rounded is None:
+        return Partials(sums, merge)
+    return Partials(rounded.unpack(sums), merge, sums if rounded.packing == "words" else None)
 
 
 def psum_sums(task: Task) -> RowSums:
@@ -192,7 +171,7 @@ def psum_sums(task: Task) -> RowSums:
     blocks, rows, axes = task.view.layout.blocks, task.stack.num_rows, task.layout.axes.batch_axes
     with jax.named_scope("psum"):
         order, touched = _order_of_cells(task)
-        sums = _summed(task, order, blocks * rows)
+        sums = sum_gradients(task.gradients, order, blocks * rows)
         sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
         zero = jnp.zeros_like(sums[0])
         total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], zero)
@@ -200,10 +179,10 @@ def psum_sums(task: Task) -> RowSums:
         return RowSums(touched, jnp.pad(total, missing))
 
 
-def local_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
-    """Return this device's gradients unsummed, for a kernel that sorts and sums them itself."""
-    assert isinstance(task.ids, LocalIds), "routed ids are sorted already"
+def gathered_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
+    """Return the gradients of a gathered task, for a kernel that sorts and sums them itself."""
     ids = task.ids
+    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
     given = RowGradients(ids.row_ids, ids.bags, ids.gains, task.gradients)
     if task.layout.blocks > 1:
         starts = [_block_starts(task, n) for n in range(len(task.view.features))]
@@ -237,11 +216,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
         assert ids.sums is not None, "the batch was placed for an update"
         sums = ids.sums
     else:
-        block = _blocks(task)
-        if block is None:  # all of a device's ids are in one
-            axes = task.layout.axes
-            block = collectives.axis_index(axes.batch_axes) * blocks // axes.replicas
-        cells = block * rows + ids.row_ids.astype(jnp.int32)
+        cells = _blocks(task) * rows + ids.row_ids.astype(jnp.int32)
         cells = jnp.where(ids.row_ids < 0, blocks * rows, cells)
         ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
         sums = SumRoute(bags, gains, ordered)
@@ -257,52 +232,39 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
 
 
-def _summed(task: Task, order: SumRoute, num_sums: int, **options: Any) -> Array:
-    """Return sums of this device's gradients; see `sum_gradients`."""
-    return sum_gradients(task.gradients, order, num_sums, **options)
-
-
-def _blocks(task: Task) -> Array | None:
-    """Return the block of the global batch that each id's example is in, int32 `[N]`.
-
-    None where a device's examples are in one block.
-    """
+def _blocks(task: Task) -> Array:
+    """Return the block of the global batch that each id's example is in, int32 `[N]`."""
     ids, view, axes = task.ids, task.view, task.layout.axes
-    if view.blocks_per_device == 1:
-        return None
     assert isinstance(ids, LocalIds), "the host has routed the others"
     if ids.blocks is not None:
         return ids.blocks
     bags, num_blocks = view.bags, view.layout.blocks
-    if not bags.is_dense or any(shape.has_places for shape in bags.shapes):
-        # One device: the host has routed such ids of others. The blocks of each feature begin at G
-        # bags, ascending; if j of all features' are not after a bag, it is in block (j - 1) % G.
+    replica, numbers = collectives.axis_index(axes.batch_axes), np.arange(axes.replicas)
+    first = numbers * num_blocks // axes.replicas  # of each replica's blocks
+    if view.blocks_per_device == 1:
+        return jnp.full_like(ids.bags, jnp.asarray(first, jnp.int32)[replica])
+    if not bags.widths or any(shape.has_places for shape in bags.shapes):
+        # One device: the host numbers the blocks of such ids of others. The blocks of each feature
+        # begin at G bags, ascending; if j of all features' are not after a bag, it is in block
+        # (j - 1) % G.
         firsts = [
             jnp.append(jnp.int32(start), _block_starts(task, number))
             for number, start in enumerate(bags.starts[:-1])
         ]
         at = jnp.searchsorted(jnp.concatenate(firsts), ids.bags, side="right")
         return ((at - 1) % num_blocks).astype(jnp.int32)
-    replica = collectives.axis_index(axes.batch_axes)
-    numbers, later = np.arange(axes.replicas), np.arange(1, view.blocks_per_device)
-    first = numbers * num_blocks // axes.replicas
-    parts = []
+    later, parts = np.arange(1, view.blocks_per_device), []
     # Features of one size are alike: [features, ids].
     each = zip(bags.sizes, bags.shapes, strict=True)
     for (size, count, width), some in itertools.groupby(
         each, key=lambda pair: (pair[0], pair[1].bags, pair[1].width)
     ):
         # Where the later blocks of each replica begin among its examples, [replicas, K - 1]: with
-        # 10 examples in 4 blocks on one device 3 5 8. None begins after the last example's block.
+        # 10 examples in 4 blocks on one device 3 5 8.
         starts = -(-(first[:, None] + later) * size * axes.replicas // num_blocks)
         mine = jnp.asarray(starts - numbers[:, None] * size, jnp.int32)[replica]
         ids_each = count * (width or 0)
         example = jnp.arange(size * ids_each, dtype=jnp.int32) // max(1, ids_each)
         block = jnp.sum(example[:, None] >= mine[None], axis=1, dtype=jnp.int32)
         parts.append(jnp.tile(block, len(list(some))))
-    return jnp.asarray(first, jnp.int32)[replica] + _at_least_one(jnp.concatenate(parts))
-
-
-def _at_least_one(numbers: Array) -> Array:
-    """Return numbers `[N]`; one 0 if there are none."""
-    return numbers if numbers.size else jnp.zeros((1,), numbers.dtype)
+    return jnp.asarray(first, jnp.int32)[replica] + jnp.concatenate(parts)
