@@ -184,33 +184,13 @@ def test_bad_ids_inside_a_jit_are_counted_and_dropped():
     assert np.asarray(new.counters["bad_ids"]).tolist() == [0, 0, 16]
 
 
-def test_capacities_that_do_not_suffice_take_the_slower_branch():
-    engine = _engine(o.SGD(0.5), devices=2, vocabulary_size=40, combiner="sum")
-    state = engine.init(jax.random.key(0))
-    features = {"x": np.arange(32, dtype=np.int32).reshape(8, 4)}
-    repeated = engine.place({"x": np.zeros((8, 4), np.int32)})
-    small = dataclasses.replace(
-        repeated.spec,
-        stacks=tuple(
-            dataclasses.replace(g, row_capacity=1, partials=1) for g in repeated.spec.stacks
-        ),
-    )
-    update = jax.jit(engine.update, static_argnames="spec")
-    gradients = {"x": np.ones((8, 2), np.float32)}
-    enough, new = update(state, features, gradients), update(state, features, gradients, spec=small)
-    assert_same((new.tables, new.slots), (enough.tables, enough.slots))
-    assert (int(enough.counters["overflows"]), int(new.counters["overflows"])) == (0, 1)
-    # Each device asks a shard for 8 rows, and has room for 7 there: the update counts its lookup.
-    for rows, times in ((7, 1), (8, 0)):
-        stack = dataclasses.replace(small.stacks[0], row_capacity=rows, partials=16)
-        room = dataclasses.replace(small, stacks=(stack,))
-        new = update(state, features, gradients, spec=room)
-        assert_same((new.tables, new.slots), (enough.tables, enough.slots))
-        assert int(new.counters["overflows"]) == times
-    assert_same(
-        jax.jit(engine.lookup, static_argnames="spec")(state, features, spec=small),
-        engine.lookup(state, features),
-    )
+def test_traced_ids_need_no_spec():
+    engine = _engine(o.SGD(0.5), devices=2, vocabulary_size=40)
+    state, features = engine.init(jax.random.key(0)), {"x": np.arange(8, dtype=np.int32)[:, None]}
+    spec = engine.place(features).spec
+    with pytest.warns(UserWarning, match="spec: ids traced inside a jit need no capacities"):
+        found = jax.jit(lambda state, ids: engine.lookup(state, ids, spec=spec))(state, features)
+    assert_same(found, engine.lookup(state, features))
 
 
 def test_the_tables_are_not_differentiated():

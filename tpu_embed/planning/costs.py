@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed.core.batch import BatchSpec, line_length, line_of
+from tpu_embed.core.batch import BatchSpec, StackView, line_length, line_of
 from tpu_embed.core.layout import Layout, Stack, sent_rows_format, sent_sums_format
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
@@ -96,6 +96,10 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
 def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int, int]:
     """Return how many rows of a stack a device asks for, sends sums of, receives, and updates."""
     stack, capacity = layout.stacks[g], spec.stacks[g]
+    if _is_gathered(layout, spec, g):  # sums and gradients of the bags of all devices
+        bags, replicas = _bags(spec, g), layout.axes.replicas
+        touched = min(replicas * spec.ids(g), stack.num_rows)
+        return (stack.num_shards - 1) * bags, replicas * bags, replicas * bags, touched
     sources = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes))
     asked = stack.num_shards * capacity.row_capacity if stack.num_shards > 1 else 0
     partials = stack.num_shards * capacity.partials
@@ -111,9 +115,15 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
     copies (on batch axes that do not split the rows), sums are sent on to all copies.
     """
     total = {"ids": 0, "rows": 0, "gradients": 0}
-    for stack, capacity in zip(layout.stacks, spec.stacks, strict=True):
+    for g, (stack, capacity) in enumerate(zip(layout.stacks, spec.stacks, strict=True)):
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
+        if _is_gathered(layout, spec, g):
+            bags, replicas = _bags(spec, g) * width, layout.axes.replicas - 1
+            total["ids"] += (others + replicas) * spec.ids(g) * index
+            total["rows"] += others * bags
+            total["gradients"] += replicas * bags
+            continue
         # The exact bytes per row, also where several rows share a line: those of many, divided.
         row = array_bytes(sent_rows_format(stack), PACKED_ROWS, untiled_bytes) // PACKED_ROWS
         sums = array_bytes(sent_sums_format(stack), PACKED_ROWS, untiled_bytes)
@@ -150,15 +160,25 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         # What is read for an id, and sent: if the exchange rounds, it takes fewer bytes.
         sent_row = stack.dim * sent_rows_format(stack).dtype.itemsize
         sent_sum = stack.dim * sent_sums_format(stack).dtype.itemsize
-        features = spec.stacks[g].features
-        bags = sum(map(spec.activation_rows, features))
-        total["lookup"] += asked * (stored + sent_row) + spec.ids(g) * sent_row + bags * row
+        total["lookup"] += asked * (stored + sent_row) + spec.ids(g) * sent_row
+        total["lookup"] += _bags(spec, g) * row
         total["exchange"] += 2 * asked * sent_row + 2 * partials * sent_sum
         if stack.optimizer is not None:
             slots = slot_bytes(stack, touched, untiled_bytes)
             total["update"] += spec.ids(g) * row + 2 * partials * sent_sum
             total["update"] += 2 * (touched * stored + slots)
     return total
+
+
+def _bags(spec: BatchSpec, g: int) -> int:
+    """Return the bags of a stack on one device."""
+    return sum(map(spec.activation_rows, spec.stacks[g].features))
+
+
+def _is_gathered(layout: Layout, spec: BatchSpec, g: int) -> bool:
+    """Whether the owners gather ids and gradients of a stack, which the host does not route."""
+    view = StackView(spec, layout, g)
+    return not (view.is_routed or view.is_local or view.by_psum)
 
 
 def _stored(stack: Stack) -> np.dtype:

@@ -20,7 +20,6 @@ from tpu_embed.core.batch import (
     StackSpec,
     StackView,
     view_stacks,
-    worst_case,
 )
 from tpu_embed.core.ids import (
     FeatureRules,
@@ -230,25 +229,18 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
         dataclasses.replace(one, **_capacities(view))
         for one, view in zip(bare, view_stacks(spec, layout), strict=True)
     )
-    # Padding must not exceed the worst case of this many ids.
-    most = worst_case(spec, layout).stacks
-    fitted = [
-        StackSpec(one.features, one.ids, *map(min, one.sizes[1:], worst.sizes[1:]))
-        for one, worst in zip(stacks, most, strict=True)
-    ]
-    return dataclasses.replace(spec, stacks=tuple(fitted))
+    return dataclasses.replace(spec, stacks=stacks)
 
 
 def _capacities(view: StackView) -> dict[str, int]:
     """Return the expected room for a stack's exchange.
 
-    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. Sums
-    are made per block of the batch: with gradient accumulation a device sends one sum per distinct
-    row and block, otherwise one per id.
+    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. A
+    device sends one sum per distinct row and block of the batch.
     """
     stack, spec, layout = view.stack, view.spec, view.layout
-    replicas = layout.axes.replicas
-    if stack.num_shards == 1 and replicas == 1 and not view.is_routed:
+    replicas, n = layout.axes.replicas, view.num_ids
+    if not view.is_routed:
         return {"row_capacity": 0, "partials": 0}
     blocks = view.blocks_per_device
     rows = partials = merged = 0.0
@@ -259,12 +251,17 @@ def _capacities(view: StackView) -> dict[str, int]:
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct_in(table, ids)
         summed = blocks * _distinct_in(table, ids / blocks)
-        partials += share * (summed if view.accumulates else ids)
+        partials += share * summed
         merged += share * _distinct_in(table, ids * replicas)
-    room = {"row_capacity": rows, "partials": partials}
+    # Padding must not exceed what any ids of this number need: a distinct row is asked for once, a
+    # sum is of one row and one block, and an owner gets rows of its own from all replicas.
+    room = {
+        "row_capacity": (rows, min(n, stack.num_rows)),
+        "partials": (partials, min(n, stack.num_rows * blocks)),
+    }
     if view.merges_on_host:
-        room["merged"] = merged
-    return {name: roomy(math.ceil(size)) for name, size in room.items()}
+        room["merged"] = (merged, min(n * replicas, stack.num_rows))
+    return {name: min(roomy(math.ceil(size)), most) for name, (size, most) in room.items()}
 
 
 def _distinct_in(table: TableSlice, ids: float) -> float:

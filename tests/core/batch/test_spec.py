@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tpu_embed
 from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import StackSpec, worst_case
+from tpu_embed.core.batch import StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import bucket
 from tpu_embed.core.place.tiers import holds
@@ -194,15 +194,3 @@ def test_a_stream_of_batches_compiles_a_few_times():
     assert len(set(specs)) <= 4
     assert len(set(specs[20:])) == 1
     assert int(state.step) == 200
-
-
-def test_the_worst_case_holds_any_batch():
-    engine, rng = make_engine(8), np.random.default_rng(0)
-    for _ in range(10):
-        spec = engine.place(draw(rng)).spec
-        enough = worst_case(spec, engine.layout)
-        for g, stack in enumerate(engine.layout.stacks):
-            n = spec.ids(g)
-            assert enough.stacks[g].row_capacity == min(n, stack.num_rows)
-            assert enough.stacks[g].partials >= min(n, stack.num_rows)
-            assert enough.stacks[g].merged == min(8 * n, stack.num_rows)

@@ -35,7 +35,10 @@ def draw(low=-1, high=V, width=4):
 
 
 def assert_close(found, expected):
-    """Assert equal numbers but for gains, which the host rounds once and a program three times."""
+    """Assert equal numbers but for rounding.
+
+    The host rounds gains once and a program three times; and shards add their parts of traced bags.
+    """
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
     jax.tree.map(close, found, expected)
 
@@ -63,7 +66,7 @@ def both_ways(engine):
 @pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
 @pytest.mark.quick(1)
 def test_traced_ids_are_placed_ids(width, weighted):
-    """Sequences are padded, or cut; the same bits come out, but where the program makes gains."""
+    """Sequences are padded, or cut."""
     ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
     if weighted:
         weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
@@ -71,14 +74,17 @@ def test_traced_ids_are_placed_ids(width, weighted):
     placed, traced = placed_and_traced(make_engine(), ids, weights)
     assert placed[0]["row"].shape == (B, 3, D)
     assert placed[0]["bags"].shape == (B, 2, D)
-    (assert_close if weighted else assert_same)(traced, placed)
+    assert_close(traced, placed)
+    if not weighted:
+        for name in ("one", "row"):  # of bags of one id the same bits
+            assert_same(traced[0][name], placed[0][name])
 
 
 @pytest.mark.parametrize("policy", ["drop", "clip"])
 @pytest.mark.quick(1)
 def test_policies_are_those_of_the_host(policy):
     placed, traced = placed_and_traced(make_engine(policy), draw(low=-5, high=V + 5))
-    assert_same(traced, placed)
+    assert_close(traced, placed)
     assert not np.asarray(traced[2]["bad_ids"]).any()
 
 
@@ -106,7 +112,7 @@ def test_each_table_of_a_stack_keeps_its_rows_and_policy(placement):
     assert len(engine.layout.stacks) == 1
     steps, key, batch = both_ways(engine), jax.random.key(0), engine.place(ids)
     placed, traced = steps(key, (batch, None), (ids, None))
-    assert_same(traced, placed)
+    assert_close(traced, placed)
     ids["counted"][:2], ids["last"][1:3, 1:] = 3, -2
     (*_, counters) = steps(key, (batch, None), (ids, None))[1]
     assert np.asarray(counters["bad_ids"]).tolist() == [0, 4, 0, 6]

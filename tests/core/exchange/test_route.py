@@ -1,7 +1,6 @@
 """Fetching rows from their owners, and sending partial sums to them, on several devices."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
@@ -52,19 +51,16 @@ def on_devices(axes: MeshAxes, stack: Stack, function, table, *per_device):
     )(table, *per_device)
 
 
-def fetched(stack, capacity):
-    """Return the function that fetches the rows of a device's ids, `[N, D]`."""
-
-    def fetch(table, rows):
-        if stack.num_shards == 1:  # every row is here
-            way, overflow = RowRoute(None, rows), jnp.asarray(False)
-        else:
-            ids = device_route.sort_ids(rows, stack)
-            way, overflow = device_route.route_rows(ids, stack, capacity)
-        found = route.fetch(table, way, stack)
-        return reference.gather_rows(found.source, found.index), overflow
-
-    return fetch
+def routed(rows, stack, capacity):
+    """Return what a device sends, `[S, C]` local rows, and the place of each of its ids there."""
+    sent = np.full((stack.num_shards, capacity), PADDING_ID, np.int32)
+    places = np.full(rows.size, sent.size, np.int32)
+    for shard in range(stack.num_shards):
+        mine = np.unique(rows[(rows >= 0) & (rows // stack.num_rows == shard)])
+        sent[shard, : mine.size] = mine - shard * stack.num_rows
+        for rank, row in enumerate(mine):
+            places[rows == row] = shard * capacity + rank
+    return sent, places
 
 
 def table_of(stack):
@@ -76,46 +72,51 @@ def table_of(stack):
 def test_fetch_reads_every_row_where_it_lives(shards):
     stack = make_stack([23, 5, 1], shards)
     rows, table = draw(stack, shards), table_of(stack)
-    fetch = fetched(stack, most(rows, stack))
+    capacity = most(rows, stack)
+    sent, places = zip(*(routed(line, stack, capacity) for line in rows), strict=True)
+    asked = np.stack(sent).swapaxes(0, 1)  # of each owner, by the device that asks
+
+    def fetch(table, asked, places, rows):
+        way = RowRoute(None, rows) if stack.num_shards == 1 else RowRoute(asked, places)
+        found = route.fetch(table, way, stack)
+        return reference.gather_rows(found.source, found.index)
+
     axes = make_axes(mesh(shards), None)
-    found, overflow = on_devices(axes, stack, fetch, table, rows)
+    found = on_devices(axes, stack, fetch, table, asked, np.stack(places), rows)
     expected = np.where((rows >= 0)[..., None], table[np.maximum(rows, 0)], 0)
     np.testing.assert_array_equal(found, expected)
-    assert not np.asarray(overflow).any()
 
 
-def test_fetch_tells_when_a_row_found_no_room():
-    stack = make_stack([23, 5], 2)
-    rows, table = draw(stack, 2), table_of(stack)
-    fetch = fetched(stack, most(rows, stack) - 1)
-    _, overflow = on_devices(make_axes(mesh(2), None), stack, fetch, table, rows)
-    assert np.asarray(overflow).any()
-
-
-def test_absent_rows_need_no_room():
-    stack = make_stack([23], 2)
-    rows = np.full((2, N), PADDING_ID, np.int32)
-    fetch = fetched(stack, 1)
-    found, overflow = on_devices(make_axes(mesh(2), None), stack, fetch, table_of(stack), rows)
-    assert not np.asarray(found).any()
-    assert not np.asarray(overflow).any()
+def test_a_shard_keeps_its_own_rows():
+    stack, rows = make_stack([23, 5], 2), np.array([[0, -1, 27, 14, 13]] * 2, np.int32)
+    found = on_devices(
+        make_axes(mesh(2), None),
+        stack,
+        lambda table, rows: route.rows_of_shard(rows, stack),
+        table_of(stack),
+        rows,
+    )
+    size = stack.num_rows
+    own = [[r % size if r >= 0 and r // size == s else -1 for r in rows[0]] for s in (0, 1)]
+    assert found.tolist() == own
 
 
 def sums_by_row(stack, axes, rows, gradients, capacity):
     """Send each device's partial sums to the owners; return what they hold, a line a device."""
 
-    def device(table, rows, gradients):
-        ids = device_route.sort_ids(rows, stack)
-        way = device_route.find_destinations(ids.row_ids, stack, capacity)
-        places = stack.num_shards * capacity
-        sums = reference.segment_sum(gradients[ids.order], way.target, places)
+    sent, places = zip(*(routed(line, stack, capacity) for line in rows), strict=True)
+    orders = np.stack([np.argsort(line, kind="stable") for line in places])
+
+    def device(table, sent, order, places, gradients):
+        num_sums = stack.num_shards * capacity
+        sums = reference.segment_sum(gradients[order], places[order], num_sums)
         received, _ = route.send_sums(sums, stack, axes)
-        sent = device_route.only_mine(way.row_ids, stack, axes)
-        arrived = route.send_rows(sent, stack, axes)
+        arrived = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
         merged = route.merge(received, device_route.route_merge(arrived, stack, axes))
         return merged.row_ids, merged.sums
 
-    return on_devices(axes, stack, device, table_of(stack), rows, gradients)
+    lines = np.stack(sent), orders, np.stack(places), gradients
+    return on_devices(axes, stack, device, table_of(stack), *lines)
 
 
 def expected_sums(rows, gradients):
@@ -169,18 +170,6 @@ def test_rows_and_batch_on_different_axes(names, batch_axes):
         return int(np.argwhere(places == device)[0][names.index("d")])
 
     check_owners(stack, *found, expected_sums(rows, gradients), shard_of)
-
-
-def test_parts_of_a_row_travel_apart():
-    stack = make_stack([8], 2)
-    rows = np.array([3, 3, 5, 3, PADDING_ID, 5], np.int32)
-    parts = np.array([0, 0, 0, 1, 1, 1], np.int32)
-    ids = device_route.sort_ids(rows, stack, parts)
-    way = device_route.find_destinations(ids.row_ids, stack, 4, ids.payload)
-    assert np.asarray(way.row_ids).tolist() == [[3, 3, -1, -1], [1, 1, -1, -1]]
-    assert np.asarray(ids.order).tolist() == [0, 1, 3, 2, 5, 4]
-    assert np.asarray(way.target).tolist() == [0, 0, 1, 4, 5, 8]
-    assert not way.overflow
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 64), (1, 64), (64, 64), (65, 128)])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layout_cases import make_stack
 
 from tpu_embed import optimizers as o
-from tpu_embed.core.exchange import RowSums
+from tpu_embed.core.exchange.device_route import SortedIds
 from tpu_embed.core.update import StackShard, occurrences
 
 V, D = 7, 2
@@ -23,10 +23,17 @@ def program(optimizer):
 
     def apply(table, slots, rows, gradients, rate):
         held = StackShard(table, slots)
-        received = RowSums(rows, gradients)
-        return occurrences.apply_each(held, received, stack, jnp.int32(1), rate)
+        return occurrences.apply_each(held, by_row(rows), gradients, stack, jnp.int32(1), rate)
 
     return jax.jit(apply)
+
+
+def by_row(rows):
+    """Return occurrences of rows sorted as `apply_each` takes them; each has a bag of its own."""
+    rows = jnp.where(rows < 0, np.iinfo(np.int32).max, rows)
+    order = jnp.argsort(rows, stable=True)
+    nothing = jnp.zeros_like(order)
+    return SortedIds(rows[order], nothing, (order.astype(jnp.int32), None))
 
 
 def run(optimizer, rows, seed=0):
@@ -69,8 +76,8 @@ def test_a_round_larger_than_a_chunk():
     rows = np.tile(np.arange(2 * occurrences.CHUNK + 5, dtype=np.int32), 2)
     values = np.arange(rows.size * D, dtype=np.float32).reshape(-1, D)
     held = StackShard(jnp.zeros((stack.num_rows, D)), {})
-    received = RowSums(jnp.asarray(rows), jnp.asarray(values))
-    done = occurrences.apply_each(held, received, stack, jnp.int32(1), jnp.float32(1.0))
+    ids, values = by_row(jnp.asarray(rows)), jnp.asarray(values)
+    done = occurrences.apply_each(held, ids, values, stack, jnp.int32(1), jnp.float32(1.0))
     expected = np.zeros((stack.num_rows, D), np.float32)
     np.add.at(expected, rows, -values)
     np.testing.assert_array_equal(done.table, expected)

@@ -4,7 +4,7 @@ from tpu_embed.core.batch.batch import Batch
 from tpu_embed.core.batch.gathered import gather_gradients, gather_ids
 from tpu_embed.core.batch.line import ROW_SPLITS, fields_of, line_length, line_of
 from tpu_embed.core.batch.located import LocalIds, RoutedIds
-from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec, worst_case
+from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
 
@@ -26,5 +26,4 @@ __all__ = [
     "make_traced",
     "padded_lengths",
     "view_stacks",
-    "worst_case",
 ]

@@ -16,7 +16,7 @@ from typing import Literal
 
 from tpu_embed._checks import message
 from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.layout import ROW_MULTIPLE, Layout, roomy, round_up
+from tpu_embed.core.layout import ROW_MULTIPLE, roomy, round_up
 
 Routed = Literal["nothing", "lookup", "update"]
 """What of a batch the host routes: nothing (it was not placed), its lookup, or its update too.
@@ -153,34 +153,6 @@ class BatchSpec:
             return max(1, self.stacks[stack].ids + places)
         rooms = (s.bags_of(s.batch // self.replicas) * (s.room_per_bag or 0) for s in shapes)
         return max(1, sum(rooms))
-
-
-def worst_case(spec: BatchSpec, layout: Layout) -> BatchSpec:
-    """Return the spec with exchange capacities that suffice for any ids."""
-    stacks = tuple(worst_room(spec, layout, g) for g in range(len(layout.stacks)))
-    return dataclasses.replace(spec, stacks=stacks)
-
-
-def worst_room(spec: BatchSpec, layout: Layout, g: int) -> StackSpec:
-    """Return the capacities of stack g that suffice for any ids."""
-    # N ids of a device (padding and bad ids among them, so never fewer than there are) may all be
-    # of one shard, which has R rows; R counts the rows of all tables of the stack, padded ones too.
-    # row_capacity: as each distinct row is asked for once, at most min(N, R).
-    # partials: a sum is of one row and one block of the batch. Ids are sorted by row, then by
-    #   block, so no pair occurs twice: at most min(N, R · K) sums for the K blocks of the device
-    #   that has most of them (`blocks_per_device`: of all features of the stack). Without
-    #   accumulation each id is a sum by itself: N.
-    # merged: an owner gets rows of its own from all replicas: at most min(N · replicas, R).
-    stack, n = layout.stacks[g], spec.ids(g)
-    blocks = layout.blocks_per_device(spec.local_sizes[f] for f in spec.stacks[g].features)
-    accumulates = stack.optimizer is None or stack.optimizer.use_gradient_accumulation
-    partials = min(n, stack.num_rows * blocks) if accumulates else n
-    return dataclasses.replace(
-        spec.stacks[g],
-        row_capacity=min(n, stack.num_rows),
-        partials=partials,
-        merged=min(n * layout.axes.replicas, stack.num_rows),
-    )
 
 
 def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
