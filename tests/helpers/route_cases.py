@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import RoutedIds
 
 
 def way_of(view):
@@ -67,9 +66,7 @@ def physical_rows(axes, stack, found, device):
       device: the device.
     """
     ids = found[device]
-    if not isinstance(ids, RoutedIds):
-        return ids.row_ids
-    if stack.num_shards == 1:
+    if ids.rows.asked is None:
         return ids.rows.index
     source = part_of(axes, stack.shard_axes, device)
     back = []

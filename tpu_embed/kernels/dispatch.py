@@ -230,13 +230,28 @@ def sort_rows(row_ids: Array) -> tuple[Array, Array]:
 def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
     """Return sorted rows, their positions and the payload; see `reference.sort_with`."""
     # TPUs carry the payload along. CPUs and GPUs sort pairs fastest, and gathers cost them little.
+    native, gpu = _sorts_of_pairs(row_ids)
+    return choose(row_ids, payload, otherwise=reference.sort_with, native=native, gpu=gpu)
+
+
+def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
+    """Return sorted rows and their values; see `reference.sort_pairs`."""
+
+    def only_pairs(sort: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return sort and (lambda *operands: sort(*operands)[::2])
+
+    native, gpu = map(only_pairs, _sorts_of_pairs(row_ids))
+    return choose(row_ids, values, otherwise=reference.sort_pairs, native=native, gpu=gpu)
+
+
+def _sorts_of_pairs(row_ids: Array) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """Return `sort_with` for a CPU, if its kernels take the rows, and for a GPU."""
     native = None
     if cpu.takes_rows(row_ids):
         native = _sort_then_gather(
             cpu.sort_rows, _with_tangents(cpu.gather_rows, reference.gather_rows)
         )
-    gpu = _sort_then_gather(reference.sort_rows, reference.gather_rows)
-    return choose(row_ids, payload, otherwise=reference.sort_with, native=native, gpu=gpu)
+    return native, _sort_then_gather(reference.sort_rows, reference.gather_rows)
 
 
 def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,6 +90,16 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
     return ordered, order, jax.tree.unflatten(structure, carried)
 
 
+def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
+    """Return sorted rows, and their values in the same order.
+
+    Args:
+      row_ids: integer `[N]`.
+      values: integer `[N]`, non-decreasing, so that values of one row stay in their order.
+    """
+    return jax.lax.sort((row_ids, values), num_keys=2, is_stable=False)  # type: ignore[return-value]
+
+
 def compact(values: Array, kept: Array, fill: int) -> Array:
     """Return the kept values, followed by as many times `fill` as values were left out.
 

@@ -11,7 +11,7 @@ from route_cases import located_by_device, physical_rows
 import tpu_embed
 from tpu_embed import FeatureConfig, QuantizationConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import RoutedIds, view_stacks
+from tpu_embed.core.batch import view_stacks
 
 B = 8
 
@@ -70,7 +70,7 @@ def unpacked_lines(engine, batch, g):
     """Return the same, unpacked from the batch, a list a device."""
     axes, stack = engine.layout.axes, engine.layout.stacks[g]
     found, lines = located_by_device(engine, batch)[g], []
-    assert all(isinstance(ids, RoutedIds) == (axes.replicas > 1) for ids in found)
+    assert all((ids.sums is not None) == (axes.replicas > 1) for ids in found)
     for device, ids in enumerate(found):
         rows, bags = physical_rows(axes, stack, found, device).tolist(), ids.bags
         gains = [1.0] * len(rows) if ids.gains is None else ids.gains.tolist()

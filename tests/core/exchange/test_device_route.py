@@ -28,26 +28,30 @@ def blocks_of(rows):
     return (np.arange(rows.size) % half * BLOCKS // half).astype(np.int32)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("num_rows", [23, 2**30])
 @pytest.mark.quick(2)
-def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels):
+def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels, weighted):
     """In two sorts, where a number of 32 bits cannot hold row and block."""
     with jax.enable_x64(dtype == "int64"), KERNELS[kernels]():
         rows = np.where(np.arange(N) % 5, np.arange(N) % 3, PADDING_ID).astype(dtype)
         rows[rows == 2] = num_rows - 1
-        blocks, numbers = blocks_of(rows), np.arange(N, dtype=np.int32)
+        blocks, bags = blocks_of(rows), np.arange(N, dtype=np.int32) // 2
+        gains = np.arange(N, dtype=np.float32) if weighted else None
         found = jax.jit(
-            lambda rows, blocks, numbers: device_route.sort_ids(
-                rows, num_rows, blocks, BLOCKS, numbers
+            lambda rows, blocks, bags, gains: device_route.sort_ids(
+                rows, num_rows, blocks, BLOCKS, bags, gains
             )
-        )(rows, blocks, numbers)
+        )(rows, blocks, bags, gains)
         host = dispatch.host_kernels().sort_ids([rows], [blocks])[0]
         n = host.order.size
-        np.testing.assert_array_equal(found.payload[:n], host.order)
         np.testing.assert_array_equal(found.row_ids[:n], rows[host.order])
         np.testing.assert_array_equal(found.blocks[:n], blocks[host.order])
+        np.testing.assert_array_equal(found.bags[:n], bags[host.order])
+        if weighted:
+            np.testing.assert_array_equal(found.gains[:n], gains[host.order])
         assert (found.row_ids[n:] == num_rows).all()
 
 

@@ -48,7 +48,7 @@ def by_feature(bags):
 
 def found_of(rows, ids):
     """Return rows [N, D] of ids as they are found: in another order, absent ids nowhere."""
-    index = np.where(np.asarray(ids.row_ids) >= 0, np.arange(N)[::-1], PADDING_ID)
+    index = np.where(np.asarray(ids.rows.index) >= 0, np.arange(N)[::-1], PADDING_ID)
     return FetchedRows(jnp.asarray(rows[::-1]), jnp.asarray(index, jnp.int32))
 
 

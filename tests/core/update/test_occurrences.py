@@ -33,7 +33,7 @@ def by_row(rows):
     rows = jnp.where(rows < 0, np.iinfo(np.int32).max, rows)
     order = jnp.argsort(rows, stable=True)
     nothing = jnp.zeros_like(order)
-    return SortedIds(rows[order], nothing, (order.astype(jnp.int32), None))
+    return SortedIds(rows[order], nothing, order.astype(jnp.int32), None)
 
 
 def run(optimizer, rows, seed=0):

@@ -1,9 +1,9 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
 from tpu_embed.core.batch.batch import Batch
-from tpu_embed.core.batch.gathered import gather_gradients, gather_ids
+from tpu_embed.core.batch.gather import gather, gather_ids
 from tpu_embed.core.batch.line import ROW_SPLITS, fields_of, line_length, line_of
-from tpu_embed.core.batch.located import LocalIds, RoutedIds
+from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
@@ -14,14 +14,13 @@ __all__ = [
     "BatchSpec",
     "LocalIds",
     "Routed",
-    "RoutedIds",
     "StackSpec",
     "StackView",
     "TracedIds",
     "fields_of",
     "line_length",
     "line_of",
-    "gather_gradients",
+    "gather",
     "gather_ids",
     "make_traced",
     "padded_lengths",

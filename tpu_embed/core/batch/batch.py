@@ -20,7 +20,7 @@ import numpy as np
 from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.batch.line import ROW_SPLITS, line_length, line_of, read_line
-from tpu_embed.core.batch.located import LocalIds, Located, RoutedIds
+from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
 from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
@@ -128,12 +128,15 @@ class Batch:
         """The mesh axes that the first dimension of its array is split over."""
         return layout.axes.names
 
-    def locate(self, layout: Layout) -> Located:
-        """Return the ids of every stack, inside `shard_map`."""
+    def locate(self, layout: Layout) -> tuple[list[LocalIds], Array]:
+        """Return the ids of every stack, inside `shard_map`, and the bad ids of each feature.
+
+        Bad ids are counted on this device, int32 `[F]`, of features whose `on_bad_id` is "error".
+        """
         # Inside shard_map, `packed` is this device's line [1, L].
         stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
         ids = [_located(read_line(self.packed[0], fields), view) for view, fields in stacks]
-        return Located(tuple(ids), jnp.zeros(len(layout.features), jnp.int32))
+        return ids, jnp.zeros(len(layout.features), jnp.int32)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
         """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
@@ -168,11 +171,12 @@ def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
     return layout.placed_for(updates=spec.routed != "lookup")
 
 
-def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
+def _located(fields: dict[str, Array], view: StackView) -> LocalIds:
     """Return the ids of one stack from the fields of a line."""
     bags = view.bags.dense_bags() if view.bags.is_dense else fields["bags"]
     if not view.is_routed:
-        return LocalIds(fields["row_ids"], bags, fields.get("gains"), fields.get("blocks"))
+        rows = RowRoute(None, fields["row_ids"])
+        return LocalIds(rows, bags, fields.get("gains"), fields.get("blocks"))
     asked = fields.get("asked")
     # A host that does not know the other processes' ids tells what this device asks for.
     if asked is not None and not view.layout.axes.one_process:
@@ -185,4 +189,4 @@ def _located(fields: dict[str, Array], view: StackView) -> LocalIds | RoutedIds:
         segments = fields.get("merge_segments")
         merge = MergeRoute(fields.get("merge_index"), segments, fields["merged"])
     rows = RowRoute(asked, fields["index"])
-    return RoutedIds(rows, bags, fields.get("gains"), sums, merge, fields.get("sent"))
+    return LocalIds(rows, bags, fields.get("gains"), None, sums, merge, fields.get("sent"))

@@ -22,9 +22,10 @@ import numpy as np
 from tpu_embed._checks import check_in_program, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.located import LocalIds, Located
+from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.exchange import RowRoute
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,
@@ -55,8 +56,8 @@ class TracedIds:
         """The mesh axes that the first dimension of its arrays is split over."""
         return layout.axes.batch_axes
 
-    def locate(self, layout: Layout) -> Located:
-        """Return the ids of every stack, inside `shard_map`; see `Batch.locate`."""
+    def locate(self, layout: Layout) -> tuple[list[LocalIds], Array]:
+        """Return the ids of every stack, and bad ids; see `Batch.locate`."""
         located, numbers, counts = [], [], []
         for view in view_stacks(self.spec, layout):
             dtype = view.stack.index_dtype
@@ -79,9 +80,9 @@ class TracedIds:
                 each = [self._gains(f, layout, view.stack.compute_dtype) for f in view.features]
                 gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
-            located.append(LocalIds(row_ids, view.bags.dense_bags(), gains))
+            located.append(LocalIds(RowRoute(None, row_ids), view.bags.dense_bags(), gains))
         bad = jnp.zeros(len(layout.features), jnp.int32)
-        return Located(tuple(located), bad.at[np.array(numbers)].set(jnp.concatenate(counts)))
+        return located, bad.at[np.array(numbers)].set(jnp.concatenate(counts))
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
         """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""

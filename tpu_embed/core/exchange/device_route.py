@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import PADDING_ID, Array, PyTree
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.exchange.route import MergeRoute
 from tpu_embed.core.exchange.runs import number_runs
@@ -32,16 +32,23 @@ class SortedIds(NamedTuple):
     Attributes:
       row_ids: `[N]`, ascending; the number of all rows in place of absent ones.
       blocks: int32 `[N]`, their blocks.
-      payload: arrays `[N]` in the same order, as they were given.
+      bags: int32 `[N]`, their bags; of one row and block, in their order.
+      gains: `[N]`, their gains; None: all ones.
     """
 
     row_ids: Array
     blocks: Array
-    payload: PyTree
+    bags: Array
+    gains: Array | None
 
 
 def sort_ids(
-    row_ids: Array, num_rows: int, blocks: Array, num_blocks: int, payload: PyTree
+    row_ids: Array,
+    num_rows: int,
+    blocks: Array,
+    num_blocks: int,
+    bags: Array,
+    gains: Array | None,
 ) -> SortedIds:
     """Sort ids by row, then by block, and what belongs to them with them.
 
@@ -50,20 +57,24 @@ def sort_ids(
       num_rows: R.
       blocks: int32 `[N]`, in [0, G).
       num_blocks: G.
-      payload: a pytree of arrays `[N]`.
+      bags: int32 `[N]`, non-decreasing.
+      gains: `[N]`, or None.
     """
     # Absent ids sort to the end if their row is the largest number.
     absent, limit = jnp.asarray(num_rows, row_ids.dtype), np.iinfo(row_ids.dtype).max
     rows = jnp.where(row_ids < 0, absent, row_ids)
-    if (num_rows + 1) * num_blocks <= limit:
-        # Row 3 in block 1 of 8 has the key 25.
-        keys = rows * num_blocks + blocks.astype(rows.dtype)
-        keys, _, payload = dispatch.sort_with(keys, payload)
-        return SortedIds(keys // num_blocks, (keys % num_blocks).astype(jnp.int32), payload)
-    # The keys would not fit: sort by block, then, stably, by row.
-    blocks, _, (rows, payload) = dispatch.sort_with(blocks, (rows, payload))
-    rows, _, (blocks, payload) = dispatch.sort_with(rows, (blocks, payload))
-    return SortedIds(rows, blocks, payload)
+    if (num_rows + 1) * num_blocks > limit:
+        # A key would not fit: sort by block, then, stably, by row.
+        blocks, _, carried = dispatch.sort_with(blocks, (rows, bags, gains))
+        rows, _, carried = dispatch.sort_with(carried[0], (blocks, *carried[1:]))
+        return SortedIds(rows, *carried)
+    # Row 3 in block 1 of 8 has the key 25.
+    keys = rows * num_blocks + blocks.astype(rows.dtype)
+    if gains is None:
+        keys, bags = dispatch.sort_pairs(keys, bags)
+    else:
+        keys, _, (bags, gains) = dispatch.sort_with(keys, (bags, gains))
+    return SortedIds(keys // num_blocks, (keys % num_blocks).astype(jnp.int32), bags, gains)
 
 
 def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:

@@ -131,6 +131,11 @@ def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
     sent_format = sent_rows_format(stack)
     if route.asked is None and stack.packing == "none" and sent_format == stack.row_format:
         return FetchedRows(table, route.index)
+    # SparseCores sum packed rows where they lie, unless they are quantized first.
+    as_stored = stack.packing == "words" and sent_format.packed and stack.quantization is None
+    if route.asked is None and as_stored and sent_format == stack.row_format:
+        packed = sent_format.by_row(table)
+        return FetchedRows(sent_format.unpack(packed), route.index, packed)
     # One shard of packed or rounded rows: read the row of each id, duplicates included, and unpack
     # or round it.
     if route.asked is None:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import LocalIds, RoutedIds
+from tpu_embed.core.batch import LocalIds
 from tpu_embed.core.exchange import FetchedRows, SumRoute
 from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, rounded, storage
@@ -36,7 +36,7 @@ def quantize(rows: Array, stack: Stack) -> Array:
 
 
 def combine(
-    found: FetchedRows, ids: LocalIds | RoutedIds, layout: SumLayout, stack: Stack
+    found: FetchedRows, ids: LocalIds, layout: SumLayout, stack: Stack
 ) -> tuple[Array, ...]:
     """Return the activations of a stack's features, `[bags, D]` each.
 

@@ -24,13 +24,12 @@ from tpu_embed._types import Array
 from tpu_embed.core.batch import (
     Batch,
     LocalIds,
-    RoutedIds,
     StackView,
     TracedIds,
     gather_ids,
     view_stacks,
 )
-from tpu_embed.core.exchange import RowRoute, collectives, route
+from tpu_embed.core.exchange import collectives, route
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.lookup import segments
@@ -65,15 +64,15 @@ def lookup(
     axes = layout.axes
 
     def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
-        located = source.locate(layout)
+        located, bad_ids = source.locate(layout)
         found: dict[int, Any] = {}
-        for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
+        for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             table = tables[view.stack.name]
             activations = _lookup_stack(table, ids, view)
             found |= by_feature(activations, view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
-        bad_ids = collectives.psum(located.bad_ids, axes.batch_axes)
+        bad_ids = collectives.psum(bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
 
     table_specs = {stack.name: axes.spec(stack.shard_axes) for stack in layout.stacks}
@@ -147,14 +146,13 @@ def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array
     return {f: activation.reshape(shape) for f, activation, shape in each}
 
 
-def _lookup_stack(table: Array, ids: LocalIds | RoutedIds, view: StackView) -> tuple[Array, ...]:
+def _lookup_stack(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
     """Return the activations of one stack on one device; see `combine`."""
     stack = view.stack
     with jax.named_scope(f"lookup/{stack.label}"):
-        if isinstance(ids, LocalIds) and stack.num_shards > 1:
+        if stack.num_shards > 1 and not view.is_routed:
             return _summed_by_owners(table, ids, view)
-        rows = ids.rows if isinstance(ids, RoutedIds) else RowRoute(None, ids.row_ids)
-        found = route.fetch(table, rows, stack)
+        found = route.fetch(table, ids.rows, stack)
         with jax.named_scope("combine"):
             return combine(found, ids, view.bags.sums, stack)
 
@@ -166,16 +164,16 @@ def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Arr
     """
     stack, axes, bags = view.stack, view.layout.axes, view.bags
     sources = tuple(name for name in axes.batch_axes if name in stack.shard_axes)
+    n, widths = axes.size(sources), set(bags.widths)
     with jax.named_scope("route"):
-        ids, joined = gather_ids(ids, view, sources)
-    found, n = route.fetch(table, RowRoute(None, ids.row_ids), stack), axes.size(sources)
+        ids = gather_ids(ids, view, sources)
+    found = route.fetch(table, ids.rows, stack)
     with jax.named_scope("combine"):
-        layout = joined.bags.sums if bags.widths else SumLayout((n * bags.starts[-1],))
-        parts = combine(found, ids, layout, stack)
+        layout = SumLayout((n * bags.starts[-1],), tuple(widths) if len(widths) == 1 else ())
+        (parts,) = combine(found, ids, layout, stack)
     with jax.named_scope("route"):
-        # [n * bags, D] of each feature -> [n, T, D], of which every source gets its own.
-        together = jnp.concatenate([part.reshape(n, -1, stack.dim) for part in parts], axis=1)
-        summed = collectives.psum_scatter(together, sources)
+        # [n, T, D], of which every source gets its own.
+        summed = collectives.psum_scatter(parts.reshape(n, -1, stack.dim), sources)
         # Along an axis that does not split the batch, all devices have the same bags.
         rest = tuple(name for name in stack.shard_axes if name not in sources)
         return tuple(jnp.split(collectives.psum(summed, rest), bags.starts[1:-1]))

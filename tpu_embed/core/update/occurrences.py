@@ -41,7 +41,7 @@ def apply_each(
 
     Args:
       held: this device's shard.
-      ids: local rows; the payload is the bag and the gain of each.
+      ids: local rows.
       gradients: of the bags, `[bags, D]`.
       stack: the stack.
       step: int32 `[]`, t, the same for all occurrences.
@@ -96,6 +96,6 @@ def _by_round(ids: SortedIds, stack: Stack) -> _Rounds:
     first = jnp.concatenate([jnp.ones((1,), bool), rows[1:] != rows[:-1]])
     starts = jax.lax.cummax(jnp.where(first, positions, 0))
     rounds = jnp.where(rows < stack.num_rows, positions - starts, rows.size)
-    given = _Rounds(rounds, rows, *ids.payload)
+    given = _Rounds(rounds, rows, ids.bags, ids.gains)
     leaves, structure = jax.tree.flatten(given)
     return structure.unflatten(jax.lax.sort(leaves, num_keys=2, is_stable=True))

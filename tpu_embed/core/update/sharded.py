@@ -22,7 +22,6 @@ from tpu_embed._types import PADDING_ID, Array, ArrayLike
 from tpu_embed.core.batch import (
     Batch,
     LocalIds,
-    RoutedIds,
     StackView,
     TracedIds,
     view_stacks,
@@ -45,13 +44,14 @@ from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
     Partials,
     Task,
+    bags_to_merge,
     exchange_sums,
-    gathered,
-    gathered_gradients,
+    gather_task,
+    gradients_to_sort,
     partials_for_kernel,
     psum_sums,
-    sort_gathered,
-    sums_of_gathered,
+    sort_own_ids,
+    sum_own_rows,
 )
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
@@ -148,25 +148,23 @@ def _update_device(
     operands: Operands,
 ) -> Updated:
     """Do what `update` does on one device, with its shards and its part of the batch."""
-    located, row_splits = source.locate(layout), source.row_splits(layout)
+    (located, bad_ids), row_splits = source.locate(layout), source.row_splits(layout)
     new_tables, new_slots = {}, {}
     for view in trained:
         stack = view.stack
         held = StackShard(tables[stack.name], slots[stack.name])
         gradients = stack_gradients(operands.gradients, row_splits, view)
-        ids, operands = _reads_first(located.ids[view.number], operands, stack)
+        ids, operands = _reads_first(located[view.number], operands, stack)
         task = Task(ids, gradients, view, row_splits)
         with jax.named_scope(f"update/{stack.label}"):
             held = _apply(held, task, operands)
             held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
         new_tables[stack.name], new_slots[stack.name] = held
-    bad_ids = collectives.psum(located.bad_ids, layout.axes.batch_axes)
+    bad_ids = collectives.psum(bad_ids, layout.axes.batch_axes)
     return Updated(new_tables, new_slots, bad_ids)
 
 
-def _reads_first(
-    ids: LocalIds | RoutedIds, operands: Operands, stack: Stack
-) -> tuple[LocalIds | RoutedIds, Operands]:
+def _reads_first(ids: LocalIds, operands: Operands, stack: Stack) -> tuple[LocalIds, Operands]:
     """Make the ids of a stack wait for its lookups, and keep one number of each activation.
 
     An update must wait for what was looked up (`_to_apply`), for which the first number of each
@@ -189,20 +187,26 @@ def _apply(held: StackShard, task: Task, operands: Operands) -> StackShard:
     rule, view = _StackRule.of(task, operands), task.view
     if view.by_psum:
         return rule.to_sums(held, psum_sums(task))
-    if isinstance(task.ids, LocalIds):
-        every = gathered(task)
+    if not view.is_routed:
+        every = gather_task(task)
         # Without accumulation, occurrences must not be summed at all.
         if not view.accumulates:
-            return rule.to_each_occurrence(held, sort_gathered(every), every.gradients)
+            return rule.to_each_occurrence(held, sort_own_ids(every), every.gradients)
 
         def in_kernel(held: StackShard) -> StackShard:
-            return rule.in_kernel(held, *gathered_gradients(every))
+            return rule.in_kernel(held, *gradients_to_sort(every))
 
         def in_steps(held: StackShard) -> StackShard:
-            return rule.to_partials(held, sums_of_gathered(every))
+            return rule.to_partials(held, sum_own_rows(every))
 
-        # The CPU's kernel takes the gradients as they are, and sorts the ids, too.
-        return dispatch.choose(held, otherwise=in_steps, native=rule.compiled and in_kernel)
+        def at_once(held: StackShard) -> StackShard:
+            return rule.to_partials(held, bags_to_merge(every))
+
+        # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
+        # SparseCores adds up gradients of bags as well as partial sums, which then nobody stores.
+        exact = every.ids.gains is None and not every.rounds
+        native, sparse = rule.compiled and in_kernel, at_once if exact else None
+        return dispatch.choose(held, otherwise=in_steps, native=native, sparse=sparse)
     # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
     native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
     received = exchange_sums(task)

@@ -15,7 +15,7 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import LocalIds, RoutedIds, StackView, gather_gradients, gather_ids
+from tpu_embed.core.batch import LocalIds, StackView, gather, gather_ids
 from tpu_embed.core.exchange import (
     MergeRoute,
     RowSums,
@@ -50,7 +50,7 @@ class Task(NamedTuple):
       row_splits: `[B/S + 1]` of every jagged feature.
     """
 
-    ids: LocalIds | RoutedIds
+    ids: LocalIds
     gradients: tuple[Array, ...]
     view: StackView
     row_splits: Mapping[int, Array]
@@ -90,41 +90,43 @@ class Partials(NamedTuple):
     packed: Array | None = None
 
 
-def gathered(task: Task) -> Task:
+def gather_task(task: Task) -> Task:
     """Return a task of ids that the host has not routed, with those of all devices.
 
-    Its ids are local rows of this device's shard, and their blocks are known.
+    Its ids are local rows of this device's shard, and their blocks are known; its gradients are one
+    array. On one device it is the task itself, but for the blocks.
     """
-    ids, view, names = task.ids, task.view, task.layout.axes.batch_axes
-    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
+    ids, view, names = (
+        task.ids._replace(blocks=_blocks(task)),
+        task.view,
+        task.layout.axes.batch_axes,
+    )
+    if view.is_local:
+        return task._replace(ids=ids)
     with jax.named_scope("route"):
-        ids = ids._replace(blocks=_blocks(task))
-        if view.is_local:  # one device has all ids and all rows
-            return task._replace(ids=ids)
-        own, joined = gather_ids(ids, view, names)
-        gradients = gather_gradients(task.gradients, view, names)
-    return Task(own, gradients, joined, task.row_splits)
+        gradients = gather(jnp.concatenate(task.gradients), names)
+        return task._replace(ids=gather_ids(ids, view, names), gradients=(gradients,))
 
 
-def sort_gathered(task: Task) -> device_route.SortedIds:
+def sort_own_ids(task: Task) -> device_route.SortedIds:
     """Return the ids of a gathered task, sorted by row and block, with their bags and gains."""
     ids = task.ids
-    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
     assert ids.blocks is not None, "gathered ids have them"
     with jax.named_scope("dedup"):
-        numbers = task.stack.num_rows, ids.blocks, task.layout.blocks
-        return device_route.sort_ids(ids.row_ids, *numbers, (ids.bags, ids.gains))
+        blocks = ids.blocks, task.layout.blocks
+        given = ids.rows.index, task.stack.num_rows, *blocks, ids.bags, ids.gains
+        return device_route.sort_ids(*given)
 
 
-def sums_of_gathered(task: Task) -> Partials:
+def sum_own_rows(task: Task) -> Partials:
     """Return the partial sums of a gathered task."""
-    given, num_rows = sort_gathered(task), task.stack.num_rows
+    given, num_rows = sort_own_ids(task), task.stack.num_rows
     with jax.named_scope("dedup"):
         runs = number_runs(given.row_ids, num_rows, given.blocks)
         # A sum is of one row and one block, and of an id at least.
         most = min(given.row_ids.size, num_rows * task.layout.blocks)
         segments = jnp.where(given.row_ids < num_rows, runs.run, most)
-        order, rounded = SumRoute(*given.payload, segments), task.rounded_format
+        order, rounded = SumRoute(given.bags, given.gains, segments), task.rounded_format
         sums = sum_gradients(task.gradients, order, most, filled=False, sent=rounded)
     with jax.named_scope("merge"):
         rows = runs.run_row_ids[:most]
@@ -134,7 +136,6 @@ def sums_of_gathered(task: Task) -> Partials:
 def exchange_sums(task: Task) -> Partials:
     """Make the partial sums of a batch that the host has routed, and send them to the owners."""
     ids, stack, axes, rounded = task.ids, task.stack, task.layout.axes, task.rounded_format
-    assert isinstance(ids, RoutedIds), "the host has routed the batch"
     assert ids.sums is not None, "the batch was placed for an update"
     with jax.named_scope("dedup"):
         size = stack.num_shards * task.view.parcel_size
@@ -179,24 +180,59 @@ def psum_sums(task: Task) -> RowSums:
         return RowSums(touched, jnp.pad(total, missing))
 
 
-def gathered_gradients(task: Task) -> tuple[RowGradients, GradientLayout]:
-    """Return the gradients of a gathered task, for a kernel that sorts and sums them itself."""
-    ids = task.ids
-    assert isinstance(ids, LocalIds), "nobody gathers what is routed"
-    given = RowGradients(ids.row_ids, ids.bags, ids.gains, task.gradients)
+def bags_to_merge(task: Task) -> Partials:
+    """Return the gradients of the bags of a gathered task, as if each were a partial sum.
+
+    A row's gradients are then added one by one, so they must have no gains.
+    """
+    given = sort_own_ids(task)
+    merge = device_route.merge_sorted(given.row_ids, given.bags, task.stack.num_rows)
+    return Partials(jnp.concatenate(task.gradients), merge)
+
+
+def gradients_to_sort(task: Task) -> tuple[RowGradients, GradientLayout]:
+    """Return the gradients of a gathered task, for a kernel that sorts and sums them itself.
+
+    It sums feature after feature, so the ids and gradients of several devices are put in order.
+    """
+    ids, gradients, view = task.ids, task.gradients, task.view
+    row_ids, numbers, gains = ids.rows.index, ids.bags, ids.gains
+    if not view.is_local:
+        n, bags = task.layout.axes.replicas, view.bags
+        view = view.joined(n)
+        gradients = _by_feature(gradients[0], bags.counts, n)
+        if bags.widths:
+            sizes, numbers = np.multiply(bags.widths, bags.counts), view.bags.dense_bags()
+            row_ids, gains = jax.tree.map(
+                lambda x: jnp.concatenate(_by_feature(x, sizes, n)), (row_ids, gains)
+            )
+    given = RowGradients(row_ids, numbers, gains, gradients)
     if task.layout.blocks > 1:
-        starts = [_block_starts(task, n) for n in range(len(task.view.features))]
+        starts = [_block_starts(view, task.row_splits, n) for n in range(len(view.features))]
         static = all(isinstance(one, np.ndarray) for one in starts)
         joined = jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
         given = given._replace(blocks=joined)
-    return given, task.view.bags.gradients._replace(rounds=task.rounds)
+    return given, view.bags.gradients._replace(rounds=task.rounds)
 
 
-def _block_starts(task: Task, number: int) -> Any:
+def _by_feature(values: Array, sizes: Sequence[int], n: int) -> tuple[Array, ...]:
+    """Return what n devices have, one after the other, feature after feature.
+
+    Args:
+      values: `[n N, …]`.
+      sizes: how many of the N are of each feature.
+      n: the number of devices.
+    """
+    each = values.reshape(n, -1, *values.shape[1:])
+    parts = jnp.split(each, np.cumsum(sizes)[:-1], axis=1)
+    return tuple(part.reshape(-1, *values.shape[1:]) for part in parts)
+
+
+def _block_starts(view: StackView, row_splits: Mapping[int, Array], number: int) -> Any:
     """Return the first bags of all blocks but the first, of the feature of this number."""
-    splits = task.row_splits.get(task.view.features[number])
-    jagged = task.view.bags.shapes[number].has_places
-    return task.view.bags.block_starts(number, task.layout.blocks, splits if jagged else None)
+    jagged = view.bags.shapes[number].has_places
+    splits = row_splits[view.features[number]] if jagged else None
+    return view.bags.block_starts(number, view.layout.blocks, splits)
 
 
 def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
@@ -212,15 +248,14 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     An id of row r in block b adds to cell b * R + r of `[G * R, D]`; an absent id to none.
     """
     ids, blocks, rows = task.ids, task.view.layout.blocks, task.stack.num_rows
-    if isinstance(ids, RoutedIds):
-        assert ids.sums is not None, "the batch was placed for an update"
-        sums = ids.sums
-    else:
-        cells = _blocks(task) * rows + ids.row_ids.astype(jnp.int32)
-        cells = jnp.where(ids.row_ids < 0, blocks * rows, cells)
+    sums = ids.sums
+    if sums is None:
+        row_ids = ids.rows.index
+        cells = _blocks(task) * rows + row_ids.astype(jnp.int32)
+        cells = jnp.where(row_ids < 0, blocks * rows, cells)
         ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
         sums = SumRoute(bags, gains, ordered)
-    if isinstance(ids, RoutedIds) and ids.merge is not None:
+    if ids.merge is not None:
         return sums, ids.merge.row_ids
     # A row without ids must stay absent: with a zero gradient it would still decay or move.
     cells = sums.segments
@@ -235,7 +270,6 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
 def _blocks(task: Task) -> Array:
     """Return the block of the global batch that each id's example is in, int32 `[N]`."""
     ids, view, axes = task.ids, task.view, task.layout.axes
-    assert isinstance(ids, LocalIds), "the host has routed the others"
     if ids.blocks is not None:
         return ids.blocks
     bags, num_blocks = view.bags, view.layout.blocks
@@ -248,7 +282,7 @@ def _blocks(task: Task) -> Array:
         # begin at G bags, ascending; if j of all features' are not after a bag, it is in block
         # (j - 1) % G.
         firsts = [
-            jnp.append(jnp.int32(start), _block_starts(task, number))
+            jnp.append(jnp.int32(start), _block_starts(view, task.row_splits, number))
             for number, start in enumerate(bags.starts[:-1])
         ]
         at = jnp.searchsorted(jnp.concatenate(firsts), ids.bags, side="right")

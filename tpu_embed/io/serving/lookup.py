@@ -27,7 +27,6 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import (
     Batch,
     BatchSpec,
-    LocalIds,
     TracedIds,
     fields_of,
     line_length,
@@ -241,16 +240,15 @@ class Server:
           source: the ids.
         """
         layout = self.layout
-        located = source.locate(layout)
+        located, bad_ids = source.locate(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
         fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
         found: dict[int, Any] = {}
-        for view, ids in zip(view_stacks(source.spec, layout), located.ids, strict=True):
+        for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             stack = view.stack
-            assert isinstance(ids, LocalIds), "nothing is routed without devices"
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                rows = fixed[stack.name].found(ids.row_ids, stack)
+                rows = fixed[stack.name].found(ids.rows.index, stack)
                 found |= by_feature(combine(rows, ids, view.bags.sums, stack), view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
-        return [found[f] for f in range(len(layout.features))], located.bad_ids
+        return [found[f] for f in range(len(layout.features))], bad_ids
