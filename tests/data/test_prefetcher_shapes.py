@@ -7,7 +7,7 @@ import pytest
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
-from tpu_embed.core.place import tiers
+from tpu_embed.core.place import rooms
 from tpu_embed.data import Prefetcher
 from tpu_embed.optimizers import SGD
 
@@ -32,9 +32,8 @@ def draw(seed, count):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_shapes_are_those_of_an_unbroken_run(monkeypatch, seed):
-    """Tiers grow, and are reviewed after a few batches, in the middle of what is left."""
-    monkeypatch.setattr(tiers, "REVIEW_AFTER", 4)
-    monkeypatch.setattr(tiers, "SMALL", 16)
+    """Rooms grow in the middle of what is left."""
+    monkeypatch.setattr(rooms, "SMALL", 16)
     rng, data = np.random.default_rng([seed, 1]), draw(seed, 30)
     unbroken, positions = [], []
     with Prefetcher(engine_of(1), data) as batches:
@@ -76,8 +75,8 @@ def test_only_jagged_features_need_it():
 BROKEN = [
     7,
     [[1]],
-    [[{"uses": 1, "needed": None}]],
-    [[{"spec": {}, "uses": 1, "needed": None}]],
+    [[{"uses": 1}]],
+    [[{"spec": {}}]],
 ]
 
 
@@ -91,16 +90,13 @@ def test_something_else_is_refused(shapes):
     position = batches.get_state()
     spec = position["shapes"][0][0]["spec"]
     endless = spec | {"feature_shapes": [spec["feature_shapes"][0] | {"capacity": 10**12}]}
-    for place, wrong in (
-        ("spec", endless),  # its first batch would ask for terabytes
-        ("uses", -1),
-        ("uses", True),
-        ("spec", spec | {"replicas": "1"}),
-        ("spec", spec | {"routed": "all"}),
-        ("needed", spec | {"routed": "lookup"}),
-        ("needed", spec | {"stacks": [{"features": [0]}]}),
+    for wrong in (
+        endless,  # its first batch would ask for terabytes
+        spec | {"replicas": "1"},
+        spec | {"routed": "all"},
+        spec | {"stacks": [{"features": [0]}]},
     ):
         changed = json.loads(json.dumps(position))
-        changed["shapes"][0][0][place] = wrong
+        changed["shapes"][0][0]["spec"] = wrong
         with pytest.raises(ValueError, match="expected those of an engine"):
             Prefetcher(engine_of(1), draw(0, 2)).set_state(changed)

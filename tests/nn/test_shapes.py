@@ -11,7 +11,7 @@ from nn_models import mesh_of
 import tpu_embed
 from tpu_embed import RaggedIds, nn
 from tpu_embed import optimizers as o
-from tpu_embed.core.place import tiers
+from tpu_embed.core.place import rooms
 from tpu_embed.data import Prefetcher
 
 V, D = 60, 2
@@ -47,8 +47,7 @@ def specs_of(batches):
 
 @pytest.mark.parametrize("training", [True, False])
 def test_shapes_of_every_layer_are_those_of_an_unbroken_run(monkeypatch, training):
-    monkeypatch.setattr(tiers, "REVIEW_AFTER", 4)
-    monkeypatch.setattr(tiers, "SMALL", 16)
+    monkeypatch.setattr(rooms, "SMALL", 16)
     data, unbroken, positions = draw(0, 12), [], []
     with Prefetcher(make_placer(), data, training=training) as batches:
         for one in batches:

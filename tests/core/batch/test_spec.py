@@ -16,7 +16,7 @@ from tpu_embed import optimizers as o
 from tpu_embed.core.batch import StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import bucket
-from tpu_embed.core.place.tiers import holds
+from tpu_embed.core.place.rooms import holds
 
 B = 8
 
@@ -148,7 +148,7 @@ def test_a_wider_bag_does_not_fit():
 
 
 def test_without_a_spec_the_union_of_small_batches_grows_and_never_shrinks():
-    """`test_tiers.py` has the large ones."""
+    """`test_rooms.py` has the large ones."""
     engine, rng = make_engine(), np.random.default_rng(0)
     seen = []
     for longest in (2, 6, 3, 9, 1, 9):

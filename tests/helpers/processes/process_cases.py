@@ -210,7 +210,7 @@ def outliers():
     """Return the room for ids in batches that are alike but for two, which one process has alone.
 
     Batch 0 has many ids in the first process; batch 140 has more of them in the last one. Some
-    batches in between ask for different tiers in both. The last one is given the first one's spec
+    batches in between ask for different rooms in both. The last one is given the first one's spec
     by one process alone.
     """
     films = TableConfig(1_000_000, 1, name="outliers", combiner="sum")

@@ -20,7 +20,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.tiers import Tiers
+from tpu_embed.core.place.rooms import Rooms
 from tpu_embed.processes import (
     WAIT_SECONDS,
     Conversation,
@@ -40,9 +40,9 @@ class Alone(Monologue):
 
     turns: None = None
 
-    def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
+    def settle(self, needed: BatchSpec, requested: BatchSpec | None, rooms: Rooms) -> BatchSpec:
         """Return the spec that a batch gets; see `Agreement.settle`."""
-        return requested or tiers.settle(needed)
+        return requested or rooms.settle(needed)
 
     def share(self, part: bytes) -> list[bytes]:
         """Return the only part."""
@@ -72,20 +72,20 @@ class Agreement(Conversation):
         super().__init__(f"tpu_embed/{zlib.crc32(known.encode()):08x}")
         self._last: BatchSpec | None = None
 
-    def settle(self, needed: BatchSpec, requested: BatchSpec | None, tiers: Tiers) -> BatchSpec:
+    def settle(self, needed: BatchSpec, requested: BatchSpec | None, rooms: Rooms) -> BatchSpec:
         """Return the spec that a batch gets in all processes.
 
         Args:
           needed: what this process's part of the batch needs exactly.
           requested: the spec that the user gave, the same in all processes; None without one.
-          tiers: the specs of earlier batches.
+          rooms: the specs of earlier batches.
 
         Raises:
           ValueError, TypeError, RuntimeError: as for `agree`.
         """
-        wanted = requested or tiers.propose(needed)
+        wanted = requested or rooms.propose(needed)
         agreed, exact = self.agree(wanted, exact=requested is not None)
-        return agreed if exact else tiers.accept(agreed)
+        return agreed if exact else rooms.accept(agreed)
 
     def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
         """Return the union of the specs that all processes want, and whether it must be exact.

@@ -58,7 +58,7 @@ class Placer:
     def shapes(self) -> Any:
         """Return the shapes that batches get, as JSON; None if no feature is jagged."""
         jagged = any(feature.config.jagged for feature in self._layout.features)
-        return encode_shapes(self._router.tiers.copy()) if jagged else None
+        return encode_shapes(self._router.rooms.copy()) if jagged else None
 
     def expect(self, shapes: Any) -> None:
         """Give the next batches the shapes that `shapes` returned.
@@ -66,7 +66,7 @@ class Placer:
         Raises:
           ValueError: it did not.
         """
-        self._router.tiers.set(decode_shapes(shapes, self._layout))
+        self._router.rooms.set(decode_shapes(shapes, self._layout))
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature, of this process's part of the batch."""

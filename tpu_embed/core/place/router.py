@@ -1,6 +1,6 @@
 """Route validated ids and send them to the devices, in as few different shapes as possible.
 
-Every new shape means a new compilation. So `tiers.py` remembers the shapes of earlier batches: a
+Every new shape means a new compilation. So `rooms.py` remembers the shapes of earlier batches: a
 batch that fits one of them is packed in it. After a few batches they rarely change.
 
 Input: `HostIds` of all features, of this process's part of the batch. Output: a `Batch`.
@@ -20,7 +20,7 @@ from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
 from tpu_embed.core.place.agreement import Agreement, Alone
 from tpu_embed.core.place.packing import natural_spec, pack_all
-from tpu_embed.core.place.tiers import Tiers
+from tpu_embed.core.place.rooms import Rooms
 from tpu_embed.core.place.write_lines import (
     HostStack,
     sort_stack,
@@ -68,12 +68,12 @@ class Router:
       replicas: the numbers of this process's replicas in the global batch.
 
     Attributes:
-      tiers: the specs of earlier batches.
+      rooms: the specs of earlier batches.
     """
 
     def __init__(self, layout: Layout, agreement: Agreement | Alone, replicas: np.ndarray) -> None:
         self._layout, self._agreement, self._replicas = layout, agreement, replicas
-        self.tiers = Tiers(layout)
+        self.rooms = Rooms(layout)
 
     def route(self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed) -> Batch:
         """Return the batch in the requested spec, or in one of earlier batches.
@@ -89,7 +89,7 @@ class Router:
         """
         with self._agreement.refusals():
             fitted = self._fit(hosts, requested, routed)
-        return self._send(fitted, self._agreement.settle(fitted.needed, requested, self.tiers))
+        return self._send(fitted, self._agreement.settle(fitted.needed, requested, self.rooms))
 
     def _fit(
         self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed
@@ -107,7 +107,7 @@ class Router:
         exact = here.over(self._layout.axes.replicas)
         # Pack and sort first, in a spec with room for the ids, then count capacities. The order
         # does not depend on the capacities; the positions, which do, are written when all agree.
-        likely = self.tiers.guess(exact) if requested is None else requested
+        likely = self.rooms.propose(exact) if requested is None else requested
         rounded = BatchSpec.union(likely, exact)
         stacks = self._sorted(hosts, rounded)
         local = self._local(rounded)

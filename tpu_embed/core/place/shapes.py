@@ -1,10 +1,10 @@
 """The shapes that an engine has given to its batches, as a JSON value for a checkpoint.
 
 A jagged feature has room for C events on a device, and C is remembered from batch to batch
-(`tiers.py`). A network that sums over the places sums in an order that depends on C, so a run that
+(`rooms.py`). A network that sums over the places sums in an order that depends on C, so a run that
 was restored has the bits of one that was not only if it remembers the same shapes.
 
-Input: the tiers of an engine. Output: JSON; and back.
+Input: the specs of an engine's batches. Output: JSON; and back.
 """
 
 from __future__ import annotations
@@ -16,43 +16,29 @@ from tpu_embed._checks import is_int, message
 from tpu_embed.core.batch import BatchSpec, Routed, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.tiers import Tier, kind_of
 
 
-def encode_shapes(kinds: list[list[Tier]]) -> list[Any]:
-    """Return tiers as a JSON value."""
-    return [
-        [
-            {
-                "spec": _encode(tier.spec),
-                "uses": tier.uses,
-                "needed": None if tier.needed is None else _encode(tier.needed),
-            }
-            for tier in tiers
-        ]
-        for tiers in kinds
-    ]
+def encode_shapes(specs: list[BatchSpec]) -> list[Any]:
+    """Return specs as a JSON value."""
+    return [[{"spec": _encode(spec)} for spec in specs]]
 
 
-def decode_shapes(value: Any, layout: Layout) -> list[list[Tier]]:
-    """Return tiers; none if they are of an engine with other features, stacks or devices.
+def decode_shapes(value: Any, layout: Layout) -> list[BatchSpec]:
+    """Return specs; none if they are of an engine with other features, stacks or devices.
 
     Raises:
       ValueError: it is not what `encode_shapes` returned.
     """
     try:
-        kinds = [[_tier(one) for one in tiers] for tiers in value]
-        for tiers in kinds:
-            _check_kind(tiers)
+        # Version 0.2.0 has written several lists, and more of each spec.
+        specs = [_spec(one["spec"]) for some in value for one in some]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         remedy = "give what get_state returned"
         text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
         raise ValueError(text) from error
     # Those of another layout are no error: a checkpoint may be restored on other devices or with
     # other features. The room of its batches is then found anew.
-    specs = [tier.spec for tiers in kinds for tier in tiers]
-    specs += [tier.needed for tiers in kinds for tier in tiers if tier.needed is not None]
-    return kinds if all(_is_of(spec, layout) for spec in specs) else []
+    return specs if all(_is_of(spec, layout) for spec in specs) else []
 
 
 def _encode(spec: BatchSpec) -> dict[str, Any]:
@@ -65,18 +51,6 @@ def _fields(one: FeatureShape | StackSpec) -> dict[str, Any]:
     """Return the fields by name; JSON has lists in place of tuples."""
     fields = dataclasses.asdict(one)
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
-
-
-def _tier(one: dict[str, Any]) -> Tier:
-    needed = one["needed"]
-    return Tier(_spec(one["spec"]), _count(one["uses"]), None if needed is None else _spec(needed))
-
-
-def _check_kind(tiers: list[Tier]) -> None:
-    """Raise `ValueError` unless all specs of some tiers have a union."""
-    specs = [spec for tier in tiers for spec in (tier.spec, tier.needed) if spec is not None]
-    if len({kind_of(spec) for spec in specs}) > 1:
-        raise ValueError(message("tiers", expected="specs of one kind", got="several kinds"))
 
 
 def _spec(one: dict[str, Any]) -> BatchSpec:

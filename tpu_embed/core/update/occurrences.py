@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.exchange import RowSums
-from tpu_embed.core.exchange.device_route import SortedIds
+from tpu_embed.core.exchange import RowSums, device_route
 from tpu_embed.core.layout import ROW_MULTIPLE, Stack
 from tpu_embed.core.state import StackShard
 from tpu_embed.core.update.apply import apply_rule
@@ -31,7 +30,7 @@ CHUNK = 4 * ROW_MULTIPLE
 
 def apply_each(
     held: StackShard,
-    ids: SortedIds,
+    ids: device_route.SortedIds,
     gradients: Array,
     stack: Stack,
     step: Array,
@@ -87,7 +86,7 @@ class _Rounds(NamedTuple):
     gains: Array | None
 
 
-def _by_round(ids: SortedIds, stack: Stack) -> _Rounds:
+def _by_round(ids: device_route.SortedIds, stack: Stack) -> _Rounds:
     """Return the occurrences in their rounds."""
     # Rows (3, 7, 7, 7): their runs start at 0 and 1, so the rounds are position - start = (0, 0, 1,
     # 2): each row's occurrences, counted.

@@ -26,8 +26,7 @@ from tpu_embed.core.batch import (
     TracedIds,
     view_stacks,
 )
-from tpu_embed.core.exchange import RowSums, collectives, route
-from tpu_embed.core.exchange.device_route import SortedIds
+from tpu_embed.core.exchange import RowSums, collectives, device_route, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.state import StackShard, slot_shapes, state_specs
 from tpu_embed.core.update import occurrences
@@ -237,7 +236,7 @@ class _StackRule(NamedTuple):
         return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))
 
     def to_each_occurrence(
-        self, held: StackShard, ids: SortedIds, gradients: Sequence[Array]
+        self, held: StackShard, ids: device_route.SortedIds, gradients: Sequence[Array]
     ) -> StackShard:
         """Apply the rule once per occurrence of a row, in the order of sums."""
         with jax.named_scope("rule"):

@@ -1,7 +1,6 @@
 """Which specs batches get: few of them, no larger than needed for long, alike in all processes."""
 
 import concurrent.futures
-import itertools
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ from tpu_embed import BatchSpec, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import StackSpec
 from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.place.tiers import REVIEW_AFTER, Tiers
+from tpu_embed.core.place.rooms import Rooms
 
 B, V = 8, 100_000
 
@@ -56,15 +55,13 @@ def test_going_back_and_forth_compiles_nothing_and_changes_no_bit():
     assert engine.compilations == {"lookup": 0, "update": 2}
 
 
-def test_an_outlier_that_comes_first_is_left_after_a_while():
+def test_an_outlier_that_comes_first_slows_no_other_batch():
     engine, rng = make_engine(), np.random.default_rng(0)
     first = engine.place(draw(rng, 300_000)).spec
-    specs = [engine.place(draw(rng, 1000 + step)).spec for step in range(2 * REVIEW_AFTER)]
-    assert specs[0] == first
-    assert specs[-1].stacks[0].ids < 1500
-    assert len(set(specs)) == 2
+    specs = {engine.place(draw(rng, 1000 + step)).spec for step in range(100)}
+    assert len(specs) == 1
+    assert specs.pop().stacks[0].ids < 1500
     assert engine.place(draw(rng, 300_000)).spec == first
-    assert engine.place(draw(rng, 1000)).spec == specs[-1]
 
 
 def test_a_given_spec_is_not_remembered():
@@ -113,9 +110,9 @@ FORM = FeatureShape(batch=B, inner=(), combines=True, weighted=False, width=None
 DEVICES = 8
 
 
-def make_tiers():
+def make_rooms():
     feature = {f"f{g}": FeatureConfig(TableConfig(V, 2 + g, name=f"t{g}")) for g in range(3)}
-    return Tiers(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
+    return Rooms(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
 
 
 def needs(rng, scale=1.0, weighted=False):
@@ -135,72 +132,77 @@ def fits(spec, needed):
 
 def test_a_stream_with_rare_outliers_has_few_specs():
     """Outliers differ in size and in the stacks that they are outliers of."""
-    tiers, rng = make_tiers(), np.random.default_rng(0)
+    rooms, rng = make_rooms(), np.random.default_rng(0)
     specs, usual = [], 0
     for _ in range(3000):
         rare = rng.random() < 0.01
         scale = 1 + rare * rng.exponential(20, 3) * (rng.random(3) < 0.5)
         needed = needs(rng, scale)
-        specs.append(tiers.settle(needed))
+        specs.append(rooms.settle(needed))
         assert fits(specs[-1], needed)
         usual += specs[-1].stacks[0].ids < 2 * 40_000
-    assert len(set(specs)) <= 12
-    assert len(set(specs[1500:]) - set(specs[:1500])) <= 2
+    assert len(set(specs)) <= 16
+    assert len(set(specs[1500:]) - set(specs[:1500])) <= 4
     assert usual > 0.97 * 3000
 
 
 def test_a_stream_whose_sizes_are_spread_has_few_specs():
-    tiers, rng = make_tiers(), np.random.default_rng(0)
-    specs = [tiers.settle(needs(rng, 10 ** rng.uniform(-1, 1))) for _ in range(2000)]
-    assert len(set(specs)) <= 12
+    rooms, rng = make_rooms(), np.random.default_rng(0)
+    needed = [needs(rng, 10 ** rng.uniform(-1, 1)) for _ in range(2000)]
+    specs = [rooms.settle(one) for one in needed]
+    assert len(set(specs)) <= 20
     assert len(set(specs[1000:]) - set(specs[:1000])) <= 1
+    waste = [a.stacks[0].ids / b.stacks[0].ids for a, b in zip(specs, needed, strict=True)]
+    assert np.mean(waste[1000:]) < 2.5
 
 
-def test_a_stream_that_changes_for_good_leaves_the_larger_spec_once():
-    tiers, rng = make_tiers(), np.random.default_rng(0)
-    large = [tiers.settle(needs(rng, 10)) for _ in range(200)]
-    small = [tiers.settle(needs(rng)) for _ in range(200)]
-    again = [tiers.settle(needs(rng, 10)) for _ in range(200)]
-    assert len(set(small[2 * REVIEW_AFTER :])) == 1
+def test_a_stream_that_changes_for_good_leaves_the_larger_spec():
+    rooms, rng = make_rooms(), np.random.default_rng(0)
+    large = [rooms.settle(needs(rng, 10)) for _ in range(200)]
+    small = [rooms.settle(needs(rng)) for _ in range(200)]
+    again = [rooms.settle(needs(rng, 10)) for _ in range(200)]
+    assert len(set(small)) == 1
     assert fits(large[-1], small[-1])
     assert not fits(small[-1], large[-1])
     assert set(again) == {large[-1]}
 
 
 def test_weights_of_usual_batches_leave_the_outliers_alone():
-    tiers, rng = make_tiers(), np.random.default_rng(0)
-    usual = tiers.settle(needs(rng))
-    tiers.settle(needs(rng, 20))
-    weighted = tiers.settle(needs(rng, weighted=True))
+    rooms, rng = make_rooms(), np.random.default_rng(0)
+    usual = rooms.settle(needs(rng))
+    rooms.settle(needs(rng, 20))
+    weighted = rooms.settle(needs(rng, weighted=True))
     assert weighted.stacks[0].ids < 1.2 * usual.stacks[0].ids
-    outlier = tiers.settle(needs(rng, 19))
-    assert fits(outlier, weighted)
+    outlier = rooms.settle(needs(rng, 19))
+    assert not outlier.feature_shapes[0].weighted
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_processes_that_see_different_parts_have_the_same_specs(seed):
     """What `Agreement` does: all accept the union of what each proposes."""
-    processes, rng = [make_tiers() for _ in range(3)], np.random.default_rng(seed)
+    processes, rng = [make_rooms() for _ in range(3)], np.random.default_rng(seed)
     specs = []
     for _ in range(1000):
         scales = 1 + (rng.random((3, 3)) < 0.005) * rng.exponential(20, (3, 3))
         needed = [needs(rng, scale, weighted=rng.random() < 0.001) for scale in scales]
-        agreed = BatchSpec.union(*map(Tiers.propose, processes, needed))
+        agreed = BatchSpec.union(*map(Rooms.propose, processes, needed))
         (spec,) = {one.accept(agreed) for one in processes}
         assert all(fits(spec, one) for one in needed)
         specs.append(spec)
-    assert len(set(specs)) <= 20
+    assert len(set(specs)) <= 25
 
 
-def test_tiers_hold_one_another():
-    tiers, rng = make_tiers(), np.random.default_rng(0)
-    for _ in range(2000):
-        scale = 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3)
-        tiers.settle(needs(rng, scale, weighted=rng.random() < 0.01))
-        (ordered,) = tiers._tiers.values()
-        for smaller, larger in itertools.pairwise(ordered):
-            assert fits(larger.spec, smaller.spec)
-            assert larger.spec != smaller.spec
+def test_a_copy_goes_on_alike():
+    rooms, rng = make_rooms(), np.random.default_rng(0)
+    for _ in range(20):
+        for _ in range(50):
+            rooms.settle(needs(rng, 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3)))
+        other = make_rooms()
+        other.set(rooms.copy())
+        for _ in range(50):
+            needed = needs(rng, 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3))
+            assert rooms.settle(needed) == other.settle(needed)
+        assert rooms.copy() == other.copy()
 
 
 def test_threads_that_place_outliers():

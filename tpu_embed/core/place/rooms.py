@@ -1,0 +1,161 @@
+"""Remember the shapes of earlier batches, so that few programs serve all of them.
+
+A batch gets the smallest earlier spec that it fits, if that has at most twice the room that the
+batch needs. Otherwise the spec of batches of about its size grows, or there is a new one: each
+holds all batches between a power of 4 and the next. So one outlier does not slow every later step,
+and all programs stay compiled.
+
+    Batches need about 8,000 ids: a spec for 8,704. An outlier needs 400,000: one for 425,984, too.
+    The next batch needs 8,000 again, and gets the first one.
+
+All this is decided from specs that the processes agreed on, so all processes have the same ones.
+
+Input: the spec that a batch needs. Output: the spec that it gets.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import operator
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.layout import Layout
+
+RATIO = 2
+"""A spec with more than this many times the room of another one is worth a program of its own."""
+
+SMALL = 2**14
+"""Specs with room for fewer ids and rows on a device count as if they had this much."""
+
+
+class Rooms:
+    """The specs that batches of one engine get. Threads may share them.
+
+    Batches of another size, or with other activation shapes, are of another kind and have specs of
+    their own.
+
+    Args:
+      layout: the engine's layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        # `_kind_of` a spec -> its class of sizes -> the spec.
+        self._specs: dict[Any, dict[int, BatchSpec]] = collections.defaultdict(dict)
+        self._lock = threading.RLock()
+
+    def copy(self) -> list[BatchSpec]:
+        """Return all specs, as they are now."""
+        with self._lock:
+            return [spec for by_class in self._specs.values() for spec in by_class.values()]
+
+    def set(self, specs: Iterable[BatchSpec]) -> None:
+        """Take what `copy` returned in place of the specs of the same kinds."""
+        with self._lock:
+            by_kind: dict[Any, dict[int, BatchSpec]] = {}
+            for spec in specs:
+                by_kind.setdefault(_kind_of(spec), {})[self._class_of(spec)] = spec
+            self._specs.update(by_kind)
+
+    def settle(self, needed: BatchSpec) -> BatchSpec:
+        """Return the spec that a batch gets if this process alone decides it.
+
+        Args:
+          needed: what the batch needs exactly.
+        """
+        with self._lock:
+            return self.accept(self.propose(needed))
+
+    def propose(self, needed: BatchSpec) -> BatchSpec:
+        """Return the spec that this process asks for; change nothing.
+
+        Args:
+          needed: what this process's part of the batch needs exactly.
+        """
+        with self._lock:
+            specs = self._specs[_kind_of(needed)]
+            near = [one for one in specs.values() if holds(one, needed)]
+            near = [one for one in near if self._is_near(one, needed)]
+            if near:
+                return min(near, key=self._room)
+            # Room to spare, so that the next batches fit, too.
+            roomy = needed.bucketed()
+            grown = specs.get(self._class_of(roomy))
+            return roomy if grown is None else BatchSpec.union(grown, roomy)
+
+    def accept(self, agreed: BatchSpec) -> BatchSpec:
+        """Return the spec that a batch gets, after all processes have agreed on what they want.
+
+        Args:
+          agreed: the union of what `propose` returned in all processes.
+        """
+        with self._lock:
+            specs = self._specs[_kind_of(agreed)]
+            if agreed in specs.values():
+                return agreed
+            # A union may be of the next class, which has a spec, too.
+            while (number := self._class_of(agreed)) in specs and not holds(agreed, specs[number]):
+                agreed = BatchSpec.union(agreed, specs[number])
+            if specs and not any(self._is_near(agreed, one) for one in specs.values()):
+                self._tell(agreed, specs.values())
+            specs[number] = agreed
+            return agreed
+
+    def _is_near(self, one: BatchSpec, other: BatchSpec) -> bool:
+        """Tell whether batches of either spec may as well run the program of the larger one."""
+        rooms = self._room(one), self._room(other)
+        return max(rooms) <= RATIO * max(min(rooms), SMALL)
+
+    def _class_of(self, spec: BatchSpec) -> int:
+        """Return the number of the class: k for less than 4ᵏ times `SMALL`."""
+        return ((self._room(spec) // SMALL).bit_length() + 1) // 2
+
+    def _room(self, spec: BatchSpec) -> int:
+        """Return the places for ids and rows that a device has in a spec."""
+        total = 0
+        for g, (stack, one) in enumerate(zip(self._layout.stacks, spec.stacks, strict=True)):
+            exchanged = stack.num_shards * (one.row_capacity + one.partials)
+            total += spec.ids(g) + exchanged + one.merged
+        return total
+
+    def _tell(self, spec: BatchSpec, others: Iterable[BatchSpec]) -> None:
+        """Log that a spec much larger or smaller than the others gets a program of its own."""
+        rooms = ", ".join(f"{self._room(one):,}" for one in others)
+        logging.getLogger("tpu_embed").warning(
+            "place: room for %s ids and rows on a device is far from that of earlier batches (%s); "
+            "such batches get a program of their own",
+            f"{self._room(spec):,}",
+            rooms,
+        )
+
+
+def _kind_of(spec: BatchSpec) -> Any:
+    """Return what specs must have in common to have a union."""
+    shapes = (
+        (shape.batch, shape.inner, shape.combines, shape.capacity is None)
+        for shape in spec.feature_shapes
+    )
+    return spec.routed, tuple(shapes)
+
+
+def holds(spec: BatchSpec, needed: BatchSpec) -> bool:
+    """Tell whether every batch of `needed` fits `spec`, which is of the same kind.
+
+    It is `BatchSpec.union(spec, needed) == spec`, but makes no spec: `place` asks it several times.
+    """
+    if spec is needed:
+        return True
+    for stack, other in zip(spec.stacks, needed.stacks, strict=True):
+        if any(map(operator.lt, stack.sizes, other.sizes)):
+            return False
+    for shape, other in zip(spec.feature_shapes, needed.feature_shapes, strict=True):
+        if (other.weighted and not shape.weighted) or (other.capacity or 0) > (shape.capacity or 0):
+            return False
+        # Flat ids have no width. They hold dense ones, but not the other way round.
+        if shape.width is not None and (other.width is None or other.width > shape.width):
+            return False
+    return True
