@@ -27,6 +27,8 @@ def gather_ids(ids: LocalIds, view: StackView, names: Sequence[str]) -> LocalIds
       view: the stack in its batch.
       names: axes that split the batch.
     """
+    # With T = 3 bags on each of two devices, ids of the bags 0 0 2 | 1 2 2 get 0 0 2 4 5 5: still
+    # non-decreasing, as the kernels need it.
     bags = ids.bags + collectives.axis_index(names) * view.bags.starts[-1]
     given = ids.rows.index, bags, ids.gains, ids.blocks
     row_ids, *others = jax.tree.map(lambda x: gather(x, names), given)

@@ -69,6 +69,7 @@ def sort_ids(
         rows, _, carried = dispatch.sort_with(carried[0], (blocks, *carried[1:]))
         return SortedIds(rows, *carried)
     # Row 3 in block 1 of 8 has the key 25.
+    # Row and block are read back from it, so that they need not take part in the sort.
     keys = rows * num_blocks + blocks.astype(rows.dtype)
     if gains is None:
         keys, bags = dispatch.sort_pairs(keys, bags)

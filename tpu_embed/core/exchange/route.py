@@ -114,6 +114,8 @@ def rows_of_shard(row_ids: Array, stack: Stack) -> Array:
     """
     if stack.num_shards == 1:
         return row_ids
+    # Shard 1 of R = 10 rows has the physical rows 10 to 19. Rows 4 17 -1 become -1 7 -1 there: an
+    # absent row is on shard -1.
     here = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype)
     absent = jnp.asarray(PADDING_ID, row_ids.dtype)
     return jnp.where(row_ids // stack.num_rows == here, row_ids % stack.num_rows, absent)

@@ -164,12 +164,14 @@ def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Arr
     """
     stack, axes, bags = view.stack, view.layout.axes, view.bags
     sources = tuple(name for name in axes.batch_axes if name in stack.shard_axes)
+    # If all bags have as many ids, kernels need not read where each begins.
     n, widths = axes.size(sources), set(bags.widths)
     with jax.named_scope("route"):
         ids = gather_ids(ids, view, sources)
     found = route.fetch(table, ids.rows, stack)
     with jax.named_scope("combine"):
         layout = SumLayout((n * bags.starts[-1],), tuple(widths) if len(widths) == 1 else ())
+        # [n T, D]: a bag is zero here if none of its rows is.
         (parts,) = combine(found, ids, layout, stack)
     with jax.named_scope("route"):
         # [n, T, D], of which every source gets its own.

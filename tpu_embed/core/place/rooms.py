@@ -79,6 +79,7 @@ class Rooms:
         with self._lock:
             specs = self._specs[_kind_of(needed)]
             near = [one for one in specs.values() if holds(one, needed)]
+            # One with more room would cost every such batch more than a program of its own.
             near = [one for one in near if self._is_near(one, needed)]
             if near:
                 return min(near, key=self._room)

@@ -49,6 +49,7 @@ def apply_each(
     ordered = _by_round(ids, stack)
     count = jnp.sum(ordered.row_ids < stack.num_rows, dtype=jnp.int32)
     # Padded by one chunk, so that a slice that starts at the last occurrence stays inside.
+    # What is beyond it belongs to no round, whatever its numbers.
     ordered = jax.tree.map(lambda x: jnp.pad(x, (0, CHUNK)), ordered)
     one_each = jax.lax.iota(jnp.int32, CHUNK)
 

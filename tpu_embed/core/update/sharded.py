@@ -203,6 +203,7 @@ def _apply(held: StackShard, task: Task, operands: Operands) -> StackShard:
 
         # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
         # SparseCores adds up gradients of bags as well as partial sums, which then nobody stores.
+        # With gains, or sums that are rounded, they are not the same.
         exact = every.ids.gains is None and not every.rounds
         native, sparse = rule.compiled and in_kernel, at_once if exact else None
         return dispatch.choose(held, otherwise=in_steps, native=native, sparse=sparse)
