@@ -17,10 +17,10 @@ from typing import Any
 import jax
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import BatchSpec, StackSpec
-from tpu_embed.core.ids import FeatureShape
+from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.rooms import Rooms
+from tpu_embed.core.place.shapes import decode_spec, encode_spec
 from tpu_embed.processes import (
     WAIT_SECONDS,
     Conversation,
@@ -103,10 +103,10 @@ class Agreement(Conversation):
         """
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
-        news = json.dumps({"spec": _encode(wanted), "exact": exact}) if new else None
+        news = json.dumps({"spec": encode_spec(wanted), "exact": exact}) if new else None
         said = self.exchange(news)
         check_all_have_a_batch(said)
-        specs = {process: _decode(one["spec"]) for process, one in said.items()}
+        specs = {process: decode_spec(one["spec"]) for process, one in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
@@ -166,23 +166,3 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
         text = message("spec", expected="the same on all processes", got=got, remedy=remedy)
         raise ValueError(text)
     return agreed
-
-
-def _encode(spec: BatchSpec) -> Any:
-    """Return a spec as nested lists, which JSON can hold."""
-    shapes = [
-        [f.batch, f.inner, f.combines, f.width, f.weighted, f.capacity] for f in spec.feature_shapes
-    ]
-    stacks = [[g.features, *g.sizes] for g in spec.stacks]
-    return [spec.replicas, shapes, stacks, spec.routed]
-
-
-def _decode(encoded: Any) -> BatchSpec:
-    """Return the spec that `_encode` was given; JSON has made lists of its tuples."""
-    replicas, shapes, stacks, routed = encoded
-    return BatchSpec(
-        replicas,
-        tuple(FeatureShape(batch, tuple(inner), *rest) for batch, inner, *rest in shapes),
-        tuple(StackSpec(tuple(features), *rest) for features, *rest in stacks),
-        routed,
-    )

@@ -20,7 +20,7 @@ from tpu_embed.core.layout import Layout
 
 def encode_shapes(specs: list[BatchSpec]) -> list[Any]:
     """Return specs as a JSON value."""
-    return [[{"spec": _encode(spec)} for spec in specs]]
+    return [[{"spec": encode_spec(spec)} for spec in specs]]
 
 
 def decode_shapes(value: Any, layout: Layout) -> list[BatchSpec]:
@@ -31,7 +31,7 @@ def decode_shapes(value: Any, layout: Layout) -> list[BatchSpec]:
     """
     try:
         # Version 0.2.0 has written several lists, and more of each spec.
-        specs = [_spec(one["spec"]) for some in value for one in some]
+        specs = [decode_spec(one["spec"]) for some in value for one in some]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         remedy = "give what get_state returned"
         text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
@@ -41,7 +41,8 @@ def decode_shapes(value: Any, layout: Layout) -> list[BatchSpec]:
     return specs if all(_is_of(spec, layout) for spec in specs) else []
 
 
-def _encode(spec: BatchSpec) -> dict[str, Any]:
+def encode_spec(spec: BatchSpec) -> dict[str, Any]:
+    """Return a spec as a JSON value."""
     shapes, stacks = map(_fields, spec.feature_shapes), map(_fields, spec.stacks)
     numbers = {"replicas": spec.replicas, "routed": spec.routed}
     return numbers | {"feature_shapes": list(shapes), "stacks": list(stacks)}
@@ -53,7 +54,8 @@ def _fields(one: FeatureShape | StackSpec) -> dict[str, Any]:
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
 
 
-def _spec(one: dict[str, Any]) -> BatchSpec:
+def decode_spec(one: dict[str, Any]) -> BatchSpec:
+    """Return the spec that `encode_spec` was given."""
     if one["routed"] not in get_args(Routed):
         expected, got = f"one of {get_args(Routed)}", repr(one["routed"])
         raise ValueError(message("routed", expected=expected, got=got))

@@ -207,7 +207,8 @@ def gradients_to_sort(task: Task) -> tuple[RowGradients, GradientLayout]:
         # Of bags a0 a1 | b0 and a2 a3 | b1 on two devices: a0 a1 a2 a3 | b0 b1, and their ids
         # alike.
         if bags.widths:
-            sizes, numbers = np.multiply(bags.widths, bags.counts), view.bags.dense_bags()
+            sizes = np.multiply(bags.widths, bags.counts).tolist()
+            numbers = view.bags.dense_bags()
             row_ids, gains = jax.tree.map(
                 lambda x: jnp.concatenate(_by_feature(x, sizes, n)), (row_ids, gains)
             )
