@@ -81,7 +81,7 @@ MADE = [
         "made: an empty history ends with its neighbour's last value",
     ),
     (
-        "tpu_embed/core/ids/cut_rows.py",
+        "tpu_embed/core/ids/flat_ids.py",
         '    if config.keep == "first":\n        return positions,',
         '    if config.keep != "":\n        return positions,',
         'made: keep="last" is not heard',

@@ -12,7 +12,7 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.update import donation
+from tpu_embed.core.update import in_place
 
 V, D = 2**18, 32  # 32 MiB, and as much for the slots
 SAYS = r"copies 64 MiB of tables and slots.*donate_argnums=0.*update_in_place"
@@ -86,7 +86,7 @@ def test_nobody_is_told_who_does_not_run_it():
 
 
 def test_outside_a_jit_too(monkeypatch):
-    monkeypatch.setattr(donation, "LARGE", 1)
+    monkeypatch.setattr(in_place, "LARGE", 1)
     engine = EmbeddingEngine(FeatureConfig(TableConfig(8, 2)), o.SGD(0.1), mesh=mesh(1))
     state, batch = engine.init(jax.random.key(0)), engine.place(np.zeros((4, 1), int))
     found = engine.lookup(state, batch)

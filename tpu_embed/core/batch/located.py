@@ -1,17 +1,25 @@
 """The ids of one stack on one device, as a lookup and an update take them.
 
 Inside `shard_map`, a `Batch` and `TracedIds` both become these, one per stack. How bags are
-numbered, `bags.py` says.
+numbered, `stack_view.py` says.
+
+Of ids that the host has not routed, nobody knows how many go to which shard. So every shard gathers
+the ids of all devices and keeps those of its own rows. They stand device after device: of T bags
+each, bag b of device d has the number d T + b.
 
 Input: the arrays of one device. Output: one type.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from tpu_embed._types import Array
-from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute
+from tpu_embed.core.batch.stack_view import StackView
+from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives, route
 
 
 class LocalIds(NamedTuple):
@@ -36,3 +44,24 @@ class LocalIds(NamedTuple):
     sums: SumRoute | None = None
     merge: MergeRoute | None = None
     sent: Array | None = None
+
+
+def gather_ids(ids: LocalIds, view: StackView, names: Sequence[str]) -> LocalIds:
+    """Return the ids of the devices along some axes, with local rows of this shard.
+
+    Args:
+      ids: the ids of this device.
+      view: the stack in its batch.
+      names: axes that split the batch.
+    """
+    # With T = 3 bags on each of two devices, ids of the bags 0 0 2 | 1 2 2 get 0 0 2 4 5 5: still
+    # non-decreasing, as the kernels need it.
+    bags = ids.bags + collectives.axis_index(names) * view.bags.starts[-1]
+    given = ids.rows.index, bags, ids.gains, ids.blocks
+    row_ids, *others = jax.tree.map(lambda x: gather(x, names), given)
+    return LocalIds(RowRoute(None, route.rows_of_shard(row_ids, view.stack)), *others)
+
+
+def gather(values: Array, names: Sequence[str]) -> Array:
+    """Return `[n N, …]`: the values `[N, …]` of n devices, one device after the other."""
+    return collectives.all_gather(values, names).reshape(-1, *values.shape[1:])

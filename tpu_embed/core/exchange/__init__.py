@@ -2,6 +2,7 @@
 
 from tpu_embed.core.exchange import collectives, device_route, host_route, route
 from tpu_embed.core.exchange.collectives import axis_index, psum
+from tpu_embed.core.exchange.device_route import number_runs
 from tpu_embed.core.exchange.route import (
     FetchedRows,
     MergeRoute,
@@ -10,7 +11,6 @@ from tpu_embed.core.exchange.route import (
     SumRoute,
     padded,
 )
-from tpu_embed.core.exchange.runs import number_runs
 
 __all__ = [
     "FetchedRows",

@@ -21,9 +21,45 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.exchange.route import MergeRoute
-from tpu_embed.core.exchange.runs import number_runs
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
+
+# -- runs of sorted rows ---------------------------------------------------------------------------
+
+
+class Runs(NamedTuple):
+    """Runs of equal row ids.
+
+    Attributes:
+      run: int32 `[N]`, the number of the run of each entry, from 0.
+      run_row_ids: `[N]`, the row id of each run; `absent` after the last run.
+    """
+
+    run: Array
+    run_row_ids: Array
+
+
+def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> Runs:
+    """Number the runs of sorted row ids.
+
+    Args:
+      row_ids: integer `[N]` in [0, absent], ascending.
+      absent: the id of absent rows.
+      parts: integer `[N]`, or None. Entries with the same row id but different parts belong to
+        different runs. Entries of the same part must be neighbours among those of a row.
+    """
+    # row_ids 3 7 7 9: first 1 1 0 1, run 0 1 1 2; the first entries of the runs have the ids 3 7 9.
+    first = _changes(row_ids) if parts is None else _changes(row_ids) | _changes(parts)
+    run = jnp.cumsum(first.astype(jnp.int32)) - 1
+    return Runs(run, dispatch.compact(row_ids, first, absent))
+
+
+def _changes(x: Array) -> Array:
+    """Tell, bool `[N]`, where an entry differs from the one before it; True for the first."""
+    return jnp.concatenate([jnp.ones((1,), bool), x[1:] != x[:-1]])
+
+
+# -- sorts and merges ------------------------------------------------------------------------------
 
 
 class SortedIds(NamedTuple):

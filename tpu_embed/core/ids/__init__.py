@@ -1,9 +1,8 @@
 """Read what users give as ids and check it on the host: containers, structure, weights, bad ids."""
 
-from tpu_embed.core.ids import frames, structure
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
+from tpu_embed.core.ids import structure
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, narrow_ids
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
-from tpu_embed.core.ids.cut_rows import shift_rows
 from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
@@ -11,14 +10,12 @@ from tpu_embed.core.ids.feature_ids import (
     dense_shape,
     part_of_feature,
 )
-from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits
+from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits, shift_rows
 from tpu_embed.core.ids.gains import gains_in_program, host_gains
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
-from tpu_embed.core.ids.leaves import collect_leaves, count_rows, rebuild_nest
-from tpu_embed.core.ids.narrow import narrow_ids
-from tpu_embed.core.ids.padding import pad_batch
+from tpu_embed.core.ids.padding import collect_leaves, count_rows, pad_batch, rebuild_nest
 from tpu_embed.core.ids.structure import Structure, children, flatten
 from tpu_embed.core.ids.weights import is_real
 
@@ -38,7 +35,6 @@ __all__ = [
     "count_rows",
     "dense_shape",
     "flatten",
-    "frames",
     "gains_in_program",
     "give_rows",
     "hash_ids",

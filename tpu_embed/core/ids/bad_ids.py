@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed._types import PADDING_ID
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.columns import describe_values
 from tpu_embed.config import FeatureConfig
 
@@ -223,3 +224,27 @@ def _raise_bad_id(
         got=f"id {int(ids.reshape(-1)[at])} at {where(at)}{more}",
         remedy='on_bad_id="drop" or "clip" of the feature or layer accepts it',
     )
+
+
+# -- a signed dtype --------------------------------------------------------------------------------
+
+
+def narrow_ids(ids: Any, dtype: Any) -> Array:
+    """Return integers in a signed dtype; numbers outside of it become its largest or smallest.
+
+    Args:
+      ids: a NumPy array, which is narrowed before JAX could wrap it, or an array of JAX.
+      dtype: int32 or int64.
+
+    Example:
+      >>> narrow_ids(np.array([7, 2**31 + 7], np.uint32), np.int32).tolist()
+      [7, 2147483647]
+    """
+    numbers: Any = np if isinstance(ids, np.ndarray) else jnp
+    own, limits = np.iinfo(ids.dtype), np.iinfo(dtype)
+    # Only a bound that the own dtype can exceed is a number of the own dtype.
+    if own.max > limits.max:
+        ids = numbers.minimum(ids, numbers.asarray(limits.max, ids.dtype))
+    if own.min < limits.min:
+        ids = numbers.maximum(ids, numbers.asarray(limits.min, ids.dtype))
+    return jnp.asarray(ids, dtype)

@@ -1,7 +1,7 @@
 """Validate the ids of one feature on the host: any form that users give becomes `HostIds`.
 
 Here are the entrance for all forms, and dense arrays; sparse and ragged ids are in `flat_ids.py`,
-jagged sequences in `jagged_ids.py`.
+jagged sequences in `flat_ids.py`.
 
 Input: a dense array, `SparseIds` or `RaggedIds`, or a column that is read as one of them; weights
 inside the container or beside it.
@@ -22,11 +22,15 @@ from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import weights as weights_of
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, dense_position, resolve_dense
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
-from tpu_embed.core.ids.cut_rows import dense_lengths, ids_before
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape
-from tpu_embed.core.ids.flat_ids import ragged_ids, sparse_ids
+from tpu_embed.core.ids.flat_ids import (
+    dense_lengths,
+    ids_before,
+    jagged_ids,
+    ragged_ids,
+    sparse_ids,
+)
 from tpu_embed.core.ids.hashing import hash_ids
-from tpu_embed.core.ids.jagged_ids import jagged_ids
 from tpu_embed.core.ids.keys import number_ids, number_keys, with_keys
 
 

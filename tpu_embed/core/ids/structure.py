@@ -2,7 +2,9 @@
 
 Users nest their features as they like: dicts, lists, namedtuples, dataclasses. Inside, the package
 works on flat lists with one entry per feature. `Structure` remembers the nesting and the order:
-mappings go by sorted key, lists and tuples by position, namedtuples and dataclasses by field.
+mappings go by sorted key, lists and tuples by position, namedtuples and dataclasses by field. A
+frame, which is a table with named columns, may stand where a mapping is expected: a DataFrame of
+pandas or polars, an Arrow table or record batch. Columns that are no features are left alone.
 
 Input: a feature configuration, once; then features, weights or gradients of the same nesting.
 Output: their leaves in one flat order; and, the other way round, leaves put back into the nesting.
@@ -12,16 +14,72 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed import _checks, columns
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import frames
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+
+# -- frames ----------------------------------------------------------------------------------------
+
+
+_FRAMES = {("pandas", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")}
+"""Package and class."""
+
+
+def as_frame(values: Any) -> Any | None:
+    """Return a frame as one of pandas or pyarrow; None for anything else.
+
+    Args:
+      values: a pandas DataFrame, a pyarrow Table or RecordBatch is returned as it is; a frame of
+        another library, such as polars, as a pyarrow Table.
+
+    Raises:
+      ImportError: a frame of another library, and pyarrow is not there.
+
+    Example:
+      >>> import pandas as pd
+      >>> as_frame(pd.DataFrame({"user": [1, 2]})).shape, as_frame({"user": [1, 2]})
+      ((2, 1), None)
+    """
+    # pyarrow's classes are in pyarrow.lib, pandas' in pandas.core.frame or in pandas.
+    classes = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(values).__mro__)
+    if not _FRAMES.isdisjoint(classes):
+        return values
+    streamed = columns.read_stream(values)
+    return streamed if hasattr(streamed, "schema") else None
+
+
+def select_columns(values: Any, names: Iterable[Any]) -> Any:
+    """Return the columns of a frame with these names, as far as it has them; other values as such.
+
+    A DataFrame whose columns have several levels gives a DataFrame for a name of the first level,
+    which matches a nested mapping of features.
+
+    Raises:
+      ValueError: several columns have one of the names.
+      ImportError: as for `as_frame`.
+    """
+    frame = as_frame(values)
+    if frame is None:
+        return values
+    # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
+    there = frame.schema.names if hasattr(frame, "schema") else frame.columns
+    counts = collections.Counter(there) if getattr(there, "nlevels", 1) == 1 else {}
+    found = [name for name in names if name in there]
+    for name in found:
+        if counts.get(name, 1) > 1:
+            what, got = f"column {name!r} of a {type(frame).__name__}", f"{counts[name]} of it"
+            raise ValueError(_checks.message(what, expected="one column of each name", got=got))
+    return {name: frame[name] for name in found}
+
+
+# -- nested features -------------------------------------------------------------------------------
+
 
 _LEFT_OUT = object()
 """Stands for a leaf that is left out of its mapping."""
@@ -75,7 +133,7 @@ class Structure:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 
         Args:
-          values: features, weights or gradients; None is a leaf. A frame (`frames.py`) may stand
+          values: features, weights or gradients; None is a leaf. A frame (`structure.py`) may stand
             for a mapping, and may have columns that no feature is named after.
           what: their name, for messages.
           columns: whether a list that stands where the configuration has a feature is a leaf, too:
@@ -256,7 +314,7 @@ def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
 def _part(nest: Any, values: Any) -> Any:
     """Return the part of a configuration whose keys the mappings in `values` have."""
     if isinstance(nest, Mapping):
-        values = frames.select_columns(values, nest)
+        values = select_columns(values, nest)
     inner, given = children(nest), None if isinstance(values, _LEAVES) else _given(values)
     if inner is None or given is None:
         return nest
@@ -323,7 +381,7 @@ def _match(nest: Any, values: Any, path: str, rules: _Rules, leaves: list[Any]) 
     inner = children(nest)
     where = f"{rules.what}: {path or 'the top'}"
     if isinstance(nest, Mapping):
-        values = frames.select_columns(values, nest)
+        values = select_columns(values, nest)
     given = None if isinstance(values, _LEAVES) else _given(values)
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.

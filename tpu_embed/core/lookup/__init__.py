@@ -6,13 +6,13 @@ from tpu_embed.core.lookup.combine import (
     quantize,
     sum_gradients,
 )
-from tpu_embed.core.lookup.differentiable import split_activations
-from tpu_embed.core.lookup.jagged import Jagged
-from tpu_embed.core.lookup.parts import (
+from tpu_embed.core.lookup.jagged import (
     ARRAYS,
+    Jagged,
     extent_of,
     flatten_arrays,
     put_part,
+    split_activations,
     take_part,
 )
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read

@@ -23,18 +23,114 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_in_program, check_int, message
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.jagged_checks import (
-    check_arrays,
-    check_lengths,
-    check_padded,
-    check_room,
-    concrete,
-    refuse_arithmetic,
-)
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:
+    """Refuse to be computed with as if it were an array.
+
+    Raises:
+      TypeError: always.
+    """
+    remedy = "compute with jagged.values, and jagged.with_values(new) has the same sequences again"
+    raise TypeError(message("Jagged", expected="an array", got="a Jagged", remedy=remedy))
+
+
+def concrete(what: str, array: Any) -> np.ndarray:
+    """Return an array on the host.
+
+    Raises:
+      TypeError: it is traced.
+    """
+    if isinstance(array, Tracer):
+        expected, got = "arrays whose values are known", "a tracer"
+        remedy = "call it outside of the jit, or use to_padded"
+        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+    return np.asarray(array)
+
+
+def check_arrays(values: Any, row_splits: Any) -> None:
+    """Check a pair of arrays; anything else is a placeholder, which is accepted.
+
+    Raises:
+      TypeError, ValueError: see `Jagged`.
+    """
+    dtype = getattr(row_splits, "dtype", None)
+    if dtype is None or dtype == jax.dtypes.float0:
+        return
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(message("Jagged.row_splits", expected="integers", got=str(dtype)))
+    shape, axes = getattr(values, "shape", None), row_splits.ndim
+    if shape is None:
+        return
+    if not axes or len(shape) < axes or shape[: axes - 1] != row_splits.shape[:-1]:
+        expected = "values [S, C, …] and row_splits [S, B / S + 1]"
+        got = f"shapes {shape} and {row_splits.shape}"
+        raise ValueError(message("Jagged", expected=expected, got=got))
+
+
+def check_padded(padded: Array, lengths: Any, shards: int) -> None:
+    """Check shapes and dtypes of the arguments of `Jagged.from_padded`.
+
+    Raises:
+      TypeError, ValueError: see there.
+    """
+    where = "Jagged.from_padded"
+    check_int(f"{where}: shards", shards, minimum=1)
+    if padded.ndim < 2:
+        raise ValueError(message(f"{where}: padded", expected="[B, L, …]", got=str(padded.shape)))
+    if padded.shape[0] % shards:
+        expected, got = f"rows that {shards} shards divide", f"{padded.shape[0]}"
+        remedy = "tpu_embed.pad_batch adds empty examples"
+        raise ValueError(message(f"{where}: padded", expected=expected, got=got, remedy=remedy))
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(message(f"{where}: lengths", expected="integers", got=str(lengths.dtype)))
+    if lengths.shape != padded.shape[:1]:
+        expected, got = f"one per row, {padded.shape[:1]}", f"{lengths.shape}"
+        raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
+
+
+def check_room(capacity: Any) -> Any:
+    """Return a capacity: an integer, or the symbol that it is in a program exported for any B.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if jax.export.is_symbolic_dim(capacity):
+        return capacity
+    return check_int("Jagged.from_padded: capacity", capacity, minimum=0)
+
+
+def check_lengths(lengths: Any, longest: int, room: int) -> None:
+    """Check the lengths `[S, B / S]` of padded rows.
+
+    Raises:
+      ValueError: one is outside of 0 … `longest`, or those of a replica sum to more than `room`;
+        where they are not known to this process, only `checkify` learns of it.
+    """
+    where = "Jagged.from_padded"
+    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
+        right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
+        check_in_program(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
+        return
+    lengths = np.asarray(lengths)
+    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
+        expected, got = f"lengths from 0 to {longest}", f"{lengths.min()} to {lengths.max()}"
+        raise ValueError(message(where, expected=expected, got=got))
+    needed = int(lengths.sum(axis=1, dtype=np.int64).max(initial=0))
+    if needed > room:
+        expected, got = f"room for {needed} values on a replica", f"capacity {room}"
+        remedy = "a capacity of None is always enough"
+        raise ValueError(message(where, expected=expected, got=got, remedy=remedy))
+
+
+# -- the activation --------------------------------------------------------------------------------
+
 
 _WITH = "Jagged.with_values"
 
@@ -396,3 +492,136 @@ def _short(leaf: Any) -> str:
     if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
         return repr(leaf)
     return f"{leaf.dtype}{list(leaf.shape)}"
+
+
+# -- the arrays of activations ---------------------------------------------------------------------
+
+
+def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Return the float arrays of activations, and a function that restores the activations.
+
+    `jax.grad` refuses integers, such as the row splits of a `Jagged`. So differentiate by the
+    values alone, and put the activations together again inside the differentiated function, before
+    any `jax.vmap`.
+
+    Args:
+      activations: what a lookup returns: arrays, and a `Jagged` per jagged feature, in any nesting.
+
+    Returns:
+      values: the same nesting, with the values `[S, C, D]` in the place of each `Jagged`. Gradients
+        by it are what `update` takes.
+      rebuild: a function of such values, which returns the activations with these values. It raises
+        `ValueError` where values have other first axes than those of the `Jagged`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> splits = jnp.array([[0, 2, 2, 3]])
+      >>> activations = {"user": jnp.ones((3, 2)), "seen": Jagged(jnp.ones((1, 4, 2)), splits)}
+      >>> values, rebuild = split_activations(activations)
+      >>> def loss(values):
+      ...     activations = rebuild(values)
+      ...     return (activations["user"] * activations["seen"].sums()).sum()
+      >>> jax.grad(loss)(values)["seen"][0, :, 0].tolist()
+      [1.0, 1.0, 1.0, 0.0]
+    """
+    leaves, structure = jax.tree.flatten(activations, is_leaf=_is_jagged)
+    values = [leaf.values if _is_jagged(leaf) else leaf for leaf in leaves]
+    # `rebuild` may outlive the activations: of their values it keeps the shapes alone.
+    frames = [
+        leaf.with_values(jax.typeof(leaf.values)) if _is_jagged(leaf) else None for leaf in leaves
+    ]
+
+    def rebuild(values: PyTree) -> PyTree:
+        pairs = zip(frames, structure.flatten_up_to(values), strict=True)
+        return structure.unflatten(
+            [value if frame is None else frame.with_values(value) for frame, value in pairs]
+        )
+
+    return structure.unflatten(values), rebuild
+
+
+def _is_jagged(value: Any) -> bool:
+    return isinstance(value, Jagged)
+
+
+# -- parts of a batch ------------------------------------------------------------------------------
+
+
+ARRAYS = (jax.Array, Jagged)
+"""What an activation is, and what may belong to one."""
+
+
+def flatten_arrays(tree: PyTree) -> tuple[list[Any], Any]:
+    """Return the arrays of a tree, where a `Jagged` counts as one, and the tree without them."""
+    return jax.tree.flatten(tree, is_leaf=lambda one: isinstance(one, Jagged))
+
+
+def extent_of(array: Any, replicas: int) -> tuple[int | None, Any, int]:
+    """Return how large an array is that is split into so many replicas, outside of a program.
+
+    Returns:
+      B, None of a single number; of a `Jagged` its row splits `[S, B / S + 1]` and C, else None, 0.
+    """
+    if not isinstance(array, Jagged):
+        return next(iter(np.shape(array)), None), None, 0
+    splits = array.row_splits
+    return replicas * (splits.shape[1] - 1), splits, array.values.shape[1]
+
+
+def take_part(array: Any, *, room: int, number: Array, count: int) -> Any:
+    """Return a part of one device's examples.
+
+    Args:
+      array: `[B / S, …]`, or a `Jagged` of one replica.
+      room: C' of a `Jagged`, at least the events of the part.
+      number: of the part, int32 from 0.
+      count: how many parts there are.
+    """
+    if not isinstance(array, Jagged):
+        size = array.shape[0] // count
+        return jax.lax.dynamic_slice_in_dim(array, number * size, size)
+    start, shift, splits = _span(array, room, number, count)
+    events = jax.lax.dynamic_slice_in_dim(array.values[0], start, room)
+    # What follows the part's events in the slice belongs to other examples.
+    inside = _column(jnp.arange(room, dtype=jnp.int32) < splits[-1], events)
+    events = jnp.where(inside, jnp.roll(events, -shift, axis=0), jnp.zeros((), events.dtype))
+    return Jagged(events[None], splits[None])
+
+
+def put_part(array: Any, new: Array, *, room: int, number: Array, count: int) -> Array:
+    """Return one device's values with others in the place of a part.
+
+    Args:
+      array: as for `take_part`.
+      new: shaped like the values of the part.
+      room: as for `take_part`.
+      number: as for `take_part`.
+      count: as for `take_part`.
+    """
+    if not isinstance(array, Jagged):
+        return jax.lax.dynamic_update_slice_in_dim(array, new, number * new.shape[0], axis=0)
+    start, shift, splits = _span(array, room, number, count)
+    values, places = array.values[0], jnp.arange(room, dtype=jnp.int32) - shift
+    events = jax.lax.dynamic_slice_in_dim(values, start, room)
+    inside = _column((places >= 0) & (places < splits[-1]), events)
+    events = jnp.where(inside, jnp.roll(new[0], shift, axis=0), events)
+    return jax.lax.dynamic_update_slice_in_dim(values, events, start, axis=0)[None]
+
+
+def _span(sequences: Jagged, room: int, number: Array, count: int) -> tuple[Array, Array, Array]:
+    """Return where the events of a part are on one device: in a slice of C' places.
+
+    Returns:
+      the first place of the slice; how far after it the part's events begin; the part's row splits.
+    """
+    # C = 10 places, C' = 4, and a part with the events at 8 and 9: a slice from 8 on would end
+    # beyond C, so it is the one from 6 on, in which they begin at 2.
+    size = (sequences.row_splits.shape[1] - 1) // count
+    splits = jax.lax.dynamic_slice_in_dim(sequences.row_splits[0], number * size, size + 1)
+    start = jnp.minimum(splits[0], sequences.values.shape[1] - room)
+    return start, splits[0] - start, splits - splits[0]
+
+
+def _column(mask: Array, events: Array) -> Array:
+    """Return a mask `[C']` as `[C', 1, …]`."""
+    return mask.reshape(-1, *[1] * (events.ndim - 1))

@@ -19,8 +19,7 @@ import jax
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.rooms import Rooms
-from tpu_embed.core.place.shapes import decode_spec, encode_spec
+from tpu_embed.core.place.rooms import Rooms, decode_spec, encode_spec
 from tpu_embed.processes import (
     WAIT_SECONDS,
     Conversation,

@@ -2,8 +2,8 @@
 
 The line of a replica holds the ids of one stack. In a dense stack every feature has as many ids on
 every replica, padding included, so the bag of an id follows from its position
-(`core/batch/bags.py`). Otherwise ids stand side by side without padding, and every id has a bag. A
-jagged feature has all its places in either; where one has no id there is padding.
+(`core/batch/stack_view.py`). Otherwise ids stand side by side without padding, and every id has a
+bag. A jagged feature has all its places in either; where one has no id there is padding.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and gains of every stack,
 `[replicas, N]`, which are sent as they are (`line.py`) or routed first (`write_lines.py`).

@@ -22,7 +22,6 @@ from tpu_embed.core.ids import (
     RaggedIds,
     SparseIds,
     check_row_splits,
-    frames,
     give_rows,
     host_ids,
     read_ids,
@@ -89,7 +88,7 @@ def _by_path(values: PyTree, paths: Collection[str], path: str = "") -> dict[str
       path: where `values` stand.
     """
     if not path and "feature" not in paths:
-        values = frames.select_columns(values, paths)
+        values = structure.select_columns(values, paths)
     inner = structure.children(values)
     is_column = isinstance(values, (list, tuple)) and (path or "feature") in paths
     if inner is None or is_column:
