@@ -19,7 +19,7 @@ def located_by_device(engine, batch):
     """Return, by stack, what each device finds of it in its line, as NumPy arrays."""
     layout, packed = engine.layout, np.asarray(batch.packed)
     lines = [
-        dataclasses.replace(batch, packed=packed[device : device + 1]).locate(layout).ids
+        dataclasses.replace(batch, packed=packed[device : device + 1]).locate(layout)[0]
         for device in range(len(packed))
     ]
     return [jax.tree.map(np.asarray, list(found)) for found in zip(*lines, strict=True)]

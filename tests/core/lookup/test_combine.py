@@ -13,7 +13,7 @@ from layout_cases import make_stack
 from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.exchange import FetchedRows, SumRoute
+from tpu_embed.core.exchange import FetchedRows, RowRoute, SumRoute
 from tpu_embed.core.lookup import combine, quantize, sum_gradients
 from tpu_embed.kernels import dispatch, reference
 from tpu_embed.kernels.operands import SumLayout
@@ -35,7 +35,7 @@ TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 def local(entries, *, with_gains=True):
     rows, bags, gains = (np.array(column) for column in zip(*entries, strict=True))
     return LocalIds(
-        jnp.asarray(rows, jnp.int32),
+        RowRoute(None, jnp.asarray(rows, jnp.int32)),
         jnp.asarray(bags, jnp.int32),
         jnp.asarray(gains, jnp.float32) if with_gains else None,
     )
