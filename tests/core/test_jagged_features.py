@@ -164,7 +164,9 @@ def test_ids_inside_a_jit_are_jagged_too(devices):
     traced = jax.jit(engine.lookup)(state, dense)
     expected = padded(placed)
     for name, values in padded(traced).items():
-        np.testing.assert_array_equal(values, expected[name], err_msg=name)
+        # Shards add up their parts of a traced bag.
+        near = 1e-6 if name == "bag" else 0
+        np.testing.assert_allclose(values, expected[name], rtol=near, atol=near, err_msg=name)
     updated = [
         engine.update(state, batch, in_places(gradients, placed)),
         jax.jit(engine.update)(state, dense, in_places(gradients, traced)),
