@@ -96,12 +96,12 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
 def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int, int]:
     """Return how many rows of a stack a device asks for, sends sums of, receives, and updates."""
     stack, capacity = layout.stacks[g], spec.stacks[g]
-    if _is_gathered(layout, spec, g):  # sums and gradients of the bags of all devices
-        bags, replicas = _bags(spec, g), layout.axes.replicas
-        touched = min(replicas * spec.ids(g), stack.num_rows)
-        return (stack.num_shards - 1) * bags, replicas * bags, replicas * bags, touched
     sources = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes))
     asked = stack.num_shards * capacity.row_capacity if stack.num_shards > 1 else 0
+    if _is_gathered(layout, spec, g):  # the gradients of the bags of all devices
+        replicas = layout.axes.replicas
+        bags, ids = replicas * _bags(spec, g), replicas * spec.ids(g)
+        return asked, bags, bags, min(ids, stack.num_rows)
     partials = stack.num_shards * capacity.partials
     # Every source sends up to `partials` sums; without an exchange one device sums its own ids.
     received = sources * partials if partials else spec.ids(g)
@@ -118,12 +118,6 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
     for g, (stack, capacity) in enumerate(zip(layout.stacks, spec.stacks, strict=True)):
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
-        if _is_gathered(layout, spec, g):
-            bags, replicas = _bags(spec, g) * width, layout.axes.replicas - 1
-            total["ids"] += (others + replicas) * spec.ids(g) * index
-            total["rows"] += others * bags
-            total["gradients"] += replicas * bags
-            continue
         # The exact bytes per row, also where several rows share a line: those of many, divided.
         row = array_bytes(sent_rows_format(stack), PACKED_ROWS, untiled_bytes) // PACKED_ROWS
         sums = array_bytes(sent_sums_format(stack), PACKED_ROWS, untiled_bytes)
@@ -131,6 +125,11 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
         total["ids"] += others * capacity.row_capacity * index
         total["rows"] += others * capacity.row_capacity * row
+        if _is_gathered(layout, spec, g):
+            replicas = layout.axes.replicas - 1
+            total["ids"] += replicas * spec.ids(g) * index
+            total["gradients"] += replicas * _bags(spec, g) * width
+            continue
         total["gradients"] += others * capacity.partials * one_sum
         if others:
             total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
@@ -176,9 +175,9 @@ def _bags(spec: BatchSpec, g: int) -> int:
 
 
 def _is_gathered(layout: Layout, spec: BatchSpec, g: int) -> bool:
-    """Whether the owners gather ids and gradients of a stack, which the host does not route."""
+    """Whether the owners gather the ids of a stack for an update, which the host does not route."""
     view = StackView(spec, layout, g)
-    return not (view.is_routed or view.is_local or view.by_psum)
+    return view.updates and not (view.routes_update or view.is_local or view.by_psum)
 
 
 def _stored(stack: Stack) -> np.dtype:

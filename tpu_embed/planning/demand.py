@@ -257,7 +257,7 @@ def _capacities(view: StackView) -> dict[str, int]:
     # sum is of one row and one block, and an owner gets rows of its own from all replicas.
     room = {
         "row_capacity": (rows, min(n, stack.num_rows)),
-        "partials": (partials, min(n, stack.num_rows * blocks)),
+        "partials": (partials, min(n, stack.num_rows * blocks) if view.accumulates else 0),
     }
     if view.merges_on_host:
         room["merged"] = (merged, min(n * replicas, stack.num_rows))

@@ -10,7 +10,6 @@ has the same bits in any order.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from typing import Any
 
@@ -34,7 +33,6 @@ class Case:
     Attributes:
       mesh_shape: the sizes of the axes p and q, or of d alone.
       sum_blocks: G.
-      room: the capacities (distinct rows, partial sums) that the user gives; None: the worst case.
     """
 
     seed: int
@@ -46,7 +44,6 @@ class Case:
     ids: tuple[np.ndarray, ...]
     weights: tuple[np.ndarray | None, ...]
     gradients: tuple[np.ndarray, ...]
-    room: tuple[int, int] | None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -100,7 +97,6 @@ def draw_case(seed: int) -> Case:
         optimizer,
         features,
         *((),) * 3,
-        None if rng.random() < 0.75 else (int(rng.integers(0, 5)), int(rng.integers(0, 12))),
     )
     sizes = _draw_sizes(rng, case.replicas, len(features))
     drawn = [_draw_ids(rng, *pair) for pair in zip(features, sizes, strict=True)]
@@ -170,34 +166,3 @@ def _draw_ids(
     numbers = rng.integers(1, 5, (size, *inner, table.dim))
     signs = rng.choice([-1, 1], numbers.shape) if rng.random() < 0.5 else 1
     return ids, weights, (numbers * signs).astype(np.float32)
-
-
-# -- what a batch needs --------------------------------------------------------------------------
-
-
-def needs(case: Case, engine: tpu_embed.EmbeddingEngine) -> dict[str, tuple[int, int]]:
-    """Return of each stack the most distinct rows, and partial sums, of a device for one shard."""
-    layout, blocks = engine.layout, case.blocks
-    rows: dict[Any, set[Any]] = {}
-    sums: dict[Any, set[Any]] = {}
-    for feature, ids in zip(layout.features, case.ids, strict=True):
-        stack = layout.stacks[feature.stack]
-        length = feature.config.max_sequence_length
-        kept = ids[:, :length] if length else ids
-        for place in itertools.product(*map(range, kept.shape)):
-            if kept[place] < 0:
-                continue
-            row, e, size = int(stack.physical(kept[place], feature.table)), place[0], len(ids)
-            pair = stack.name, e * case.replicas // size, row // stack.num_rows
-            part = e * blocks // size
-            if not case.optimizer.use_gradient_accumulation:
-                part = (feature.path, *place)
-            rows.setdefault(pair, set()).add(row)
-            sums.setdefault(pair, set()).add((row, part))
-    return {
-        stack.name: (
-            max((len(found) for pair, found in rows.items() if pair[0] == stack.name), default=0),
-            max((len(found) for pair, found in sums.items() if pair[0] == stack.name), default=0),
-        )
-        for stack in layout.stacks
-    }

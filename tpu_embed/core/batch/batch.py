@@ -189,4 +189,6 @@ def _located(fields: dict[str, Array], view: StackView) -> LocalIds:
         segments = fields.get("merge_segments")
         merge = MergeRoute(fields.get("merge_index"), segments, fields["merged"])
     rows = RowRoute(asked, fields["index"])
-    return LocalIds(rows, bags, fields.get("gains"), None, sums, merge, fields.get("sent"))
+    names = ("sent", "row_ids")
+    rest = fields.get("blocks"), sums, merge, *(fields.get(name) for name in names)
+    return LocalIds(rows, bags, fields.get("gains"), *rest)

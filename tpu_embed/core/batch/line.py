@@ -156,6 +156,9 @@ def _routed(view: StackView) -> list[Shape]:
     if shards > 1:
         found.append(("asked", (shards, max(1, room.row_capacity)), index))
     found += _bags(view)
+    if view.updates and not view.accumulates:  # the devices sort them
+        found += [("row_ids", (n,), index)] if shards > 1 else []
+        found += [("blocks", (n,), INT32)] if view.needs_blocks else []
     if not view.routes_update:
         return found
     found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]

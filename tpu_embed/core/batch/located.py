@@ -26,8 +26,8 @@ class LocalIds(NamedTuple):
     """The ids of one stack on one device, feature after feature.
 
     Attributes:
-      rows: how each id gets its row. Where the host has routed nothing (`StackView.is_routed`), the
-        index is the physical row of each id, `PADDING_ID` for absent ones.
+      rows: how each id gets its row. Where nothing is asked of other shards, its index is the
+        physical row of each id, `PADDING_ID` for absent ones.
       bags: int32 `[N]`, the bag of each id, numbered on this device, non-decreasing.
       gains: float `[N]`, finite; None for all ones.
       blocks: int32 `[N]`, the block of the batch that the example of each id is in, where the host
@@ -35,6 +35,7 @@ class LocalIds(NamedTuple):
       sums: how partial sums of gradients are made, where the host has routed the update.
       merge: how the partial sums that arrive here are merged, where it knows what arrives.
       sent: `[S, C']`, the local row of each partial sum that is sent, where it does not.
+      physical: `[N]`, physical rows, where the host has routed the lookup, but not the update.
     """
 
     rows: RowRoute
@@ -44,6 +45,12 @@ class LocalIds(NamedTuple):
     sums: SumRoute | None = None
     merge: MergeRoute | None = None
     sent: Array | None = None
+    physical: Array | None = None
+
+    @property
+    def row_ids(self) -> Array:
+        """The physical rows `[N]`, where the host has not routed the update."""
+        return self.rows.index if self.physical is None else self.physical
 
 
 def gather_ids(ids: LocalIds, view: StackView, names: Sequence[str]) -> LocalIds:
@@ -57,7 +64,7 @@ def gather_ids(ids: LocalIds, view: StackView, names: Sequence[str]) -> LocalIds
     # With T = 3 bags on each of two devices, ids of the bags 0 0 2 | 1 2 2 get 0 0 2 4 5 5: still
     # non-decreasing, as the kernels need it.
     bags = ids.bags + collectives.axis_index(names) * view.bags.starts[-1]
-    given = ids.rows.index, bags, ids.gains, ids.blocks
+    given = ids.row_ids, bags, ids.gains, ids.blocks
     row_ids, *others = jax.tree.map(lambda x: gather(x, names), given)
     return LocalIds(RowRoute(None, route.rows_of_shard(row_ids, view.stack)), *others)
 

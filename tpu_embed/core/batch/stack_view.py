@@ -178,15 +178,19 @@ class StackView:
         return optimizer is None or optimizer.use_gradient_accumulation
 
     @property
+    def updates(self) -> bool:
+        """Whether a batch is placed for an update of the stack."""
+        return self.spec.routed == "update" and self.stack.optimizer is not None
+
+    @property
     def is_routed(self) -> bool:
-        """Whether the host has routed the ids; ids whose gradients are not summed are exempt."""
-        placed = self.spec.routed != "nothing"
-        return placed and self.layout.routes_on_host and self.accumulates
+        """Whether the host has routed the lookup."""
+        return self.spec.routed != "nothing" and self.layout.routes_on_host
 
     @property
     def routes_update(self) -> bool:
-        """Whether the host has routed the update too."""
-        return self.is_routed and self.spec.routed == "update" and self.stack.optimizer is not None
+        """Whether the host has routed the update too; not if gradients are not summed."""
+        return self.is_routed and self.updates and self.accumulates
 
     @property
     def merges_on_host(self) -> bool:
@@ -196,10 +200,8 @@ class StackView:
     @property
     def needs_blocks(self) -> bool:
         """Whether the host numbers the block of every id: to route it, or for the device to."""
-        if self.spec.routed != "update" or self.stack.optimizer is None:
-            return False
         sorts = self.routes_update or not self.accumulates
-        return sorts and self.blocks_per_device > 1
+        return self.updates and sorts and self.blocks_per_device > 1
 
     @property
     def is_local(self) -> bool:

@@ -106,7 +106,7 @@ def _room(view: StackView, host: HostStack) -> dict[str, int]:
         return {}
     room = {
         "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
-        "partials": int(np.diff(host.sums_at, axis=1).max()),
+        "partials": int(np.diff(host.sums_at, axis=1).max()) if view.accumulates else 0,
     }
     if view.merges_on_host:
         room["merged"] = max(one.sums.rows.size for one in host.owners)

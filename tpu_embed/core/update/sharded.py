@@ -186,7 +186,7 @@ def _apply(held: StackShard, task: Task, operands: Operands) -> StackShard:
     rule, view = _StackRule.of(task, operands), task.view
     if view.by_psum:
         return rule.to_sums(held, psum_sums(task))
-    if not view.is_routed:
+    if not view.routes_update:
         every = gather_task(task)
         # Without accumulation, occurrences must not be summed at all.
         if not view.accumulates:

@@ -115,7 +115,7 @@ def sort_own_ids(task: Task) -> device_route.SortedIds:
     assert ids.blocks is not None, "gathered ids have them"
     with jax.named_scope("dedup"):
         blocks = ids.blocks, task.layout.blocks
-        given = ids.rows.index, task.stack.num_rows, *blocks, ids.bags, ids.gains
+        given = ids.row_ids, task.stack.num_rows, *blocks, ids.bags, ids.gains
         return device_route.sort_ids(*given)
 
 
@@ -199,7 +199,7 @@ def gradients_to_sort(task: Task) -> tuple[RowGradients, GradientLayout]:
     It sums feature after feature, so the ids and gradients of several devices are put in order.
     """
     ids, gradients, view = task.ids, task.gradients, task.view
-    row_ids, numbers, gains = ids.rows.index, ids.bags, ids.gains
+    row_ids, numbers, gains = ids.row_ids, ids.bags, ids.gains
     if not view.is_local:
         n, bags = task.layout.axes.replicas, view.bags
         view = view.joined(n)
@@ -256,7 +256,7 @@ def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
     ids, blocks, rows = task.ids, task.view.layout.blocks, task.stack.num_rows
     sums = ids.sums
     if sums is None:
-        row_ids = ids.rows.index
+        row_ids = ids.row_ids
         cells = _blocks(task) * rows + row_ids.astype(jnp.int32)
         cells = jnp.where(row_ids < 0, blocks * rows, cells)
         ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
