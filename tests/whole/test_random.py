@@ -229,6 +229,8 @@ def compare_bits(case, arrangement, done, first):
     for t, (mine, its) in enumerate(zip(done.states, first.states, strict=True)):
         for name in case.tables:
             assert_bits(f"state {t}: table {name!r}", of_table(mine, name), of_table(its, name))
+    if arrangement.way == INSIDE:  # shards add up their parts of traced bags
+        return False
     for t, step in enumerate(case.steps):
         if done.seen[t] != first.seen[t]:
             continue

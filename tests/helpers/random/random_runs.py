@@ -69,7 +69,7 @@ def run_engine(case, arrangement):
     state, ahead = engine.init(jax.random.key(case.seed)), None
     if arrangement.ahead and not case.inside:
         specs = [engine.place(ids, weights).spec for ids, weights, _ in batches_of(case)]
-        ahead = tpu_embed.BatchSpec.union(*specs) if arrangement.way != INSIDE else specs[0]
+        ahead = tpu_embed.BatchSpec.union(*specs)
     one_step = {"eager": eager_step, "in jit": placed_step, INSIDE: traced_step}[arrangement.way]
     step = one_step(engine, ahead)
     states, activations = [held(engine, state)], []
@@ -113,12 +113,12 @@ def placed_step(engine, spec):
     return step
 
 
-def traced_step(engine, spec):
-    """Give ids and weights inside the jit; the capacities of a spec may be too small for them."""
+def traced_step(engine, _spec):
+    """Give ids and weights inside the jit, where no spec is needed."""
 
     def both(state, ids, weights, gradients, rates):
-        found = engine.lookup(state, ids, weights, spec=spec)
-        new = engine.update(state, ids, gradients, weights, spec=spec, learning_rates=rates)
+        found = engine.lookup(state, ids, weights)
+        new = engine.update(state, ids, gradients, weights, learning_rates=rates)
         return found, new
 
     program = jax.jit(both, donate_argnums=0)
