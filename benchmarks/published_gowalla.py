@@ -201,7 +201,11 @@ class Dense:
         params, visits = self.carry[0], self.visits
         tables, tower = nnx.merge(self.graph, params)
         trained = tables["items"].embedding[...]
-        table = TableConfig(*trained.shape, name="items", initializer=lambda *_: trained)
+
+        def initial(key, shape, dtype, shard_info):
+            return trained[shard_info.rows]
+
+        table = TableConfig(*trained.shape, name="items", initializer=initial)
         engine = EmbeddingEngine({"item": FeatureConfig(table)})
 
         def parts():
