@@ -67,17 +67,19 @@ def test_a_layer_has_the_engines_bits(options, placement):
     engine = tpu_embed.EmbeddingEngine({"x": feature}, mesh=mesh_of(8))
     state = engine.init(nnx.Rngs(0).params())
     step = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: _loss(bag(ids)))(bag)[0])
+    lookup, update = jax.jit(engine.lookup), jax.jit(engine.update)
     for i in range(3):
-        batch = engine.place({"x": ids_of(i)})
-        gradients = jax.grad(lambda a: _loss(a["x"]))(engine.lookup(state, batch))
-        state = engine.update(state, batch, gradients)
+        ids = {"x": ids_of(i)}
+        gradients = jax.grad(lambda a: _loss(a["x"]))(lookup(state, ids))
+        state = update(state, ids, gradients)
         step(bag, ids_of(i))
     assert_same(bag.embedding, engine.tables(state)["films"])
     assert_same(bag.logical_slots, engine.slots(state)["films"])
 
 
 @pytest.mark.whole
-def test_devices_do_not_change_the_bits():
+def test_devices_change_no_more_than_rounding():
+    """Layers look up traced ids: shards add up their parts of a bag."""
     tables = []
     step = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: _loss(bag(ids)))(bag)[0])
     for devices in (1, 2, 8):
@@ -85,8 +87,8 @@ def test_devices_do_not_change_the_bits():
         for i, examples in enumerate((16, 5)):  # 5: filled up with empty bags on 8 devices
             step(bag, ids_of(i, (examples, 3)))
         tables.append(np.array(bag.embedding))
-    np.testing.assert_array_equal(tables[0], tables[1])
-    np.testing.assert_array_equal(tables[0], tables[2])
+    np.testing.assert_allclose(tables[0], tables[1], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(tables[0], tables[2], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(
