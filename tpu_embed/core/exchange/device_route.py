@@ -1,4 +1,4 @@
-"""Sort and sum what the host has not routed, on the device.
+"""Sort ids that the host has not routed, and route merges, on the device.
 
 Ids that are traced inside a user's jit are known only when the program runs, and so are ids whose
 gradients are not summed; then the program sorts them itself. And with several processes no host
@@ -49,12 +49,12 @@ def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> Runs
         different runs. Entries of the same part must be neighbours among those of a row.
     """
     # row_ids 3 7 7 9: first 1 1 0 1, run 0 1 1 2; the first entries of the runs have the ids 3 7 9.
-    first = _changes(row_ids) if parts is None else _changes(row_ids) | _changes(parts)
+    first = changes(row_ids) if parts is None else changes(row_ids) | changes(parts)
     run = jnp.cumsum(first.astype(jnp.int32)) - 1
     return Runs(run, dispatch.compact(row_ids, first, absent))
 
 
-def _changes(x: Array) -> Array:
+def changes(x: Array) -> Array:
     """Tell, bool `[N]`, where an entry differs from the one before it; True for the first."""
     return jnp.concatenate([jnp.ones((1,), bool), x[1:] != x[:-1]])
 

@@ -33,6 +33,7 @@ from tpu_embed.core.layout import (
     sent_sums_format,
 )
 from tpu_embed.kernels import dispatch, rounded, storage
+from tpu_embed.kernels.formats import LINE
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
@@ -133,11 +134,13 @@ def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
     sent_format = sent_rows_format(stack)
     if route.asked is None and stack.packing == "none" and sent_format == stack.row_format:
         return FetchedRows(table, route.index)
-    # SparseCores sum packed rows where they lie, unless they are quantized first.
-    as_stored = stack.packing == "words" and sent_format.packed and stack.quantization is None
+    # SparseCores sum packed rows where they lie, unless they are quantized first. Only of rows that
+    # fill whole lines: to unpack others, as the derivative by weights asks, would copy the table.
+    whole_lines = sent_format.packed and sent_format.words == stack.dim and stack.dim % LINE == 0
+    as_stored = stack.packing == "words" and whole_lines and stack.quantization is None
     if route.asked is None and as_stored and sent_format == stack.row_format:
         packed = sent_format.by_row(table)
-        return FetchedRows(sent_format.unpack(packed), route.index, packed)
+        return FetchedRows(packed, route.index, packed)
     # One shard of packed or rounded rows: read the row of each id, duplicates included, and unpack
     # or round it.
     if route.asked is None:

@@ -60,8 +60,7 @@ def apply_each(
         )
         # Apply the entries of the first one's round, and start the next chunk after them: rounds
         # (0, 0, 0, 1, 1) in chunks of 4 are applied as (0, 0, 0), then (1, 1).
-        now = (here.number == here.number[0]) & (here.row_ids < stack.num_rows)
-        now &= start + one_each < count
+        now = (here.number == here.number[0]) & (start + one_each < count)
         rows = RowsToSum(gradients, here.bags, one_each, here.gains)
         (values,) = dispatch.gather_sum(rows, SumLayout((CHUNK,)))
         chosen = RowSums(jnp.where(now, here.row_ids, PADDING_ID), values)
@@ -93,8 +92,7 @@ def _by_round(ids: device_route.SortedIds, stack: Stack) -> _Rounds:
     # 2): each row's occurrences, counted.
     rows = jnp.where(ids.row_ids < 0, stack.num_rows, ids.row_ids)
     positions = jnp.arange(rows.size, dtype=jnp.int32)
-    first = jnp.concatenate([jnp.ones((1,), bool), rows[1:] != rows[:-1]])
-    starts = jax.lax.cummax(jnp.where(first, positions, 0))
+    starts = jax.lax.cummax(jnp.where(device_route.changes(rows), positions, 0))
     rounds = jnp.where(rows < stack.num_rows, positions - starts, rows.size)
     given = _Rounds(rounds, rows, ids.bags, ids.gains)
     leaves, structure = jax.tree.flatten(given)

@@ -96,17 +96,14 @@ def gather_task(task: Task) -> Task:
     Its ids are local rows of this device's shard, and their blocks are known; its gradients are one
     array. On one device it is the task itself, but for the blocks.
     """
-    ids, view, names = (
-        task.ids._replace(blocks=_blocks(task)),
-        task.view,
-        task.layout.axes.batch_axes,
-    )
+    ids = task.ids._replace(blocks=_blocks(task))
     # One device has all ids and all rows: nothing is sent, and gradients stay by feature.
-    if view.is_local:
+    if task.view.is_local:
         return task._replace(ids=ids)
+    names = task.layout.axes.batch_axes
     with jax.named_scope("route"):
         gradients = gather(jnp.concatenate(task.gradients), names)
-        return task._replace(ids=gather_ids(ids, view, names), gradients=(gradients,))
+        return task._replace(ids=gather_ids(ids, task.view, names), gradients=(gradients,))
 
 
 def sort_own_ids(task: Task) -> device_route.SortedIds:
@@ -214,7 +211,8 @@ def gradients_to_sort(task: Task) -> tuple[RowGradients, GradientLayout]:
             )
     given = RowGradients(row_ids, numbers, gains, gradients)
     if task.layout.blocks > 1:
-        starts = [_block_starts(view, task.row_splits, n) for n in range(len(view.features))]
+        numbered = range(len(view.features))
+        starts = [_block_starts(view, task.row_splits, number) for number in numbered]
         static = all(isinstance(one, np.ndarray) for one in starts)
         joined = jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
         given = given._replace(blocks=joined)

@@ -3,7 +3,7 @@
 Random cases (`traced_cases`) of small tables: traced ids, a placed batch, and the oracle's float64
 loop. More of them:
 
-    RANDOM_SEEDS=1000:3000 python -m pytest tests/whole/test_traced_capacity.py -k many
+    RANDOM_SEEDS=1000:3000 python -m pytest tests/whole/test_traced_ids.py -k many
 """
 
 import functools
