@@ -87,9 +87,8 @@ def _contents(model):
 @pytest.mark.whole
 def test_layers_on_the_host_have_the_bits_of_those_on_the_devices(devices):
     hosted, plain = _model(True, devices), _model(False, devices)
-    ahead = tpu_embed.data.Prefetcher(nn.ModelPlacer(hosted), map(_ids, range(8)), depth=2)
-    for step, batches in enumerate(ahead):
-        loss = train_step(hosted, nn.admit(hosted, batches))
+    for step in range(8):
+        loss = train_step(hosted, nn.place(hosted, _ids(step)))
         assert_same([np.asarray(loss)], _train(plain, [step]))
         looked = [nn.place(each, _ids(100 + step), training=False) for each in (hosted, plain)]
         expected = _found(plain, looked[1])
@@ -101,38 +100,30 @@ def test_layers_on_the_host_have_the_bits_of_those_on_the_devices(devices):
     assert min(counters["sent"], counters["brought"]) > 10
 
 
-ACTIONS = ["ahead", "ahead", "train", "train", "look", "bad", "drop", "restore"]
+ACTIONS = ["train", "train", "look", "drop", "restore"]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 2))])
 @pytest.mark.whole
 def test_random_calls_equal_those_of_layers_on_the_devices(seed, tmp_path):
     rng, hosted, plain = np.random.default_rng(seed), _model(True), _model(False)
-    placer, waiting, done = nn.ModelPlacer(hosted), [], set()
+    done = set()
     for number in range(30):
         kind, ids = rng.choice(ACTIONS), _ids(number)
         done.add(str(kind))
-        if kind == "ahead":
-            waiting.append((ids, placer.place(ids)))
-        elif kind == "train":
-            ids, batches = waiting.pop(0) if waiting else (ids, placer.place(ids))
-            losses = train_step(hosted, nn.admit(hosted, batches))
+        if kind == "train":
+            losses = train_step(hosted, nn.place(hosted, ids))
             assert_same(losses, train_step(plain, nn.place(plain, ids)))
         elif kind == "look":
             looked = [nn.place(each, ids, training=False) for each in (hosted, plain)]
             assert_same(_found(hosted, looked[0]), _found(plain, looked[1]))
-        elif kind == "bad":
-            with pytest.raises(TypeError):
-                placer.place(ids | {"tags": np.ones((B, 2))})
         elif kind == "drop":
             for name in ROWS:
                 _bag(hosted[name]).engine.vocabularies.rewind(_bag(hosted[name]).state)
-            waiting = []
         else:
             save_modules(tmp_path / f"{number}", {"model": hosted})
             hosted = _model(True, seed=1, rows=int(rng.integers(34, 40)))
             restore_modules(tmp_path / f"{number}", {"model": hosted})
-            placer, waiting = nn.ModelPlacer(hosted), []
     assert done == {*ACTIONS}
     assert_same(_contents(hosted), _contents(plain))
 
@@ -167,7 +158,7 @@ def test_saved_and_restored_to_the_host_or_from_it(saved, restored, tmp_path):
 def test_what_a_layer_on_the_host_refuses():
     model = _model(True)
     films = model["films"]
-    with pytest.raises(ValueError, match=r"table 'films': expected a Batch .*tpu_embed.nn.place"):
+    with pytest.raises(ValueError, match=r"table 'films': expected a Batch .*layer.place"):
         films(np.arange(8))
     with pytest.raises(ValueError, match=r"engine.rows"):
         _ = films.embedding

@@ -1,7 +1,5 @@
 """Every error of `tpu_embed.nn.gradients`."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -52,82 +50,6 @@ def test_gradients_of_another_kind():
     assert int(bag.step[...]) == 0
 
 
-def test_a_table_a_member_is_not_mapped():
-    bag = bag_of(o.SGD(0.1))
-    graphdef, state = nnx.split(bag)
-    twice = jax.tree.map(lambda x: jnp.stack([x, x]), state)
-    with pytest.raises(ValueError, match="expected one table, looked up in every"):
-        jax.vmap(lambda state: nnx.merge(graphdef, state)(A))(twice)
-
-
-def _in_while(bag):
-    return jax.lax.fori_loop(0, jnp.asarray(2), lambda _, x: x + bag(A).sum(), jnp.float32(0))
-
-
-def _in_custom_vjp(bag):
-    @jax.custom_vjp
-    def identity(state, ids):
-        return nnx.merge(graphdef, state)(ids).sum()
-
-    graphdef, state = nnx.split(bag)
-    identity.defvjp(lambda state, ids: (identity(state, ids), None), lambda _, g: (None, None))
-    return identity(state, A)
-
-
-def _in_custom_jvp(bag):
-    @jax.custom_jvp
-    def identity(state):
-        return nnx.merge(graphdef, state)(A).sum()
-
-    graphdef, state = nnx.split(bag)
-    identity.defjvp(lambda primals, _: (identity(*primals), jnp.float32(0)))
-    return identity(state)
-
-
-def _differentiated_by_weights(bag):
-    found, _ = jax.vjp(lambda w: bag(A[:, None], w), jnp.ones((8, 1)))
-    return found.sum()
-
-
-def _penalty(bag):
-    return (jax.grad(lambda w: bag(A[:, None], w).sum())(jnp.ones((8, 1))) ** 2).sum()
-
-
-def _penalty_in_jit(bag):
-    return jax.jit(lambda: _penalty(bag))()
-
-
-def _carried(bag):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-    def scan(bag, ids):
-        bag.overflows[...] += bag(ids).sum().astype(jnp.int32)
-        bag.step[...] += 0  # the counter is no longer the layer's own
-        return bag
-
-    scan(bag, np.stack([A, C]))
-    return bag(A).sum()
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        _in_while,
-        _in_custom_vjp,
-        _in_custom_jvp,
-        _carried,
-        _differentiated_by_weights,
-        _penalty,
-        _penalty_in_jit,
-    ],
-    ids=lambda s: s.__name__,
-)
-@pytest.mark.filterwarnings(DIFFERENTIATED)
-@pytest.mark.quick(2)
-def test_a_lookup_that_is_not_found_is_an_error(shape):
-    with pytest.raises(ValueError, match="layer 'a': expected lookups in plain code, jit, vmap"):
-        nn.fused_value_and_grad(lambda model: shape(model.a))(nnx.Dict(a=bag_of(o.SGD(0.1))))
-
-
 def test_errors_of_arguments():
     bag = bag_of(o.SGD(0.1))
 
@@ -163,12 +85,3 @@ def test_a_placed_batch_stands_alone():
     batch = bag.place(ids_of(1))
     with pytest.raises(ValueError, match="'films': expected a placed batch as the only lookup"):
         nn.fused_value_and_grad(lambda bag: bag(batch).sum() + bag(A).sum())(bag)
-    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-    with pytest.raises(ValueError, match="got one in a loop"):
-        nn.fused_value_and_grad(
-            lambda bag: jax.lax.scan(lambda c, x: (c + bag(x).sum(), None), 0.0, stacked)[0]
-        )(bag)
-    with pytest.raises(
-        ValueError, match="vmap of a lookup: expected dense ids, got a placed batch"
-    ):
-        jax.vmap(bag)(stacked)

@@ -21,46 +21,13 @@ def _twice(bag):
     return bag(A), bag(C)
 
 
-def _in_jit(bag):
-    return bag(A), jax.jit(lambda ids: bag(ids))(C)
-
-
 def _in_nnx_jit(bag):
     first = nnx.jit(lambda bag, ids: bag(ids))(bag, A)
     return first, bag(C)
 
 
-def _in_vmap(bag):
-    return (jax.vmap(bag)(np.stack([A[:, None], C[:, None]])[..., 0]),)
-
-
-def _in_vmap_of_bags(bag):
-    return (jax.vmap(bag)(np.stack([A, C])[..., None]),)
-
-
-def _in_scan(bag):
-    return (jax.lax.scan(lambda carry, ids: (carry, bag(ids)), 0, np.stack([A, C]))[1],)
-
-
-def _in_nnx_scan(bag):
-    @nnx.scan(in_axes=(nnx.Carry, None, 0), out_axes=(nnx.Carry, 0))
-    def scan(carry, bag, ids):
-        return carry, bag(ids)
-
-    return (scan(jnp.zeros(()), bag, np.stack([A, C]))[1],)
-
-
-def _in_remat(bag):
-    return bag(A), jax.checkpoint(lambda ids: jnp.sin(bag(ids)))(C)
-
-
 def _in_nnx_remat(bag):
     return nnx.remat(lambda bag, ids: bag(ids))(bag, A), bag(C)
-
-
-def _in_cond(bag):
-    chosen = jax.lax.cond(jnp.asarray(A.sum() > 0), lambda: bag(C), lambda: 2 * bag(A))
-    return bag(A), chosen
 
 
 def _grouped(bag):
@@ -75,30 +42,12 @@ def _host_ids(bag):
     return bag(jnp.asarray(A)), bag(C.astype(np.int64))
 
 
-SHAPES = [
-    _twice, _in_jit, _in_nnx_jit, _in_vmap, _in_vmap_of_bags, _in_scan, _in_nnx_scan, _in_remat,
-    _in_nnx_remat, _in_cond, _grouped, _of_any_rank, _host_ids,
-]  # fmt: skip
-
-
-def _by_indexing(rows, shape):
-    if shape is _in_remat:
-        return rows[A], jnp.sin(rows[C])
-    return rows[A], rows[C]
-
-
-IN_WHOLE = [_in_jit, _in_vmap, _in_scan, _in_remat, _host_ids]
-"""Most have a form of nnx's beside them."""
+SHAPES = [_twice, _in_nnx_jit, _in_nnx_remat, _grouped, _of_any_rank, _host_ids]
 
 
 @pytest.mark.parametrize(
     ("shape", "jitted"),
-    [
-        (_twice, False),
-        *((shape, True) for shape in SHAPES if shape not in IN_WHOLE),
-        *(pytest.param(shape, True, marks=pytest.mark.whole) for shape in IN_WHOLE),
-        *(pytest.param(shape, False, marks=pytest.mark.whole) for shape in (_in_scan, _in_cond)),
-    ],
+    [(_twice, False), *((shape, True) for shape in SHAPES)],
     ids=lambda x: getattr(x, "__name__", x),
 )
 @pytest.mark.quick(1)
@@ -111,7 +60,7 @@ def test_every_lookup_is_found(shape, jitted):
         return sum((jnp.cos(found) ** 2).sum() for found in shape(bag))
 
     def expected(rows):
-        return sum((jnp.cos(found) ** 2).sum() for found in _by_indexing(rows, shape))
+        return sum((jnp.cos(found) ** 2).sum() for found in (rows[A], rows[C]))
 
     def step(bag):
         return nn.fused_value_and_grad(loss)(bag)[0]

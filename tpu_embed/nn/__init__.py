@@ -1,9 +1,9 @@
 """Embedding layers for flax nnx, whose tables are sharded and trained with sparse gradients.
 
-A layer (`embedding.py`) looks up by one equation, `engine_lookup`, which carries the layer's step
-counter. `program.py` traces the user's function, finds those equations by the counter, and runs the
-function with a tap at each of them. `gradients.py` passes the gradients of the taps to the engine
-of the layer. `placing.py` places the batches of all layers of a model in one call.
+`Embeddings` (`embedding.py`) has all tables of a model in one engine, the other layers have one
+each. During a training step a layer adds a tap to the activations of each of its lookups
+(`layer.py`). `program.py` differentiates the user's function by these taps, and `gradients.py`
+passes the gradients to the layer's engine.
 
 Beside the layers stands the attention of models over jagged histories (`attention.py`).
 
@@ -12,14 +12,14 @@ Output: activations; after a training step, the new tables of the layers.
 """
 
 from tpu_embed.nn.attention import jagged_attention, on_each_replica
-from tpu_embed.nn.embedding import Embed, EmbeddingBag
+from tpu_embed.nn.embedding import Embed, EmbeddingBag, Embeddings
 from tpu_embed.nn.gradients import (
     TableGradients,
     apply_table_gradients,
     fused_value_and_grad,
     sparse_value_and_grad,
 )
-from tpu_embed.nn.placing import ModelPlacer, admit, place
+from tpu_embed.nn.placing import admit, place
 from tpu_embed.nn.program import ActivationGradient
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table
 
@@ -28,8 +28,8 @@ __all__ = [
     "Counter",
     "Embed",
     "EmbeddingBag",
+    "Embeddings",
     "MapVersion",
-    "ModelPlacer",
     "Slot",
     "Table",
     "TableGradients",

@@ -1,7 +1,7 @@
-"""Layers that look ids up in one table: `Embed` gives a row per id, `EmbeddingBag` one per bag.
+"""Layers that look ids up: `Embeddings` has all tables of a model, the others have one.
 
-Each layer has an engine with one feature and one table. Its activations can be differentiated by
-weights but not by the table, which `gradients.py` trains.
+`Embed` gives a row per id, `EmbeddingBag` one per bag. The activations of a layer can be
+differentiated by weights but not by the tables, which `gradients.py` trains.
 
 Input: ids as integers, sparse or ragged ids, or a placed batch.
 Output: activations.
@@ -20,33 +20,123 @@ from jax.sharding import Mesh
 
 from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
-from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
-from tpu_embed.core.state import TableState, check_state
-from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.nn.inputs import inputs_of
-from tpu_embed.nn.untrained import warn_if_differentiated
-from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
-from tpu_embed.sparse import FEATURE, engine_lookup, engine_of_batch
+from tpu_embed.core.ids import RaggedIds, SparseIds, is_real, read_ids
+from tpu_embed.nn.layer import FEATURE, TableLayer, engine_of_inputs
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
-_STATE = (Table, Slot, Counter, MapVersion)
 Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
 @final
-class EmbeddingBag(nnx.Module, EngineLayer):
+class Embeddings(TableLayer):
+    """All tables of a model, sharded over a mesh: one engine, one lookup of all features.
+
+    Tables of one size and optimizer are stacked, so a step has few kernels and is compiled fast.
+    Its variables are `Table`s, `Slot`s and `Counter`s. None of them is an `nnx.Param`:
+    `fused_value_and_grad` trains them, `nnx.value_and_grad` and `nnx.Optimizer` leave them alone.
+    With keys, or with rows on the host, it takes only batches that `place` returned.
+
+    Args:
+      features: `FeatureConfig`s in any nesting; several may share a table.
+      optimizer: the optimizer of tables that have none of their own.
+      mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
+      batch_axes: the mesh axes that split a batch; None means all.
+      lookahead: with living vocabularies; see `EmbeddingEngine`.
+      rngs: random streams; `params` initializes the rows.
+      options: further arguments of `EmbeddingEngine`, such as `exchange_dtype`.
+
+    Attributes:
+      engine: the `EmbeddingEngine`, which a `Prefetcher` takes.
+
+    Raises:
+      ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
+        arguments.
+
+    Example:
+      >>> import tpu_embed
+      >>> films = tpu_embed.FeatureConfig(tpu_embed.TableConfig(100, 4, combiner="mean"))
+      >>> rule = tpu_embed.optimizers.SGD(0.1)
+      >>> rows = Embeddings({"film": films, "seen": films}, rule, rngs=nnx.Rngs(0))
+      >>> found = rows({"film": np.array([3, 5]), "seen": np.array([[3, 5, -1], [7, -1, -1]])})
+      >>> found["film"].shape, found["seen"].shape
+      ((2, 4), (2, 4))
+    """
+
+    def __init__(
+        self,
+        features: PyTree,
+        optimizer: Any = None,
+        *,
+        mesh: Mesh | None = None,
+        batch_axes: str | Sequence[str] | None = None,
+        lookahead: int | None = None,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
+        self.begin(features, optimizer, rngs, **where, **options)
+
+    def __call__(self, ids: PyTree | Batch, weights: PyTree | None = None) -> PyTree:
+        """Return the activations of all features.
+
+        Args:
+          ids: a batch that `place` returned; or integers `[B, …]`, columns, `SparseIds` or
+            `RaggedIds`, in the structure of the features.
+          weights: one weight per id, in the same structure; they can be differentiated by.
+
+        Returns:
+          in the same structure `[B, …, D]`, float32 at least, or a `Jagged`.
+
+        Raises:
+          ValueError, TypeError: whatever `EmbeddingEngine.lookup` refuses; keys, or a batch of keys
+            that is not admitted.
+        """
+        if isinstance(ids, Batch) or self.engine.vocabularies is not None:
+            return self.look_up_batch(check_placed(self, ids, weights))
+        given, _ = self.engine.structure.match_weighted(ids, weights)
+        if not all(type(one) is np.ndarray or isinstance(one, jax.Array) for one in given):
+            return self.look_up_batch(self.place(ids, weights))
+        return self.look_up(ids, weights)
+
+    def place(
+        self,
+        ids: PyTree,
+        weights: PyTree | None = None,
+        *,
+        spec: BatchSpec | None = None,
+        training: bool = True,
+    ) -> Batch:
+        """Check ids on the host, send them to the devices, and admit the batch.
+
+        Call it outside of a jit. If it raises, no map and no variable has changed.
+
+        Args:
+          ids: as for `EmbeddingEngine.place`; keys of living vocabularies among them.
+          weights: one weight per id, in the same structure; None: all ones.
+          spec: the exact shape of the batch, or None.
+          training: False for a batch that is only looked up; vocabularies learn nothing from it.
+
+        Returns:
+          a `Batch`, which the jitted step takes.
+
+        Raises:
+          ValueError, TypeError: whatever `EmbeddingEngine.place` and `admit` refuse.
+        """
+        return place_and_admit(self, self.engine, ids, weights, spec, training=training)
+
+
+@final
+class EmbeddingBag(TableLayer):
     """A table, sharded over a mesh, whose rows are looked up and combined bag by bag.
 
     Its variables are a `Table`, `Slot`s and `Counter`s. None of them is an `nnx.Param`:
     `fused_value_and_grad` trains them, `nnx.value_and_grad` and `nnx.Optimizer` leave them alone.
     The map of a table with `vocabulary=DynamicVocabulary(…)` is `engine.vocabularies`, which is no
-    variable; the layer then takes only batches of `tpu_embed.nn.place`, as with rows on the host.
+    variable; the layer then takes only batches that `place` returned, as with rows on the host.
 
     Args:
       table: the table's vocabulary, dim, combiner, initializer, dtype, placement and optimizer.
@@ -73,11 +163,7 @@ class EmbeddingBag(nnx.Module, EngineLayer):
       (2, 4)
     """
 
-    tables: nnx.Dict
-    slots: nnx.Dict
-    step: Counter
-    bad_ids: Counter
-    overflows: Counter
+    only = FEATURE
 
     def __init__(
         self,
@@ -97,12 +183,8 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         feature = FeatureConfig(
             table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
         )
-        self.engine = EmbeddingEngine(
-            {FEATURE: feature}, optimizer, mesh=mesh, batch_axes=batch_axes, lookahead=lookahead
-        )
-        _refuse_host_rate(self.engine)
-        for name, value in attributes(self.engine.init(rngs.params())).items():
-            setattr(self, name, _nested(value))
+        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
+        self.begin({FEATURE: feature}, optimizer, rngs, **where)
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Any:
         """Return the activations of bags.
@@ -122,34 +204,13 @@ class EmbeddingBag(nnx.Module, EngineLayer):
           ValueError: ids outside the table whose values are known; shapes that do not fit; sparse
             or ragged ids that are traced; keys, or a batch of keys that is not admitted.
         """
-        warn_if_differentiated(self.engine)
-        if self.engine.vocabularies is not None:
-            return self._of_keys(ids, weights)
+        if isinstance(ids, Batch) or self.engine.vocabularies is not None:
+            return self.look_up_batch(check_placed(self, ids, weights))
         if isinstance(ids, (SparseIds, RaggedIds, Mapping)):
-            return self(self.place(ids, weights))
-        scales = None if weights is None else as_array(weights)
-        if isinstance(ids, Batch):
-            engine = engine_of_batch(self.engine, ids)
-            return engine_lookup(engine, self.state, ids, weights=scales)
-        return engine_lookup(self.engine, self.state, _array(ids), weights=scales)
-
-    def _of_keys(self, batch: Any, weights: Any) -> Any:
-        """Return the activations of a batch of keys, which must be placed and admitted."""
-        placed = isinstance(batch, Batch)
-        if not placed or weights is not None or not batch.admitted:
-            (name,) = self.engine.table_configs
-            got = "one that is not admitted" if placed else "keys"
-            got = "weights beside a batch" if placed and weights is not None else got
-            remedy = "outside the jit: batches = tpu_embed.nn.place(model, keys, weights), or admit"
-            remedy += " after a Prefetcher; the jit takes the batches as an argument"
-            expected = "a Batch that was placed and admitted"
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
-        engine, state = engine_of_batch(self.engine, batch), self.state
-        leaves = (batch.packed, batch.valid_steps, *state.tables.values(), state.step)
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return engine_lookup(engine, state, batch)
-        found = engine.lookup(state, batch)  # refuses a batch whose rows are other keys' by now
-        return found[FEATURE] if engine is self.engine else found
+            return self.look_up_batch(self.place(ids, weights))
+        array, scales = _array(ids), None if weights is None else as_array(weights)
+        _check_dense(array, scales)
+        return self.look_up(array, scales)
 
     def place(
         self,
@@ -159,15 +220,13 @@ class EmbeddingBag(nnx.Module, EngineLayer):
         spec: BatchSpec | None = None,
         training: bool = True,
     ) -> Batch:
-        """Check ids on the host and send them to the devices; see `EmbeddingEngine.place`.
-
-        Keys of a living vocabulary are admitted afterwards, by `tpu_embed.nn.admit`;
-        `tpu_embed.nn.place` does both.
+        """Check ids on the host, send them to the devices, and admit the batch.
 
         Args:
-          ids: integers `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of devices
-            divides B. Or several of them by name, such as a history and its candidates, each with a
-            B of its own: then the layer returns its activations by name, from one lookup.
+          ids: integers or keys `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of
+            devices divides B. Or several of them by name, such as a history and its candidates,
+            each with a B of its own: then the layer returns its activations by name, from one
+            lookup.
           weights: one weight per id, or None; with names, by the same names.
           spec: the exact shape of the batch, or None.
           training: False for a batch that is only looked up.
@@ -176,34 +235,14 @@ class EmbeddingBag(nnx.Module, EngineLayer):
           a `Batch` for this layer.
 
         Raises:
-          ValueError: as `EmbeddingEngine.place`.
-          TypeError: as `EmbeddingEngine.place`.
+          ValueError, TypeError: whatever `EmbeddingEngine.place` and `admit` refuse.
         """
-        engine, features, scales = inputs_of(self.engine, ids, weights)
-        return engine.place(features, scales, spec, training=training)
-
-    @property
-    def state(self) -> TableState:
-        """The state of the engine, whose arrays are physical."""
-        return state_of(vars(self))
-
-    @property
-    def state_variables(self) -> list[Any]:
-        """The variables that hold the state: `Table`, `Slot`s, `Counter`s and `MapVersion`s."""
-        inside = (value for _, value in nnx.iter_graph(self))
-        return [value for value in inside if isinstance(value, _STATE)]
-
-    def set_state(self, state: TableState) -> None:
-        """Replace the table, slots, step and counters.
-
-        Args:
-          state: a state of this layer's engine.
-
-        Raises:
-          ValueError: the state is that of another engine. Nothing is replaced then.
-        """
-        check_state(state, self.engine.layout)
-        nnx.update(self, nnx.State(attributes(state)))
+        engine, features, scales = self.engine, {FEATURE: ids}, {FEATURE: weights}
+        if isinstance(ids, Mapping):
+            engine, features = engine_of_inputs(self.engine, ids), dict(ids)
+            scales = {name: (weights or {}).get(name) for name in ids}
+        given = None if weights is None else scales
+        return place_and_admit(self, engine, features, given, spec, training=training)
 
     @property
     def embedding(self) -> Array:
@@ -348,19 +387,12 @@ class Embed(nnx.Module):
           TypeError: sparse or ragged ids; whatever `EmbeddingBag.place` refuses.
           ValueError: whatever `EmbeddingBag.place` refuses.
         """
-        return self.rows.place(self.bags_of(ids), spec=spec, training=training)
-
-    def bags_of(self, ids: Any) -> np.ndarray:
-        """Return ids as the layer inside takes them: `[B]`, or each as a bag of one, `[B, n, 1]`.
-
-        Raises:
-          TypeError: sparse or ragged ids.
-        """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
             remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
             raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
-        return array if array.ndim == 1 else array[..., None]  # one id is not combined
+        bags = array if array.ndim == 1 else array[..., None]  # one id is not combined
+        return self.rows.place(bags, spec=spec, training=training)
 
     @property
     def embedding(self) -> Array:
@@ -372,11 +404,50 @@ class Embed(nnx.Module):
         self.rows.load(rows, slots)
 
 
-def _nested(value: Any) -> Any:
-    """Return a nest of dictionaries as a nest of `nnx.Dict`, which nnx needs to find variables."""
-    if not isinstance(value, dict):
-        return value
-    return nnx.Dict({name: _nested(one) for name, one in value.items()})
+def check_placed(layer: TableLayer, batch: Any, weights: Any) -> Batch:
+    """Return a batch for a layer that takes nothing else.
+
+    Raises:
+      ValueError: it is none, there are weights beside it, or it waits to be admitted.
+    """
+    if isinstance(batch, Batch) and weights is None and batch.admitted:
+        return batch
+    if isinstance(batch, Batch) and weights is not None:
+        expected, remedy = "None with a Batch", "give them to place"
+        raise ValueError(message("weights", expected=expected, got="a value", remedy=remedy))
+    got = "one that is not admitted" if isinstance(batch, Batch) else "keys"
+    remedy = "outside the jit: batch = layer.place(keys, weights), or layer.admit(batch) after a "
+    remedy += "Prefetcher; the jit takes the batch as an argument"
+    what = f"table {', '.join(map(repr, layer.engine.table_configs))}"
+    expected = "a Batch that was placed and admitted"
+    raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def place_and_admit(
+    layer: TableLayer,
+    engine: Any,
+    features: PyTree,
+    weights: PyTree | None,
+    spec: BatchSpec | None,
+    *,
+    training: bool,
+) -> Batch:
+    """Return a batch that an engine of a layer's tables has placed, once it is admitted.
+
+    Raises:
+      ValueError, TypeError: whatever `place` and `admit` refuse; nothing has changed then.
+    """
+    maps = engine.vocabularies
+    if maps is None:
+        return engine.place(features, weights, spec, training=training)
+    before = maps.placed
+    batch = engine.place(features, weights, spec, training=training)
+    try:
+        return layer.admit(batch)
+    except BaseException:
+        if training and maps.admitted <= before < maps.placed:
+            maps.undo(before)
+        raise
 
 
 def _array(ids: Any) -> Any:
@@ -384,14 +455,21 @@ def _array(ids: Any) -> Any:
     return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
 
 
-def _refuse_host_rate(engine: EmbeddingEngine) -> None:
-    (name,), optimizer = engine.table_configs, engine.layout.stacks[0].optimizer
-    if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
-        raise ValueError(
-            message(
-                f"table {name!r}: learning_rate",
-                expected="a number, or a schedule of the step",
-                got="a callable without arguments",
-                remedy="give a schedule: inside a jit such a callable would be read once",
-            )
-        )
+def _check_dense(ids: Any, weights: Array | None) -> None:
+    """Check ids of bags and their weights.
+
+    Raises:
+      TypeError: the ids are not integers.
+      ValueError: a single id without an axis; weights of another shape, or no real numbers.
+    """
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        remedy = "cast them: ids.astype(jnp.int32)"
+        expected, got = "ids of an integer dtype", f"{ids.dtype}"
+        raise TypeError(message(FEATURE, expected=expected, got=got, remedy=remedy))
+    if ids.ndim == 0:
+        remedy = "give one id as [1]"
+        raise ValueError(message(FEATURE, expected="[B] or […, H]", got="rank 0", remedy=remedy))
+    if weights is not None and (weights.shape != ids.shape or not is_real(weights.dtype)):
+        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give one weight per id, or None"
+        expected = f"real numbers of shape {ids.shape}"
+        raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))

@@ -20,17 +20,19 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
+from tpu_embed.core.state import TableState
 from tpu_embed.nn.embedding import Embed
+from tpu_embed.nn.layer import TableLayer, updated
 from tpu_embed.nn.program import (
     ActivationGradient,
     Gradients,
     Path,
     differentiate,
+    layers_of,
     path_of,
 )
 from tpu_embed.nn.untrained import warn_without_optimizer
-from tpu_embed.nn.variables import TOKEN, Counter, MapVersion, Slot, Table, attributes, state_of
-from tpu_embed.sparse import LookedUp, engine_update, positions, value_and_aux
+from tpu_embed.sparse import positions, value_and_aux
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +59,10 @@ class TableGradients:
         """
         return TableGradients(
             {
-                path: tuple(dataclasses.replace(one, gradient=fn(one.gradient)) for one in lookups)
+                path: tuple(
+                    dataclasses.replace(one, gradient=jax.tree.map(fn, one.gradient))
+                    for one in lookups
+                )
                 for path, lookups in self.lookups.items()
             }
         )
@@ -172,9 +177,8 @@ def fused_value_and_grad(
         models = [args[i] for i in _models(argnums, args)]
         each = zip(models, tables if several else (tables,), strict=True)
         # Compute all updates first: an error in one of them leaves every model as it was.
-        changed = [_updated(model, found) for model, found in each]
-        for model, state in zip(models, changed, strict=True):
-            nnx.update(model, state)
+        for changed in [_updated(model, found) for model, found in each]:
+            _set(changed)
         return result, gradients
 
     return value_and_gradients
@@ -205,48 +209,34 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
     if not isinstance(gradients, TableGradients):
         remedy, got = "give what sparse_value_and_grad returned", type(gradients).__name__
         raise TypeError(message("gradients", expected="TableGradients", got=got, remedy=remedy))
-    nnx.update(model, _updated(model, gradients))
+    _set(_updated(model, gradients))
 
 
-def _updated(model: Any, gradients: TableGradients) -> Any:
-    """Return the state of the layers after their update."""
-    # Keys such as ("user", "rows", "step") end with the layer's counter; the rest is its path.
-    variables = nnx.state(model, (Table, Slot, Counter, MapVersion))
-    paths = [path[:-1] for path, _ in nnx.to_flat_state(variables) if path[-1] == TOKEN]
-    embeds = ((path, node) for path, node in nnx.iter_modules(model) if isinstance(node, Embed))
+def _updated(model: Any, gradients: TableGradients) -> dict[TableLayer, TableState]:
+    """Return the state after their update of the layers that have gradients."""
+    layers = {path_of(path[1:]): layer for path, layer in layers_of([model]).items()}
     # An Embed without an optimizer has a table that is not trainable; if `trainable` was left True,
     # the user probably forgot the optimizer.
-    waiting = {path for path, node in embeds if node.trainable}
+    embeds = (node for _, node in nnx.iter_modules(model) if isinstance(node, Embed))
+    waiting = {node.rows for node in embeds if node.trainable}
     changed = {}
-    for name, lookups in gradients.lookups.items():
-        keys = _keys_of(name, paths)
-        if not lookups:
-            continue
-        engine = lookups[0].call.engine
-        engine.check_trainable(f"layer {name!r}")
-        stack = engine.layout.stacks[0]
-        if stack.optimizer is None:
-            if keys[:-1] in waiting:
-                warn_without_optimizer(engine)
-            continue
-        holder = functools.reduce(lambda node, key: node[key], keys, variables)
-        asked = [LookedUp(one.call, one.ids, one.weights) for one in lookups]
-        given = [one.gradient for one in lookups]
-        new = engine_update(engine, state_of(holder), lookups=asked, gradients=given)
-        flat = nnx.to_flat_state(nnx.State(attributes(new)))
-        changed |= {(*keys, *path): value for path, value in flat}
-    return nnx.from_flat_state(changed)
+    for path, lookups in gradients.lookups.items():
+        if path not in layers:
+            remedy = "apply them to the model that they were computed for"
+            expected = f"layers among {[*layers]}"
+            raise ValueError(message("gradients", expected=expected, got=repr(path), remedy=remedy))
+        layer = layers[path]
+        layer.engine.check_trainable(f"layer {path!r}")
+        if lookups and any(stack.optimizer for stack in layer.engine.layout.stacks):
+            changed[layer] = updated(layer, lookups)
+        elif lookups and layer in waiting:
+            warn_without_optimizer(layer.engine)
+    return changed
 
 
-def _keys_of(name: str, paths: Sequence[Path]) -> Path:
-    for keys in paths:
-        if path_of(keys) == name:
-            return keys
-    known = [path_of(keys) for keys in paths]
-    remedy = "apply them to the model that they were computed for"
-    raise ValueError(
-        message("gradients", expected=f"layers among {known}", got=repr(name), remedy=remedy)
-    )
+def _set(changed: dict[TableLayer, TableState]) -> None:
+    for layer, state in changed.items():
+        layer.set_state(state)
 
 
 def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""A function of nnx models as a program of their variables, run with a tap at every lookup.
+"""Differentiate a function of nnx models by their parameters, and by what their layers look up.
 
 nnx models are objects that a function may change. Here they are split into static structure and
-arrays, and the function is traced as a pure function of the arrays. A layer is identified in the
-program by its step counter: an `engine_lookup` equation whose first operand is that counter is a
-lookup of that layer.
+arrays, and the function is traced as a pure function of the arrays: once to learn the shapes of
+what is looked up, and once with a tap for each lookup. The second trace also tells which of the
+lookups reach the value, and whether a table reaches it in any other way.
 
 Input: the function, its arguments, and which of them are models to differentiate by.
 Output: value, aux, the gradients of variables, and those of the activations of every layer. Changes
@@ -12,31 +12,29 @@ that the function makes to its models are kept.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
-from tpu_embed._checks import message, warn_user
-from tpu_embed._types import Array
-from tpu_embed.nn.variables import TOKEN, Counter, Table
-from tpu_embed.sparse import (
-    Call,
-    Lookup,
-    Reached,
-    Sources,
-    count_lookups,
-    engine_lookup_p,
-    propagate,
-    tap_lookups,
-)
+from tpu_embed._checks import warn_user
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.nn.layer import TableLayer, count_calls, map_ids, not_found
+from tpu_embed.nn.variables import Seen, Table, Tap
+from tpu_embed.sparse import NOTHING, Sources, known_after_ids, propagate
 
 Path = tuple[Any, ...]
 """The keys that lead from a model to a layer."""
+Layers = Mapping[Path, TableLayer]
+"""By the number of a model, followed by the keys to the layer."""
 
 _CONTEXT = "tpu_embed.nn"
 
@@ -47,18 +45,15 @@ class ActivationGradient:
     """The gradient of the activations of one lookup.
 
     Attributes:
-      ids: the ids looked up, int32 or int64 `[…]`, or the array of a placed batch.
-      weights: floats in the shape of the ids, or None; of a placed batch of keys the states that it
-        may be looked up in, int32 `[3]`.
-      gradient: the gradient of the activations, in their shape and dtype. Of a `Jagged` it is that
-        of its values: `[S, C, D]` for a placed batch; padded, `[B, L, D]`, for dense ids.
-      call: the static part of the lookup.
+      ids: the ids looked up, or the placed batch; of `Embeddings` in the structure of its features.
+      weights: one weight per id in the same structure, or None.
+      gradient: the gradient of the activations, in their structure, shapes and dtypes. Of a
+        `Jagged` it is that of its values, `[S, C, D]`.
     """
 
-    ids: Array
-    weights: Array | None
-    gradient: Array
-    call: Call = dataclasses.field(metadata={"static": True})
+    ids: Any
+    weights: Any
+    gradient: Any
 
 
 class Gradients(NamedTuple):
@@ -88,6 +83,17 @@ def path_of(keys: Path) -> str:
     return "/".join(str(key) for key in keys)
 
 
+def layers_of(models: Sequence[Any]) -> dict[Path, TableLayer]:
+    """Return the layers of models, each once, under the first of its paths."""
+    found = {
+        (number, *keys): node
+        for number, model in enumerate(models)
+        for keys, node in nnx.iter_graph(model)
+        if isinstance(node, TableLayer)
+    }
+    return {path: one for one, path in {one: path for path, one in [*found.items()][::-1]}.items()}
+
+
 def differentiate(
     f: Callable[..., tuple[Any, Any]],
     args: Sequence[Any],
@@ -112,158 +118,198 @@ def differentiate(
       TypeError: the value is not a float scalar.
       ValueError: one of the models has a lookup whose gradient cannot be found.
     """
-    # The context remembers which objects were split, so that merging the state after the function
-    # writes its changes into the user's own models.
-    with nnx.update_context(_CONTEXT):
-        program = _trace(f, args, kwargs, which, wrt)
-        (value, state), variables, tables = _run(program)
-        with nnx.merge_context(_CONTEXT, inner=False) as context:
-            merged = context.merge(program.graphdef, state)
-    aux = program.aux.unflatten([merged["aux"][i] for i in range(len(merged["aux"]))])
+    program = _Function.of(f, args, kwargs, which)
+    layers = layers_of([args[i] for i in which])
+    with _noting(layers):
+        program.add_taps(layers)
+        # The context remembers which objects were split, so that merging the state after the
+        # function writes its changes into the user's own models.
+        with nnx.update_context(_CONTEXT):
+            traced = _trace(program, len(which), wrt)
+            (value, state), variables, taps = traced.run()
+            with nnx.merge_context(_CONTEXT, inner=False) as context:
+                merged = context.merge(traced.graphdef, state)
+        aux = traced.aux.unflatten([merged["aux"][i] for i in range(len(merged["aux"]))])
+        tables = _gradients(layers, traced, taps, len(which))
     parts = [variables[i] if i in variables else nnx.State({}) for i in range(len(which))]
     return Gradients(value, aux, parts, tables)
 
 
-class _Program(NamedTuple):
+@contextlib.contextmanager
+def _noting(layers: Layers) -> Iterator[None]:
+    """Let layers note their lookups in this context."""
+    try:
+        for (_, *keys), layer in layers.items():
+            layer.seen = Seen((), layer=path_of(tuple(keys)))
+        yield
+    finally:
+        for layer in layers.values():
+            for name in {"seen", "tap"} & vars(layer).keys():
+                delattr(layer, name)
+
+
+class _Function(NamedTuple):
+    """A user's function, of the nodes among its arguments.
+
+    Attributes:
+      call: maps nodes by number to what the function returns.
+      nodes: the nodes. The models to differentiate by come first: nnx gives a layer that two of
+        them share to the first, so its gradient is not lost to a model that is not differentiated.
+    """
+
+    call: Callable[[Mapping[int, Any]], tuple[Any, Any]]
+    nodes: dict[int, Any]
+
+    @classmethod
+    def of(
+        cls, f: Callable[..., Any], args: Sequence[Any], kwargs: Any, which: Sequence[int]
+    ) -> _Function:
+        """Return the function; see `differentiate`."""
+        leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_node)
+        chosen = [len(jax.tree.leaves(tuple(args[:i]), is_leaf=is_node)) for i in which]
+        others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
+        places = [*chosen, *others]
+
+        def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
+            given = list(leaves)
+            for key, i in enumerate(places):
+                given[i] = nodes[key]
+            args, kwargs = jax.tree.unflatten(structure, given)
+            return f(*args, **kwargs)
+
+        return cls(call, {key: leaves[i] for key, i in enumerate(places)})
+
+    def add_taps(self, layers: Layers) -> None:
+        """Give each layer a tap for each lookup that the function makes.
+
+        Raises:
+          ValueError: a lookup is made where it is not noted.
+        """
+        graphdef, state = nnx.split(self.nodes)
+
+        def shapes(state: Any) -> list[list[Any]]:
+            merged = nnx.merge(graphdef, state)
+            self.call(merged)
+            every = layers_of([merged[key] for key in sorted(merged)])
+            return [[one.values for one in every[path].seen.get_raw_value()] for path in layers]
+
+        with count_calls() as calls:
+            try:
+                found = jax.eval_shape(shapes, state)
+            except (TypeError, ValueError) as error:
+                # What transforms of nnx say of a variable that was changed in them.
+                if "'seen'" in str(error):
+                    raise not_found(_path_of_engine(layers, calls[-1])) from error
+                raise
+        made, noted = collections.Counter(calls), collections.Counter()
+        for layer, lookups in zip(layers.values(), found, strict=True):
+            noted[layer.engine] += len(lookups)
+            layer.tap = Tap(tuple(jax.tree.map(_zeros, lookups)))
+        for engine, count in made.items():
+            if noted[engine] < count:
+                raise not_found(_path_of_engine(layers, engine))
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    return jnp.zeros(shape.shape, shape.dtype)
+
+
+def _path_of_engine(layers: Layers, engine: EmbeddingEngine) -> str:
+    return next(path_of(path[1:]) for path, one in layers.items() if one.engine is engine)
+
+
+class _Traced(NamedTuple):
     """A function of models as a jaxpr of their variables.
 
     Attributes:
       closed: the jaxpr.
-      inputs: the variables to differentiate by, and the other variables.
+      inputs: taps, the variables to differentiate by, and the other variables.
       outputs: the structure of the results, (value, state after the function).
-      of_value: how many of the results belong to the value.
       graphdef: the static part of the models after the function, and of aux.
       aux: the structure of aux.
-      models: how many models are differentiated by.
-      layers: number of the input that is a layer's counter -> position of the model, then the keys
-        to the layer.
-      rows: number of the input that is a layer's table -> the same.
+      reached: which inputs reach the value; a table only if it is read otherwise than by lookups.
     """
 
     closed: Any
-    inputs: tuple[Any, Any]
+    inputs: tuple[Any, Any, Any]
     outputs: Any
-    of_value: int
     graphdef: Any
     aux: Any
-    models: int
-    layers: dict[int, Path]
-    rows: dict[int, Path]
+    reached: tuple[Any, Any, Any]
+
+    def run(self) -> tuple[Any, Any, Any]:
+        """Return (value, state after the function), the gradients of variables, those of taps."""
+        taps, chosen, rest = self.inputs
+
+        def value_of(taps: Any, chosen: Any) -> tuple[Any, Any]:
+            results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((taps, chosen, rest)))
+            return jax.tree.unflatten(self.outputs, results)
+
+        both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
+        found, (by_tap, by_variable) = both(taps, chosen)
+        return found, by_variable, by_tap
 
 
-def _trace(
-    f: Callable[..., tuple[Any, Any]],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    which: Sequence[int],
-    wrt: Any,
-) -> _Program:
-    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_node)
-    chosen = [len(jax.tree.leaves(tuple(args[:i]), is_leaf=is_node)) for i in which]
-    others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
-    # The models to differentiate by come first: nnx gives a layer that two of them share to the
-    # first, so its gradient is not lost to a model that is not differentiated.
-    places = [*chosen, *others]
+def _trace(function: _Function, models: int, wrt: Any) -> _Traced:
     wanted = nnx.filterlib.to_predicate(wrt)
+    by = lambda path, value: path[0] < models and wanted(path[1:], value)  # noqa: E731
     with nnx.split_context(_CONTEXT) as context:
-        by = lambda path, value: path[0] < len(which) and wanted(path[1:], value)  # noqa: E731
-        nodes = {key: leaves[i] for key, i in enumerate(places)}
-        graphdef, inputs, rest = context.split(nodes, by, ...)
+        graphdef, *inputs = context.split(function.nodes, Tap, by, ...)
     static = {}
 
     def pure(*states: Any) -> tuple[Any, Any]:
         with nnx.merge_context(_CONTEXT, inner=True) as context:
             merged = context.merge(graphdef, *states)
-        given = list(leaves)
-        for key, i in enumerate(places):
-            given[i] = merged[key]
-        new_args, new_kwargs = jax.tree.unflatten(structure, given)
-        value, aux = f(*new_args, **new_kwargs)
+        value, aux = function.call(merged)
         parts, static["aux"] = jax.tree.flatten(aux, is_leaf=is_node)
         with nnx.split_context(_CONTEXT) as context:
             after = context.split({"models": merged, "aux": dict(enumerate(parts))})
         static["graphdef"], state = after
         return value, state
 
-    closed, shapes = jax.make_jaxpr(pure, return_shape=True)(inputs, rest)
-    outputs, found = jax.tree.structure(shapes), _layers(inputs, rest, len(which))
-    both = (static["graphdef"], static["aux"])
+    with count_calls():
+        closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*inputs)
+    # One bit per input; the value is the first result.
+    sources = [Sources(1 << i) for i in range(len(closed.jaxpr.invars))]
     of_value = len(jax.tree.leaves(shapes[0]))
-    return _Program(closed, (inputs, rest), outputs, of_value, *both, len(which), *found)
+    found = functools.reduce(operator.or_, propagate(closed.jaxpr, sources)[:of_value], NOTHING)
+    bits = [found.reached >> i & 1 for i in range(len(sources))]
+    reached = jax.tree.unflatten(jax.tree.structure(tuple(inputs)), bits)
+    outputs, both = jax.tree.structure(shapes), (static["graphdef"], static["aux"])
+    return _Traced(closed, tuple(inputs), outputs, *both, reached)
 
 
-def _layers(inputs: Any, rest: Any, models: int) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return which inputs of a program are counters, and which are tables, of the models' layers.
-
-    Only `rest` is searched, since a filter for parameters selects neither counters nor tables. The
-    inputs of the program are the leaves of `inputs`, then those of `rest`: if `inputs` has 3
-    leaves, the first leaf of `rest` has the number 3.
-    """
-    first, structure = len(jax.tree.leaves(inputs)), jax.tree.structure(rest)
-    numbers = structure.unflatten(range(first, first + structure.num_leaves))
-    counters, tables = {}, {}
-    for path, variable in nnx.to_flat_state(numbers):
-        if not isinstance(path[0], int) or path[0] >= models:
-            continue
-        if isinstance(variable, Counter) and path[-1] == TOKEN:
-            counters[variable.get_raw_value()] = path[:-1]
-        elif isinstance(variable, Table):
-            tables[variable.get_raw_value()] = path[:-2]  # …/tables/<stack>
-    return counters, tables
-
-
-def _run(program: _Program) -> tuple[Any, Any, list[dict[Path, list[ActivationGradient]]]]:
-    """Return (value, state after the function), the gradients of variables, those of lookups."""
-    chosen, _ = program.inputs
-    tapped = tap_lookups(program.closed, jax.tree.leaves(program.inputs), program.layers)
-    _check_found(program, tapped.lookups)
-    _warn_of_other_uses(program)
-    reached = Reached.any_of(tapped.reach(())[: program.of_value])
-
-    def value_of(chosen: Any, taps: dict[int, Array]) -> tuple[Any, Any]:
-        results, asked = tapped.run(dict(enumerate(jax.tree.leaves(chosen))), taps)
-        value, state = jax.tree.unflatten(program.outputs, results)
-        return value, (state, asked)
-
-    both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-    (value, (state, asked)), (gradients, by_lookup) = both(chosen, tapped.taps(reached.lookups))
-    tables: list[dict[Path, list[ActivationGradient]]] = [{} for _ in range(program.models)]
-    for k in sorted(by_lookup):
-        (ids, *weights), call = asked[k], tapped.lookups[k].eqn.params["call"]
-        model, *keys = program.layers[tapped.lookups[k].table]
-        found = ActivationGradient(ids, weights[0] if weights else None, by_lookup[k], call)
-        tables[model].setdefault(tuple(keys), []).append(found)
-    return (value, state), gradients, tables
-
-
-def _check_found(program: _Program, lookups: Sequence[Lookup]) -> None:
-    # count_lookups counts them anywhere, `lookups` are those that can be tapped.
-    jaxpr = program.closed.jaxpr
-    counts = count_lookups(jaxpr, {jaxpr.invars[i]: i for i in program.layers})
-    for number, count in counts.items():
-        known = sum(lookup.table == number for lookup in lookups)
-        if known < count:
-            raise ValueError(
-                message(
-                    f"layer {path_of(program.layers[number][1:])!r}",
-                    expected="lookups in plain code, jit, vmap, remat, scan or cond",
-                    got=f"{count - known} where its gradient is not found",
-                    remedy="look up outside of custom_jvp, custom_vjp, while, shard_map, and of "
-                    "what differentiates by weights; let a scan close over the layer",
-                )
-            )
-
-
-def _warn_of_other_uses(program: _Program) -> None:
-    """Warn about tables that the value is computed from in another way than by a lookup."""
-    # One bit per table; paths through lookups are cut, so any bit that remains is another use.
-    jaxpr = program.closed.jaxpr
-    sources = [Sources(1 << i if i in program.rows else 0) for i in range(len(jaxpr.invars))]
-    found = propagate(jaxpr, sources, cut=frozenset([engine_lookup_p.name]))[: program.of_value]
-    read = functools.reduce(operator.or_, (one.reached for one in found), 0)
-    for number in sorted(program.rows):
-        if read >> number & 1:
+def _gradients(
+    layers: Layers, traced: _Traced, by_tap: Any, models: int
+) -> list[dict[Path, list[ActivationGradient]]]:
+    """Return, for each model, the gradients of the lookups of its layers that reach the value."""
+    reached = dict(nnx.to_flat_state(traced.reached[0]))
+    rest = nnx.to_flat_state(traced.reached[2])
+    # …/tables/<stack>
+    read = {path[:-2] for path, one in rest if isinstance(one, Table) and one.get_raw_value()}
+    found: list[dict[Path, list[ActivationGradient]]] = [{} for _ in range(models)]
+    for path, gradients in nnx.to_flat_state(by_tap):
+        layer, (model, *keys) = layers[path[:-1]], path[:-1]
+        each = zip(
+            layer.seen.get_raw_value(),
+            gradients.get_raw_value(),
+            reached[path].get_raw_value(),
+            strict=True,
+        )
+        mine, others = [], []
+        for lookup, gradient, bits in each:
+            if any(jax.tree.leaves(bits)):
+                mine.append(ActivationGradient(lookup.ids, lookup.weights, gradient))
+            else:
+                others += jax.tree.leaves(lookup.ids)
+        if mine:
+            # The update comes after the lookups that it does not use, too.
+            after = functools.partial(functools.reduce, known_after_ids, others)
+            mine[0] = dataclasses.replace(mine[0], ids=map_ids(after, mine[0].ids))
+            found[model][tuple(keys)] = mine
+        if path[:-1] in read:
             warn_user(
-                f"layer {path_of(program.rows[number][1:])!r}: its table is a constant where the "
-                "function reads it in another way than by a lookup, and gets no gradient there"
+                f"layer {path_of(tuple(keys))!r}: its table is a constant where the function reads "
+                "it in another way than by a lookup, and gets no gradient there"
             )
+    return found

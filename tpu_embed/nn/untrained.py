@@ -27,8 +27,7 @@ def warn_if_differentiated(engine: EmbeddingEngine) -> None:
     Args:
       engine: the engine of the layer.
     """
-    (table,) = engine.table_configs.values()
-    if table.trainable and _differentiates():
+    if _differentiates() and any(one.trainable for one in engine.table_configs.values()):
         _warn(
             engine,
             "is looked up under differentiation, which does not train it; use "
@@ -59,6 +58,5 @@ def _warn(engine: EmbeddingEngine, what: str) -> None:
     if engine in _WARNED:
         return
     _WARNED.add(engine)
-    ((name, table),) = engine.table_configs.items()
-    size = f"[{table.vocabulary_size}, {table.dim}]"
-    warn_user(f"table {name!r} {size} of a layer {what}")
+    sizes = (f"{n!r} [{t.vocabulary_size}, {t.dim}]" for n, t in engine.table_configs.items())
+    warn_user(f"table {', '.join(sizes)} of a layer {what}")

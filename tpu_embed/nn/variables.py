@@ -1,4 +1,4 @@
-"""The state of a layer as nnx variables: a table, its slots, and counters.
+"""The state of a layer as nnx variables: tables, their slots, and counters.
 
 They have types of their own, so that filters such as `nnx.Param` do not select them: nnx must not
 make a dense gradient for a table.
@@ -16,15 +16,13 @@ from flax import nnx
 
 from tpu_embed.core.state import TableState
 
-TOKEN = "step"
-"""The attribute whose value identifies the lookups of a layer in a program."""
-
+_STEP = "step"
 _TABLES, _SLOTS, _VOCABULARY = "tables", "slots", "vocabulary"
 
 
 @final
 class Table(nnx.Variable):
-    """The rows of a table, sharded over the mesh of its layer.
+    """The rows of the tables of one stack, sharded over the mesh of its layer.
 
     Its name among the variables of the layer is that of its stack, which says what the rows are.
     The metadata `stack` repeats the name, for states that are merged by position.
@@ -46,15 +44,28 @@ class MapVersion(nnx.Variable):
     """Of a layer of keys: the step of its map that the rows belong to, and the key of new rows."""
 
 
+@final
+class Tap(nnx.Variable):
+    """During a training step: zeros that are added to the activations of each of its lookups.
+
+    The gradient by them is that of the activations.
+    """
+
+
+@final
+class Seen(nnx.Variable):
+    """During a training step: what the layer has looked up in it so far."""
+
+
 def attributes(state: TableState) -> dict[str, Any]:
-    """Return the attributes of a layer that hold the state of its table."""
+    """Return the attributes of a layer that hold its state."""
     tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
     slots = {
         stack: {name: Slot(array) for name, array in by_name.items()}
         for stack, by_name in state.slots.items()
     }
     counters = {name: Counter(array) for name, array in state.counters.items()}
-    found = {_TABLES: tables, _SLOTS: slots, TOKEN: Counter(state.step), **counters}
+    found = {_TABLES: tables, _SLOTS: slots, _STEP: Counter(state.step), **counters}
     if state.vocabulary is not None:
         found[_VOCABULARY] = {name: MapVersion(x) for name, x in state.vocabulary.items()}
     return found
@@ -76,7 +87,7 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
         for stack in tables
     }
     counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
-    step = counted.pop(TOKEN)
+    step = counted.pop(_STEP)
     vocabulary = None
     if _VOCABULARY in holder:
         vocabulary = {name: x[...] for name, x in _variables(holder[_VOCABULARY]).items()}

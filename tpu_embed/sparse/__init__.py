@@ -1,14 +1,6 @@
 """Sparse gradients: find the lookups in a user's traced function, differentiate by their rows."""
 
 from tpu_embed.sparse.arguments import positions, value_and_aux
-from tpu_embed.sparse.engine_lookup import (
-    FEATURE,
-    Call,
-    LookedUp,
-    engine_lookup,
-    engine_lookup_p,
-    engine_update,
-)
 from tpu_embed.sparse.grad import sparse_grad, sparse_value_and_grad
 from tpu_embed.sparse.indexed_slices import (
     IndexedSlices,
@@ -19,31 +11,23 @@ from tpu_embed.sparse.indexed_slices import (
 )
 from tpu_embed.sparse.lookup import embedding_lookup
 from tpu_embed.sparse.pull_back import pull_back
-from tpu_embed.sparse.reach import Sources, propagate
-from tpu_embed.sparse.several import engine_of_batch, engine_of_inputs
+from tpu_embed.sparse.reach import NOTHING, Sources, propagate
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
-from tpu_embed.sparse.taps import Lookup, count_lookups, tapped
+from tpu_embed.sparse.taps import known_after, known_after_ids, tapped
 
 __all__ = [
-    "FEATURE",
-    "Call",
+    "NOTHING",
     "IndexedSlices",
-    "LookedUp",
-    "Lookup",
     "Reached",
     "Sources",
     "TappedProgram",
     "clip_by_global_norm",
-    "count_lookups",
     "differentiable",
     "embedding_lookup",
-    "engine_lookup",
-    "engine_lookup_p",
-    "engine_of_batch",
-    "engine_of_inputs",
-    "engine_update",
     "global_norm",
     "is_indexed_slices",
+    "known_after",
+    "known_after_ids",
     "positions",
     "propagate",
     "pull_back",

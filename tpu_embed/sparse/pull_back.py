@@ -19,7 +19,6 @@ import numpy as np
 from tpu_embed._types import Array
 from tpu_embed.sparse.indexed_slices import IndexedSlices
 from tpu_embed.sparse.tapped_program import Reached, TappedProgram
-from tpu_embed.sparse.taps import Asked
 
 
 def pull_back(
@@ -57,7 +56,7 @@ def pull_back(
 def _with_slices(
     dense: Mapping[int, Array],
     program: TappedProgram,
-    asked: Mapping[int, Asked],
+    asked: Mapping[int, Array],
     rows: Mapping[int, Array],
 ) -> dict[int, Any]:
     """Return the gradients by input: an array, slices, or for an input with both, their sum.
@@ -65,14 +64,14 @@ def _with_slices(
     Args:
       dense: dense gradients by the number of the input.
       program: the program that was differentiated.
-      asked: the ids (and weights) of some lookups, by the number of the lookup.
+      asked: the ids of some lookups, by the number of the lookup.
       rows: the gradients by the taps of these lookups.
     """
     # Lookups 0 and 2 read input 5: its slices hold the ids of lookup 0, then those of lookup 2.
     result: dict[int, Any] = dict(dense)
     for i in sorted({program.lookups[k].table for k in rows}):
         mine = [k for k in sorted(rows) if program.lookups[k].table == i]
-        ids = [asked[k][0] for k in mine]
+        ids = [asked[k] for k in mine]
         slices = _slices(program.inputs[i].shape, ids, [rows[k] for k in mine])
         result[i] = _add_slices(result[i], slices) if i in result else slices
     return result

@@ -43,31 +43,27 @@ class Sources(NamedTuple):
 NOTHING = Sources()
 
 
-def propagate(
-    jaxpr: Any, sources: Sequence[Sources], *, cut: frozenset[str] = frozenset()
-) -> list[Sources]:
+def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
     """Return the sources that reach each output.
 
     Args:
       jaxpr: an open jaxpr.
       sources: the sources of each input; those of integer inputs reach nothing.
-      cut: names of further primitives that cut paths, beside `stop_gradient` and its like.
     """
-    enter = functools.partial(_enter, cut=cut)
 
     def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
         references = list(filter(_is_reference, eqn.invars))
         if references:
             # What is written into a reference may be read from it later, so it counts as a result.
             return _inexact(dict.fromkeys([*references, *eqn.outvars], _union(operands)))
-        rule = _cut if eqn.primitive.name in cut else _RULES.get(eqn.primitive.name, _opaque)
-        return _inexact(dict(zip(eqn.outvars, rule(enter, eqn, operands), strict=True)))
+        rule = _RULES.get(eqn.primitive.name, _opaque)
+        return _inexact(dict(zip(eqn.outvars, rule(eqn, operands), strict=True)))
 
     return flow(jaxpr, _inexact(dict(zip(jaxpr.invars, sources, strict=True))), step, NOTHING)
 
 
-def _enter(inner: Inner, operands: Sequence[Sources], cut: frozenset[str]) -> list[Sources]:
-    return propagate(inner.jaxpr, list(inner.marks(operands).values()), cut=cut)
+def _enter(inner: Inner, operands: Sequence[Sources]) -> list[Sources]:
+    return propagate(inner.jaxpr, list(inner.marks(operands).values()))
 
 
 def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
@@ -90,37 +86,35 @@ def _union(sources: Iterable[Sources]) -> Sources:
 
 # -- one rule per primitive: from the sources of its operands to those of its results --------------
 
-Walk = Callable[[Inner, Sequence[Sources]], list[Sources]]
-"""Maps a program inside an equation, and the equation's operands, to the program's results."""
-Rule = Callable[[Walk, Any, list[Sources]], Sequence[Sources]]
+Rule = Callable[[Any, list[Sources]], Sequence[Sources]]
 
 
-def _opaque(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [_union(operands)] * len(eqn.outvars)
 
 
-def _cut(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _cut(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [NOTHING] * len(eqn.outvars)
 
 
-def _one_to_one(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _one_to_one(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return operands
 
 
-def _tapped(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _tapped(eqn: Any, operands: list[Sources]) -> list[Sources]:
     """Return the tap's source, and that of the value unless the tap stops it."""
     value, tap = operands
     return [tap if eqn.params["stop"] else value | tap]
 
 
-def _call(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # A call runs one program, a cond one of several.
-    results = [walk(inner, operands) for inner in inner_jaxprs(eqn)]
+    results = [_enter(inner, operands) for inner in inner_jaxprs(eqn)]
     return [_union(same) for same in zip(*results, strict=True)]
 
 
 def _loop(
-    walk: Walk, body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
+    body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
 ) -> tuple[list[Sources], list[Sources]]:
     """Return the sources of a loop's carry at a fixed point, and those of its other results.
 
@@ -130,27 +124,27 @@ def _loop(
     # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
     # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
     while True:
-        results = walk(body, [*before, *carry, *after])
+        results = _enter(body, [*before, *carry, *after])
         grown = [a | b for a, b in zip(carry, results, strict=False)]
         if grown == carry:
             return carry, results[len(carry) :]
         carry = grown
 
 
-def _scan(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
     fixed, carried = scan_counts(eqn)
     first, rest = operands[fixed : fixed + carried], operands[fixed + carried :]
     (body,) = inner_jaxprs(eqn)
-    carry, ys = _loop(walk, body, operands[:fixed], first, rest)
+    carry, ys = _loop(body, operands[:fixed], first, rest)
     return [*carry, *ys]
 
 
-def _while(walk: Walk, eqn: Any, operands: list[Sources]) -> list[Sources]:
+def _while(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # Operands are [constants of cond, constants of body, first carry]. The condition is a boolean,
     # so nothing is differentiated through it.
     _, body = inner_jaxprs(eqn)
     first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    carry, _ = _loop(walk, body, operands[:first], operands[first:], [])
+    carry, _ = _loop(body, operands[:first], operands[first:], [])
     return [Sources(one.reached, one.reached) for one in carry]
 
 

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from tpu_embed._types import Array
 from tpu_embed.sparse.reach import NOTHING, Sources, propagate
-from tpu_embed.sparse.taps import Asked, Lookup, Taps, find_lookups, known_after, run_with_taps
+from tpu_embed.sparse.taps import Lookup, Taps, find_lookups, known_after_ids, run_with_taps
 
 
 class Reached(NamedTuple):
@@ -48,13 +48,11 @@ class TappedProgram(NamedTuple):
     """A program that can be run with other inputs and taps.
 
     Attributes:
-      closed: maps [inputs, tables as the lookups read them, taps] to [results, ids and weights of
-        each lookup].
+      closed: maps [inputs, tables as the lookups read them, taps] to [results, ids of each lookup].
       inputs: the values of the program's inputs.
       tables: the value of each input that is looked up, by the number of the input.
       lookups: the lookups in program order.
       num_results: the number of results of the program.
-      asked: the structure of the ids and weights of all lookups.
     """
 
     closed: ClosedJaxpr
@@ -62,7 +60,6 @@ class TappedProgram(NamedTuple):
     tables: dict[int, Array]
     lookups: list[Lookup]
     num_results: int
-    asked: Any
 
     def reach(self, inputs: Iterable[int]) -> list[Reached]:
         """Return what reaches each result.
@@ -94,8 +91,8 @@ class TappedProgram(NamedTuple):
 
     def run(
         self, inputs: Mapping[int, Any], taps: Mapping[int, Array]
-    ) -> tuple[list[Any], dict[int, Asked]]:
-        """Return the results, and the ids and weights of the lookups whose taps are given.
+    ) -> tuple[list[Any], dict[int, Array]]:
+        """Return the results, and the ids of the lookups whose taps are given.
 
         Args:
           inputs: values that replace the program's own inputs, by number.
@@ -105,15 +102,15 @@ class TappedProgram(NamedTuple):
         tables = [self.tables[i] for i in sorted(self.tables)]
         every = [taps[k] if k in taps else one.tap() for k, one in enumerate(self.lookups)]
         flat = list(map(_array, jaxpr_as_fun(self.closed)(*values, *tables, *every)))
-        asked = self.asked.unflatten(flat[self.num_results :])
-        wanted = {k: asked[k] for k in taps}
+        ids = flat[self.num_results :]
+        wanted = {k: ids[k] for k in taps}
         # One update of a table uses all its wanted lookups. It must come after every lookup of the
         # table, so one of the wanted is made to depend on those that are left out.
         one_of = {self.lookups[k].table: k for k in taps}
         for k, lookup in enumerate(self.lookups):
             if k not in taps and lookup.table in one_of:
                 one = one_of[lookup.table]
-                wanted[one] = known_after(wanted[one], asked[k])
+                wanted[one] = known_after_ids(wanted[one], ids[k])
         return flat[: self.num_results], wanted
 
 
@@ -140,12 +137,9 @@ def tap_lookups(
     def run(inputs: list[Array], arrays: dict[int, Array], taps: list[Array]) -> Any:
         return run_with_taps(program, inputs, lookups, Taps(taps, arrays))
 
-    asked: list[Any] = []
     if lookups:
-        given = (inputs, arrays, [lookup.tap() for lookup in lookups])
-        closed, (_, asked) = jax.make_jaxpr(run, return_shape=True)(*given)
-    structure = jax.tree.structure(asked)
-    return TappedProgram(closed, inputs, arrays, lookups, len(jaxpr.outvars), structure)
+        closed = jax.make_jaxpr(run)(inputs, arrays, [lookup.tap() for lookup in lookups])
+    return TappedProgram(closed, inputs, arrays, lookups, len(jaxpr.outvars))
 
 
 def differentiable(arrays: Sequence[Array]) -> list[int]:

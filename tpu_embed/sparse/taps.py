@@ -5,15 +5,15 @@ were looked up. A lookup inside a scan has one tap for all iterations, stacked. 
 of a cond returns padding for ids when another branch is taken.
 
 Input: a jaxpr, and which of its inputs are tables.
-Output: their lookups in program order (`find_lookups`); the results of the jaxpr and the ids and
-weights of each lookup (`run_with_taps`).
+Output: their lookups in program order (`find_lookups`); the results of the jaxpr and the ids of
+each lookup (`run_with_taps`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,26 +34,15 @@ from tpu_embed._jaxprs import (
 )
 from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
-from tpu_embed.sparse.engine_lookup import engine_lookup_p, opened_p
 from tpu_embed.sparse.lookup import lookup_p
 
 Tables = dict[Any, int]
 """Variable of a jaxpr that holds a table -> the number of the table."""
-Asked = tuple[Array, ...]
-"""The operands of a lookup that say what to look up: ids, and weights if it has any."""
-
-LOOKUPS: Mapping[Any, Callable[[Any], int]] = {
-    lookup_p: lambda eqn: 1,
-    engine_lookup_p: lambda eqn: 1 + eqn.params["call"].weighted,
-}
-"""Primitive of a lookup -> how many of its operands are ids and weights."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup(Site):
-    """One lookup of a table.
-
-    Its equation's second operand is the ids, the third may be weights.
+    """One lookup of a table, an equation of `(table, ids)`.
 
     Attributes:
       table: the number of the table.
@@ -65,23 +54,15 @@ class Lookup(Site):
         """Return the lookup's tap: zeros like its result."""
         return self._full(self.eqn.outvars[0].aval, 0)
 
-    def nothing(self) -> Asked:
-        """Return ids that are all padding, and weights of zero."""
-        ids, *weights = (var.aval for var in asked(self.eqn, self.eqn.invars))
-        return (self._full(ids, PADDING_ID), *(self._full(aval, 0) for aval in weights))
+    def nothing(self) -> Array:
+        """Return ids that are all padding."""
+        return self._full(self.eqn.invars[1].aval, PADDING_ID)
 
     def _full(self, aval: Any, value: int) -> Array:
         # Leading axes are the iterations of the scans around the lookup, outermost first.
         lead = [eqn.params["length"] for eqn in self.around if eqn.primitive.name == "scan"]
         shape = (*lead, *aval.shape)
         return as_varying(jnp.full(shape, value, aval.dtype), axes_of(aval))
-
-
-def asked(eqn: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the operands of a lookup that are its ids and, if it has any, weights."""
-    # lookup_p: (table, ids) -> (ids,). engine_lookup_p: (step, ids, weights, tables…) -> (ids,
-    # weights).
-    return tuple(operands[1 : 1 + LOOKUPS[eqn.primitive](eqn)])
 
 
 def find_lookups(jaxpr: Any, tables: Tables) -> list[Lookup]:
@@ -105,7 +86,7 @@ def _find(lookups: list[Lookup], jaxpr: Any, tables: Mapping[Any, Any], around: 
 
     def rule(eqn: Any, held: list[int | None]) -> Iterable[tuple[Any, Any]]:
         name, called = eqn.primitive.name, (*CALLS, *REMATS)
-        if eqn.primitive in LOOKUPS and held[0] is not None:
+        if eqn.primitive is lookup_p and held[0] is not None:
             lookups.append(Lookup((*around, (eqn, 0)), held[0]))
         if name == "scan":
             # A scan's constants are the same in every iteration; a table in the carry may not be.
@@ -137,7 +118,7 @@ def count_lookups(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
 
     def rule(eqn: Any, operands: list[frozenset[int]]) -> Iterable[tuple[Any, Any]]:
         together = frozenset().union(*operands)
-        if eqn.primitive in LOOKUPS or eqn.primitive is opened_p:
+        if eqn.primitive is lookup_p:
             counts.update(operands[0])
         for inner in inner_jaxprs(eqn):
             count(inner.jaxpr, inner.marks(operands, unknown=together))
@@ -165,7 +146,7 @@ class Taps(NamedTuple):
 
 def run_with_taps(
     closed: ClosedJaxpr, args: Sequence[Any], lookups: Sequence[Lookup], given: Taps
-) -> tuple[list[Any], list[Asked]]:
+) -> tuple[list[Any], list[Array]]:
     """Evaluate a jaxpr with a tap at each lookup.
 
     Args:
@@ -175,52 +156,50 @@ def run_with_taps(
       given: the taps, and the tables that the lookups read.
 
     Returns:
-      the results; the ids and weights of every lookup.
+      the results; the ids of every lookup.
     """
 
-    def at(lookup: Lookup, values: list[Any], tap: Array) -> tuple[list[Array], Asked]:
+    def at(lookup: Lookup, values: list[Any], tap: Array) -> tuple[list[Array], Array]:
         table = as_varying(given.arrays[lookup.table], axes_of(lookup.eqn.invars[0].aval))
         (found,) = evaluate(closed.jaxpr, lookup.eqn, [table, *values[1:]])
-        return [tapped(found, tap)], _known_after(found, asked(lookup.eqn, values))
+        return [tapped(found, tap)], known_after(found, values[1])
 
     return rerun(at, closed, args, lookups, given.taps)
 
 
-def _known_after(found: Array, operands: Asked) -> Asked:
-    """Return the ids and weights of a lookup, with ids that depend on the lookup's result.
+def known_after(found: Array, ids: Array) -> Array:
+    """Return the ids of a lookup, which then depend on its result.
 
     This makes the update, which uses the ids, depend on the lookup; otherwise XLA copies the table.
     Each bag's ids get a zero added that XLA cannot recognise as a zero. An optimization barrier
     does not help, since XLA removes it before it decides about copies.
     """
+    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
+        return ids
     # result [B, …, D] -> first number of each bag, [B, …] -> as int32 bits -> zeros, one per entry
     # of the first axis of ids.
-    ids, *weights = operands
-    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
-        return operands
     first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
     zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
     # The packed ids of a placed batch are [devices, words]: one zero per device. A batch that only
     # some mesh axes split may have fewer bags than there are devices.
     even = zeros.size % ids.shape[0] == 0
     parts = zeros.reshape(ids.shape[0], -1)[:, 0] if even else jnp.max(zeros)[None]
-    return (ids + parts.reshape(-1, *[1] * (ids.ndim - 1)), *weights)
+    return ids + parts.reshape(-1, *[1] * (ids.ndim - 1))
 
 
-def known_after(operands: Asked, other: Asked) -> Asked:
-    """Return the ids and weights of a lookup, with ids that depend on those of another lookup.
+def known_after_ids(ids: Array, later: Array) -> Array:
+    """Return the ids of a lookup, which then depend on those of another lookup.
 
     An update that uses only this lookup then also comes after the other lookup of the same table.
 
     Args:
-      operands: the ids and weights of the lookup.
-      other: those of the other lookup, as `run_with_taps` returns them.
+      ids: of the lookup.
+      later: of the other lookup, as `run_with_taps` returns them.
     """
-    (ids, *weights), later = operands, other[0]
     traced = isinstance(later, Tracer) and later.size
     if not traced or not varying_axes(later) <= varying_axes(ids):
-        return operands
-    return (ids + _zeros(jnp.max(later), ids.dtype), *weights)
+        return ids
+    return ids + _zeros(jnp.max(later), ids.dtype)
 
 
 def _zeros(bits: Array, dtype: Any) -> Array:

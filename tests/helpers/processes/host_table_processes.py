@@ -294,25 +294,23 @@ def adopt():
 
 
 def train_layers(*, hosted=True):
-    """Train layers of row numbers and of keys; return what they looked up, and all rows."""
+    """Train a layer of row numbers and of keys; return what it looked up, and all rows."""
     drawn, where = jax.nn.initializers.normal(0.3), {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(0)}
     options = {"initializer": drawn, "optimizer": o.Adagrad(0.3)}
     options["storage"] = HostStorage(device_rows=48) if hosted else None
     tags = TableConfig(TAGS, 2, name="tags", vocabulary=DynamicVocabulary(), **options)
     items = TableConfig(ITEMS, 4, name="items", **options)
-    layers = {"bags": nn.EmbeddingBag(items, **where), "tags": nn.EmbeddingBag(tags, **where)}
-    layers, seen = nnx.Dict(layers), []
+    features = {"bags": FeatureConfig(items), "tags": FeatureConfig(tags)}
+    layer, seen = nn.Embeddings(features, **where), []
     for step in range(STEPS):
         batch = draw_part(step)
         batch = {name: batch[name] for name in ("bags", "tags")}
-        train_layers_step(layers, nn.place(layers, batch))
+        train_layers_step(layer, layer.place(batch))
         if step % 3 == 1:
             looked = batch | {"bags": draw_part(50 + step)["bags"]}
-            looked = nn.place(layers, looked, training=False)
-            seen.append(looked_up({name: layers[name](one) for name, one in looked.items()}))
-    found = {}
-    for layer in (layers["bags"], layers["tags"]):
-        (name,), maps = layer.engine.table_configs, layer.engine.vocabularies
+            seen.append(looked_up(layer(layer.place(looked, training=False))))
+    found, maps = {}, layer.engine.vocabularies
+    for name in ("items", "tags"):
         ids = np.arange(ITEMS) if name == "items" else maps.keys("tags")[1]
         for slot in (None, "accumulators"):
             found[f"{name} {slot}"] = layer.engine.rows(layer.state, name, ids, slot=slot)

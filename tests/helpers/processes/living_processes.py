@@ -87,16 +87,16 @@ def train_embedding():
 
 
 def model():
-    """Return two layers of keys, one of row numbers, and the batches of a step."""
+    """Return one layer of two tables of keys, and of one of row numbers."""
     rule, living = o.Adagrad(0.5), tpu_embed.DynamicVocabulary()
     late = tpu_embed.DynamicVocabulary(admit_after=2, unseen="shared")
-    tags = tpu_embed.TableConfig(12, 2, name="tags", vocabulary=late, optimizer=rule)
-    options = {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(3)}
-    return nnx.Dict(
-        films=nn.Embed(20, 4, name="films", optimizer=rule, vocabulary=living, **options),
-        tags=nn.EmbeddingBag(tags, **options),
-        users=nn.Embed(9, 2, name="users", optimizer=rule, **options),
-    )
+    tables = {
+        "films": tpu_embed.TableConfig(20, 4, name="films", vocabulary=living),
+        "tags": tpu_embed.TableConfig(12, 2, name="tags", vocabulary=late),
+        "users": tpu_embed.TableConfig(9, 2, name="users"),
+    }
+    features = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    return nn.Embeddings(features, rule, mesh=mesh(DEVICES), rngs=nnx.Rngs(3))
 
 
 def draw_for_layers(step):
@@ -109,30 +109,27 @@ def draw_for_layers(step):
 
 
 @nnx.jit(donate_argnums=0)
-def train_layers_step(layers, batches):
-    def loss_fn(layers):
-        found = [jnp.square(layers[name](batches[name]) - 1.0).sum() for name in batches]
+def train_layers_step(rows, batch):
+    def loss_fn(rows):
+        found = [jnp.square(one - 1.0).sum() for one in rows(batch).values()]
         return sum(found[1:], found[0])
 
-    return nn.fused_value_and_grad(loss_fn)(layers)[0]
+    return nn.fused_value_and_grad(loss_fn)(rows)[0]
 
 
 def train_layers(directory):
-    """Train layers, save, restore and train on.
+    """Train a layer, save, restore and train on.
 
     Returns:
       Rows, slots and maps; the errors of bad batches, and how many batches were placed then.
     """
-    layers, other, errors = model(), model(), []
+    rows, other, errors = model(), model(), []
     source = (draw_for_layers(step) for step in range(4))
-    with Prefetcher(nn.ModelPlacer(layers), source, depth=2) as ahead:
-        for number, batches in enumerate(ahead):
-            train_layers_step(layers, nn.admit(layers, batches))
-            if number == 1:
-                looked = nn.place(layers, draw_for_layers(50), training=False)
-                assert len(looked) == 3
+    with Prefetcher(rows.engine, source, depth=2) as ahead:
+        for number, batch in enumerate(ahead):
+            train_layers_step(rows, rows.admit(batch))
             if number == 2:  # a batch that is placed ahead is trained on later
-                evaluated = evaluate_layers(layers, range(50, 54))
+                evaluated = evaluate_layers(rows, range(50, 54))
     good, first = draw_for_layers(4), jax.process_index() == 0
     bad = [
         good | {"tags": good["tags"] + 0.5},
@@ -141,40 +138,34 @@ def train_layers(directory):
     ]
     for some in bad if jax.process_count() > 1 else ():
         try:
-            nn.place(layers, some if first else good)
+            rows.place(some if first else good)
         except (ValueError, TypeError) as error:
             errors.append(str(error))
-    for bag in (layers["films"].rows, layers["tags"]):  # what one has refused, none has learned
-        assert bag.engine.vocabularies.placed == bag.engine.vocabularies.admitted == 4
+    maps = rows.engine.vocabularies
+    assert maps.placed == maps.admitted == 4  # what one has refused, none has learned
     path = f"{directory}/layers of {jax.process_count()}"
-    io.save_modules(path, {"layers": layers})
-    io.restore_modules(path, {"layers": other})
-    train_layers_step(other, nn.place(other, good))
+    io.save_modules(path, {"rows": rows})
+    io.restore_modules(path, {"rows": other})
+    train_layers_step(other, other.place(good))
     return layer_bits(other), errors, evaluated
 
 
-def evaluate_layers(layers, steps):
-    """Return the largest and the smallest activation of each layer, in batches placed ahead."""
+def evaluate_layers(rows, steps):
+    """Return the largest and the smallest activation of each table, in batches placed ahead."""
     source, found = (draw_for_layers(step) for step in steps), []
-    with Prefetcher(nn.ModelPlacer(layers), source, depth=2, training=False) as ahead:
-        for batches in ahead:
-            looked = nn.admit(layers, batches)
-            some = [layers[name](looked[name]) for name in ("films", "tags", "users")]
-            found.append([(float(one.max()), float(one.min())) for one in some])
+    with Prefetcher(rows.engine, source, depth=2, training=False) as ahead:
+        for batch in ahead:
+            looked = rows(rows.admit(batch))
+            found.append([(float(one.max()), float(one.min())) for one in looked.values()])
     return found
 
 
-def layer_bits(layers):
-    """Return all of the layers' tables and maps, on this host."""
-    found = {}
-    for name in ("films", "tags", "users"):
-        bag = getattr(layers[name], "rows", layers[name])
-        arrays, slots = retrieve.host_arrays(bag.state, bag.engine.layout)
-        maps = bag.engine.vocabularies
-        found[name] = arrays, slots, int(bag.state.step)
-        if maps is not None:
-            found[name] += maps.state().maps[name]._asdict(), maps.placed, maps.admitted
-    return found
+def layer_bits(rows):
+    """Return all of the layer's tables and maps, on this host."""
+    found, slots = retrieve.host_arrays(rows.state, rows.engine.layout)
+    maps = rows.engine.vocabularies
+    states = {name: one._asdict() for name, one in maps.state().maps.items()}
+    return found, slots, int(rows.state.step), states, maps.placed, maps.admitted
 
 
 def refusals():

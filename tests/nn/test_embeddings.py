@@ -1,0 +1,339 @@
+"""`Embeddings`, all tables of a model in one engine: the engine's bits, however it is trained."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from facade_cases import assert_same
+from flax import nnx
+from nn_models import mesh_of
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, RaggedIds, TableConfig, nn
+from tpu_embed import optimizers as o
+from tpu_embed.data import Prefetcher
+from tpu_embed.io import restore_modules, save_modules
+
+B, ROWS = 8, {"users": 20, "films": 60, "tags": 30}
+KINDS = {"plain": {}, "keys": {"vocabulary": True}, "host": {"storage": True}}
+
+
+def features(kind="plain"):
+    """Return a user, a film and a history of films that share a table, and bags of tags."""
+    rule = o.Adam(0.125)
+    options: dict[str, Any] = {"initializer": jax.nn.initializers.normal(0.3)}
+    if kind == "keys":
+        options["vocabulary"] = DynamicVocabulary(ttl=8)
+    elif kind == "host":
+        options["storage"] = HostStorage(device_rows=48)
+    users = TableConfig(ROWS["users"], 4, name="users", optimizer=rule)
+    films = TableConfig(ROWS["films"], 4, name="films", combiner="sum", **options)
+    tags = TableConfig(ROWS["tags"], 2, name="tags", combiner="mean", **options)
+    return {
+        "user": FeatureConfig(users),
+        "film": FeatureConfig(films),
+        "seen": FeatureConfig(films, jagged=True),
+        "tags": FeatureConfig(tags),
+    }
+
+
+def draw(step):
+    rng = np.random.default_rng(step)
+    seen = [rng.integers(0, 50, n).tolist() for n in rng.integers(0, 4, B)]
+    return {
+        "user": rng.integers(0, ROWS["users"], B),
+        "film": rng.integers(0, 50, B),
+        "seen": RaggedIds.from_lists(seen),
+        "tags": rng.integers(0, 20, (B, 3)),
+    }
+
+
+def loss_of(found):
+    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
+    arrays = jax.tree.leaves(tpu_embed.split_activations(found)[0])
+    return sum((one**2 + one).sum() for one in arrays)
+
+
+class Towers(nnx.Module):
+    """Two towers, one of them over a history."""
+
+    def __init__(self, devices=1, kind="plain", seed=0):
+        rngs = nnx.Rngs(seed)
+        self.rows = nn.Embeddings(features(kind), o.Adagrad(0.25), mesh=mesh_of(devices), rngs=rngs)
+        self.user, self.film = nnx.Linear(8, 4, rngs=rngs), nnx.Linear(6, 4, rngs=rngs)
+
+    def __call__(self, batch):
+        found = self.rows(batch)
+        user = self.user(jnp.concatenate([found["user"], found["seen"].means()], -1))
+        return (user * self.film(jnp.concatenate([found["film"], found["tags"]], -1))).sum(-1)
+
+
+@nnx.jit(donate_argnums=0)
+def step_of_rows(rows, batch):
+    return nn.fused_value_and_grad(lambda rows: loss_of(rows(batch)))(rows)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [
+        ("plain", 8),
+        ("keys", 8),
+        ("host", 1),
+        *(pytest.param(k, n, marks=pytest.mark.whole) for k, n in [("plain", 1), ("keys", 1)]),
+        pytest.param("host", 8, marks=pytest.mark.whole),
+    ],
+)
+def test_twenty_steps_have_the_engines_bits(kind, devices):
+    rows = nn.Embeddings(features(kind), o.Adagrad(0.25), mesh=mesh_of(devices), rngs=nnx.Rngs(0))
+    engine = tpu_embed.EmbeddingEngine(features(kind), o.Adagrad(0.25), mesh=mesh_of(devices))
+    state = engine.init(nnx.Rngs(0).params())
+
+    @jax.jit
+    def step(state, batch):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+        return engine.update(state, batch, jax.grad(lambda v: loss_of(rebuild(v)))(values))
+
+    with Prefetcher(rows.engine, map(draw, range(20))) as placed:
+        for number, batch in enumerate(placed):
+            step_of_rows(rows, rows.admit(batch))
+            state, own = engine.admit(state, engine.place(draw(number)))
+            state = step(state, own)
+    looked = rows.place(draw(50), training=False)
+    assert_same(
+        jax.tree.map(np.asarray, nnx.jit(lambda rows, batch: rows(batch)["tags"])(rows, looked)),
+        np.asarray(
+            engine.lookup(*engine.admit(state, engine.place(draw(50), training=False)))["tags"]
+        ),
+    )
+    for name in ROWS:
+        ids = np.arange(20)
+        mine, theirs = rows.engine, engine
+        if kind == "keys" and name != "users":
+            keys, ids = mine.vocabularies.keys(name)
+            assert_same(theirs.vocabularies.keys(name), (keys, ids))
+        assert_same(mine.rows(rows.state, name, ids), theirs.rows(state, name, ids))
+    assert int(rows.step[...]) == 20
+
+
+def test_a_model_is_trained_with_an_optimizer_of_its_own(tmp_path):
+    model = Towers(devices=8)
+    optimizer = nnx.Optimizer(model, optax.sgd(0.05), wrt=nnx.Param)
+
+    @nnx.jit(donate_argnums=(0, 1))
+    def step(model, optimizer, batch):
+        loss, grads = nn.fused_value_and_grad(lambda m: ((m(batch) - 1.0) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, model.rows.place(draw(0)))) for _ in range(30)]
+    assert losses[-1] < 0.1 * losses[0]
+    save_modules(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    other = Towers(devices=1, seed=1)
+    mine = nnx.Optimizer(other, optax.sgd(0.05), wrt=nnx.Param)
+    restore_modules(tmp_path / "saved", {"model": other, "optimizer": mine})
+    batch, again = model.rows.place(draw(1)), other.rows.place(draw(1))
+    np.testing.assert_allclose(other(again), model(batch), rtol=1e-5)
+    graphdef, state = nnx.split(model)
+    assert not [path for path, _ in nnx.to_flat_state(state) if {"tap", "seen"} & set(path)]
+    for copied in (nnx.merge(graphdef, state), nnx.clone(model)):
+        np.testing.assert_array_equal(copied(batch), model(batch))
+
+
+def test_ids_in_the_jit_whose_number_does_not_divide():
+    config = TableConfig(30, 4, combiner="mean", optimizer=o.SGD(0.5))
+    pair = {"a": FeatureConfig(config), "b": FeatureConfig(config)}
+    rows, ids = [], {"a": np.arange(5), "b": np.array([[1, 2, -1], [7, -1, -1], [0, 29, 3]])}
+    for devices in (1, 8):
+        layer = nn.Embeddings(pair, mesh=mesh_of(devices), rngs=nnx.Rngs(0))
+        found = nnx.jit(lambda layer, ids: layer(ids))(layer, ids)
+        assert {name: one.shape for name, one in found.items()} == {"a": (5, 4), "b": (3, 4)}
+        np.testing.assert_allclose(found["b"], layer(ids)["b"], rtol=1e-5)
+        again = {"a": ids["a"] + 1, "b": ids["b"][:1]}
+
+        def step(layer, ids, again):
+            both = nn.fused_value_and_grad(lambda m: loss_of(m(ids)) + loss_of(m(again)))
+            return both(layer)[0]
+
+        nnx.jit(step)(layer, ids, again)
+        assert int(layer.step[...]) == 1
+        assert layer.bad_ids[...].tolist() == [0, 0]
+        rows.append(np.asarray(layer.engine.rows(layer.state, "table_0", np.arange(30))))
+    np.testing.assert_allclose(*rows, rtol=1e-6)
+
+
+def test_a_batch_that_is_refused_changes_nothing():
+    rows = nn.Embeddings(features("keys"), o.Adagrad(0.25), mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    maps: Any = rows.engine.vocabularies
+    with pytest.raises(TypeError):
+        rows.place(draw(0) | {"tags": np.ones((B, 3))})
+    assert (maps.placed, len(maps)) == (0, 0)
+    with pytest.raises(ValueError, match=r"table 'films', .*got keys; .*layer\.place"):
+        rows(draw(0))
+    ahead = rows.engine.place(draw(0))
+    with pytest.raises(ValueError, match="got one that is not admitted"):
+        rows(ahead)
+    with pytest.raises(ValueError, match="the batch of step 1"):
+        rows.place(draw(1))  # an earlier one waits
+    assert maps.placed == 1
+    step_of_rows(rows, rows.admit(ahead))
+    step_of_rows(rows, rows.place(draw(1)))
+    assert (maps.placed, maps.admitted) == (2, 2)
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_tables_are_updated_in_place(linear):
+    size = 500_000
+    tables = [TableConfig(size, 16, name=name, optimizer=o.Adagrad(0.1)) for name in "ab"]
+    config = {table.name: FeatureConfig(table) for table in tables}
+    rows = nn.Embeddings(config, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    batch = rows.place({"a": np.arange(64), "b": np.arange(64)})
+
+    def step(graphdef, state, batch):
+        rows = nnx.merge(graphdef, state)
+        power = 1 if linear else 2
+        loss = nn.fused_value_and_grad(lambda m: sum((x**power).sum() for x in m(batch).values()))
+        return loss(rows)[0], nnx.state(rows)
+
+    graphdef, state = nnx.split(rows)
+    lowered = jax.jit(step, static_argnums=0, donate_argnums=1).lower(graphdef, state, batch)
+    memory: Any = lowered.compile().memory_analysis()
+    assert memory.temp_size_in_bytes < size * 16 * 4 / 64
+    assert memory.alias_size_in_bytes > 4 * size * 16 * 4  # two tables and their slots
+
+
+# -- where a lookup may stand ----------------------------------------------------------------------
+
+
+look_up = nnx.jit(nnx.remat(lambda rows, ids: rows(ids)))
+
+
+def test_nested_functions_of_nnx_and_merged_models_train_alike():
+    config = {"a": FeatureConfig(TableConfig(30, 4, name="a", optimizer=o.Adagrad(0.5)))}
+    tables, ids = [], {"a": jnp.arange(8)}
+
+    def nested(rows, ids):
+        return look_up(nnx.merge(*nnx.split(rows)), ids)
+
+    for look in (nested, lambda rows, ids: rows(ids)):
+        rows = nn.Embeddings(config, mesh=mesh_of(2), rngs=nnx.Rngs(0))
+
+        def loss(rows, look=look):
+            return (look(rows, ids)["a"] * look(rows, {"a": ids["a"] + 1})["a"]).sum()
+
+        for _ in range(3):  # the compiled function of nnx is not traced again
+            nn.fused_value_and_grad(loss)(rows)
+        assert int(rows.step[...]) == 3
+        tables.append(rows.engine.tables(rows.state)["a"])
+    np.testing.assert_allclose(*tables, rtol=1e-6)
+
+
+def _nnx_scan(bag, ids):
+    run = nnx.scan(lambda bag, x: bag(x), in_axes=(None, 0), out_axes=0)
+    return run(bag, ids[:, None])
+
+
+def _nnx_scan_carry(bag, ids):
+    axes = {"in_axes": (nnx.Carry, 0), "out_axes": (nnx.Carry, 0)}
+    return nnx.scan(lambda bag, x: (bag, bag(x)), **axes)(bag, ids[:, None])[1]
+
+
+def _nnx_cond(bag, ids):
+    return nnx.cond(ids.sum() > 0, lambda b: b(ids), lambda b: b(ids) * 2, bag)
+
+
+def _custom_jvp(bag, ids):
+    @jax.custom_jvp
+    def scaled(x):
+        return bag(ids) * x
+
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), bag(ids) * tangents[0]))
+    return scaled(jnp.float32(1))
+
+
+def _by_weights(bag, ids):
+    return jax.grad(lambda w: bag(ids[:, None], w).sum())(jnp.ones((8, 1)))
+
+
+def _copied(bag, ids):
+    return nnx.merge(*nnx.split(bag), copy=True)(ids)
+
+
+def _custom_vjp(bag, ids):
+    graphdef, state = nnx.split(bag)
+
+    @jax.custom_vjp
+    def looked_up(state, ids):
+        return nnx.merge(graphdef, state)(ids)
+
+    looked_up.defvjp(lambda *args: (looked_up(*args), None), lambda _, g: (None, None))
+    return looked_up(state, ids)
+
+
+REFUSED = {
+    "jax.jit": lambda bag, ids: jax.jit(lambda ids: bag(ids))(ids),
+    "jax.checkpoint": lambda bag, ids: jax.checkpoint(lambda ids: bag(ids))(ids),
+    "scan": lambda bag, ids: jax.lax.scan(lambda c, x: (c, bag(x)), 0, ids[:, None])[1],
+    "cond": lambda bag, ids: jax.lax.cond(ids.sum() > 0, bag, lambda x: 2 * bag(x), ids),
+    "vmap": lambda bag, ids: jax.vmap(bag)(ids[:, None]),
+    "while": lambda bag, ids: jax.lax.fori_loop(0, 2, lambda _, x: x + bag(ids).sum(), 0.0),
+    "custom_jvp": _custom_jvp,
+    "a derivative by weights": _by_weights,
+    "custom_vjp": _custom_vjp,
+    "a copy": _copied,
+    "nnx.clone": lambda bag, ids: nnx.clone(bag)(ids),
+    "nnx.vmap": lambda bag, ids: nnx.vmap(lambda b, x: b(x), in_axes=(None, 0))(bag, ids[:, None]),
+    "nnx.scan": _nnx_scan,
+    "nnx.scan's carry": _nnx_scan_carry,
+    "nnx.cond": _nnx_cond,
+}
+
+
+@pytest.mark.filterwarnings("ignore:table 'films' .* is looked up under differentiation")
+@pytest.mark.parametrize("way", REFUSED)
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.whole)])
+def test_a_lookup_whose_gradient_would_be_lost_is_an_error(way, jitted):
+    table = TableConfig(30, 4, name="films", combiner="sum", optimizer=o.SGD(0.5))
+    model = nnx.Dict(a=nn.EmbeddingBag(table, mesh=mesh_of(1), rngs=nnx.Rngs(0)))
+    before = np.asarray(model.a.embedding)
+
+    def step(model, ids):
+        return nn.fused_value_and_grad(lambda m: (REFUSED[way](m.a, ids) ** 2).sum())(model)[0]
+
+    with pytest.raises(ValueError, match=r"layer 'a': expected lookups in plain code, nnx\.jit"):
+        (nnx.jit(step) if jitted else step)(model, jnp.arange(8))
+    np.testing.assert_array_equal(model.a.embedding, before)
+    assert (model.a.seen, model.a.tap) == (None, None)
+    nn.fused_value_and_grad(lambda m: m.a(np.arange(8)).sum())(model)  # it can be trained
+    assert int(model.a.step[...]) == 1
+
+
+def test_a_lookup_past_the_layer_is_named():
+    rows = nn.Embeddings(features(), o.Adagrad(0.25), mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    batch = rows.place(draw(0))
+    with pytest.warns(UserWarning, match="layer '': its table is a constant where the function"):
+        nn.fused_value_and_grad(lambda m: loss_of(m.engine.lookup(m.state, batch)))(rows)
+    assert int(rows.step[...]) == 0
+
+
+def test_members_of_an_ensemble_are_mapped():
+    """Models with tables of their own, trained by one vmap, as one by one."""
+    table = TableConfig(30, 4, name="films", optimizer=o.Adagrad(0.5))
+    bags = [nn.EmbeddingBag(table, mesh=mesh_of(2), rngs=nnx.Rngs(seed)) for seed in range(2)]
+    graphdef, _ = nnx.split(bags[0])
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *[nnx.state(bag) for bag in bags])
+    ids = np.stack([np.arange(8), np.arange(8) + 3])
+
+    def step(state, ids):
+        bag = nnx.merge(graphdef, state)
+        value, _ = nn.fused_value_and_grad(lambda bag: (bag(ids) ** 2).sum())(bag)
+        return nnx.state(bag), value
+
+    state, values = jax.jit(jax.vmap(step))(stacked, ids)
+    for member, bag in enumerate(bags):
+        value, _ = nn.fused_value_and_grad(lambda b, m=member: (b(ids[m]) ** 2).sum())(bag)
+        np.testing.assert_allclose(values[member], value, rtol=1e-6)
+        own = nnx.merge(graphdef, jax.tree.map(lambda x, m=member: x[m], state))
+        np.testing.assert_array_equal(own.embedding, bag.embedding)

@@ -1,0 +1,486 @@
+"""What layers have in common: an engine, its state in variables, and lookups that a step can find.
+
+During a training step (`program.py`) a layer has two further variables. `seen` collects what it has
+looked up, and `tap` has zeros for each of these lookups, which become part of the activations: the
+gradient by them is that of the activations. Both are variables, so that they pass through
+`nnx.jit` and `nnx.remat` as the rest of the model does.
+
+Input: a placed batch, or ids by feature. Output: activations; after a step, the new state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.errors import TraceContextError
+
+from tpu_embed._checks import message, refuse_derivatives
+from tpu_embed._signals import SignalsDeferred
+from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
+from tpu_embed.core.batch import Batch
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.ids import narrow_ids, read_ids
+from tpu_embed.core.layout import Stack
+from tpu_embed.core.lookup import Jagged, split_activations
+from tpu_embed.core.state import TableState, check_state
+from tpu_embed.engine_layer import EngineLayer
+from tpu_embed.nn.untrained import warn_if_differentiated
+from tpu_embed.nn.variables import Counter, MapVersion, Seen, Slot, Table, Tap, attributes, state_of
+from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.sparse import known_after, tapped
+
+FEATURE = "ids"
+"""The name of the only feature of a layer with one."""
+
+STATE = (Table, Slot, Counter, MapVersion)
+"""The types of the variables that hold a layer's state."""
+
+
+class Lookup(NamedTuple):
+    """One lookup of a layer in a training step.
+
+    Attributes:
+      ids: a placed batch, or integers `[B, …]` of each feature, as the layer was given them.
+      weights: one weight per id likewise, or None.
+      values: the float arrays of the activations while their shapes are not known; then None.
+    """
+
+    ids: Any
+    weights: Any
+    values: Any
+
+
+_calls: ContextVar[list[EmbeddingEngine] | None] = ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def count_calls() -> Iterator[list[EmbeddingEngine]]:
+    """Collect the engines of all lookups that note themselves in this context, in any copy."""
+    found: list[EmbeddingEngine] = []
+    token = _calls.set(found)
+    try:
+        yield found
+    finally:
+        _calls.reset(token)
+
+
+class TableLayer(nnx.Module, EngineLayer):
+    """A layer with an engine, whose state is in its variables."""
+
+    tables: nnx.Dict
+    slots: nnx.Dict
+    step: Counter
+    bad_ids: Counter
+    overflows: Counter
+    seen: Seen | None = None
+    tap: Tap | None = None
+    only: str | None = None
+    """The name of its only feature, without which ids and activations are given; None: they have
+    the structure of the features."""
+
+    def begin(self, features: PyTree, optimizer: Any, rngs: nnx.Rngs, **options: Any) -> None:
+        """Make the engine, and the variables of its state.
+
+        Args:
+          features: the features of the engine.
+          optimizer: of its tables that have none of their own.
+          rngs: `params` initializes the rows.
+          options: further arguments of `EmbeddingEngine`.
+
+        Raises:
+          ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
+            arguments.
+        """
+        self.engine = EmbeddingEngine(features, optimizer, **options)
+        for stack in self.engine.layout.stacks:
+            _refuse_host_rate(stack)
+        _engines[self.engine] = optimizer, {}
+        for name, value in attributes(self.engine.init(rngs.params())).items():
+            setattr(self, name, _nested(value))
+
+    @property
+    def state(self) -> TableState:
+        """The state of the engine, whose arrays are physical."""
+        return state_of(vars(self))
+
+    @property
+    def state_variables(self) -> list[Any]:
+        """The variables that hold the state: `Table`s, `Slot`s, `Counter`s and `MapVersion`s."""
+        inside = (value for _, value in nnx.iter_graph(self))
+        return [value for value in inside if isinstance(value, STATE)]
+
+    def set_state(self, state: TableState) -> None:
+        """Replace the tables, slots, step and counters.
+
+        Args:
+          state: a state of this layer's engine.
+
+        Raises:
+          ValueError: the state is that of another engine. Nothing is replaced then.
+        """
+        check_state(state, self.engine.layout)
+        nnx.update(self, nnx.State(attributes(state)))
+
+    def admit(self, batch: Batch) -> Batch:
+        """Bring the layer to the step of a placed batch; see `EmbeddingEngine.admit`.
+
+        `place` does it itself. It is for batches that a `Prefetcher` has placed ahead.
+
+        Args:
+          batch: what a `Prefetcher` of the layer's engine gave.
+
+        Returns:
+          the admitted batch, which the jitted step takes.
+
+        Raises:
+          ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is.
+        """
+        with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
+            state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
+            self.set_state(state)
+        return admitted
+
+    def bare(self, nest: Any) -> Any:
+        """Return what is in the structure of the features as the layer's user gives it."""
+        alone = isinstance(nest, dict) and [*nest] == [self.only]
+        return nest[self.only] if alone else nest
+
+    def _nest(self, given: Any) -> Any:
+        """Return what `bare` was given; names of inputs are a structure of their own."""
+        plain = self.only is None or given is None or isinstance(given, Mapping)
+        return given if plain else {self.only: given}
+
+    def look_up_batch(self, batch: Batch) -> PyTree:
+        """Return the activations of a placed batch; those of inputs by name have these names.
+
+        Raises:
+          ValueError: whatever `EmbeddingEngine.lookup` refuses.
+        """
+        found = engine_of_batch(self.engine, batch).lookup(self._state_to_read(), batch)
+        return self._noted(batch, None, self.bare(found))
+
+    def look_up(self, features: PyTree, weights: PyTree) -> PyTree:
+        """Return the activations of arrays of ids.
+
+        The number of examples need not divide among the devices, but that of jagged features must.
+
+        Args:
+          features: integers `[B, …]` of each feature.
+          weights: one weight per id likewise, or None.
+
+        Raises:
+          ValueError, TypeError: whatever `EmbeddingEngine.lookup` refuses.
+        """
+        state = self._state_to_read()
+        if any(isinstance(one, Tracer) for one in state.tables.values()):
+            features = jax.tree.map(_traced, features)
+        padded, sizes = pad_examples(self.engine, self._nest(features), self._nest(weights))
+        found = self.engine.lookup(state, *padded)
+        structure, axes = self.engine.structure, self.engine.layout.axes
+        each = structure.match(found, what="activations")
+        # Replicate first: an explicit mesh axis cannot split a count that it does not divide.
+        cut = [
+            x if isinstance(x, Jagged) or x.shape[0] == n else axes.reshard(x, ())[:n]
+            for x, n in zip(each, sizes, strict=True)
+        ]
+        return self._noted(features, weights, self.bare(structure.unflatten(cut)))
+
+    def _state_to_read(self) -> TableState:
+        warn_if_differentiated(self.engine)
+        if self.seen is None:
+            return self.state
+        # So that whatever else is computed from a table can be told from its lookups.
+        return dataclasses.replace(self.state, tables=jax.lax.stop_gradient(self.state.tables))
+
+    def _noted(self, ids: Any, weights: Any, found: PyTree) -> PyTree:
+        """Return activations; during a training step the lookup is noted, and they have taps."""
+        calls = _calls.get()
+        if self.seen is None or calls is None:
+            return found
+        so_far = self.seen.get_raw_value()
+        values, rebuild = split_activations(found)
+        lookup = Lookup(_after(ids, values), weights, None)
+        if self.tap is None:
+            lookup = lookup._replace(values=values)
+        else:
+            values = jax.tree.map(tapped, values, self.tap.get_raw_value()[len(so_far)])
+        calls.append(self.engine)
+        try:
+            self.seen.set_value((*so_far, lookup))
+        except TraceContextError as error:
+            raise not_found(self.seen.get_metadata()["layer"]) from error
+        return rebuild(values)
+
+
+def not_found(path: str) -> ValueError:
+    """Return the error of a lookup that a training step cannot find.
+
+    Args:
+      path: of the layer in its model.
+    """
+    return ValueError(
+        message(
+            f"layer {path!r}",
+            expected="lookups in plain code, nnx.jit or nnx.remat",
+            got="one whose gradient is not found",
+            remedy="look up before jax.jit, jax.checkpoint, scan, vmap, cond, while, shard_map, a "
+            "derivative or a custom rule inside the loss, in the model itself and in no copy of "
+            "it, and hand the activations on",
+        )
+    )
+
+
+def _after(ids: Any, values: PyTree) -> Any:
+    """Return ids that depend on their activations, so that an update waits for the lookup."""
+    found = jax.tree.leaves(values)
+    if isinstance(ids, Batch):
+        last = lambda packed: functools.reduce(lambda x, y: known_after(y, x), found, packed)  # noqa: E731
+        return map_ids(last, ids)
+    each = iter(found)
+    return map_ids(lambda leaf: known_after(next(each), leaf), ids)
+
+
+def map_ids(function: Callable[[Array], Array], ids: Any) -> Any:
+    """Return ids with a function applied to the array of each feature, or to that of a batch."""
+    if isinstance(ids, Batch):
+        return dataclasses.replace(ids, packed=function(ids.packed))
+    return jax.tree.map(function, ids)
+
+
+def _nested(value: Any) -> Any:
+    """Return a nest of dictionaries as a nest of `nnx.Dict`, which nnx needs to find variables."""
+    if not isinstance(value, dict):
+        return value
+    return nnx.Dict({name: _nested(one) for name, one in value.items()})
+
+
+def _refuse_host_rate(stack: Stack) -> None:
+    """Refuse a learning rate that is a callable without arguments.
+
+    Raises:
+      ValueError: the optimizer of the stack has one.
+    """
+    optimizer = stack.optimizer
+    if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
+        raise ValueError(
+            message(
+                f"table {stack.tables[0].name!r}: learning_rate",
+                expected="a number, or a schedule of the step",
+                got="a callable without arguments",
+                remedy="give a schedule: inside a jit such a callable would be read once",
+            )
+        )
+
+
+# -- examples that do not divide among the devices -------------------------------------------------
+
+
+def pad_examples(
+    engine: EmbeddingEngine, features: PyTree, weights: PyTree
+) -> tuple[tuple[PyTree, PyTree], list[int]]:
+    """Return ids and weights with empty examples, until the replicas divide them; and each B.
+
+    Args:
+      engine: the engine.
+      features: integers `[B, …]`, in the structure of its features.
+      weights: one weight per id in the same structure, or None.
+
+    Raises:
+      ValueError: B of a jagged feature is not a multiple of the replicas.
+    """
+    structure, replicas = engine.structure, engine.layout.axes.replicas
+    ids, scales = structure.match_weighted(features, weights)
+    padded = []
+    for feature, x, scale in zip(engine.layout.features, ids, scales, strict=True):
+        count = round_up(x.shape[0], replicas)
+        if feature.config.jagged and (x.ndim != 2 or count != x.shape[0]):
+            expected = f"[B, H] for jagged sequences, where {replicas} replicas divide B"
+            remedy = "tpu_embed.pad_batch adds empty examples"
+            raise ValueError(
+                message(feature.path, expected=expected, got=f"{x.shape}", remedy=remedy)
+            )
+        scale = None if scale is None else pad_rows(scale, count, 0)
+        padded.append((pad_rows(x, count, PADDING_ID), scale))
+    each = (structure.unflatten([pair[i] for pair in padded]) for i in (0, 1))
+    found = next(each), None if weights is None else next(each)
+    return found, [x.shape[0] for x in ids]
+
+
+def round_up(size: int, replicas: int) -> int:
+    """Return the smallest positive multiple of the replicas that is at least a size."""
+    return -(-max(1, size) // replicas) * replicas
+
+
+def pad_rows(array: Any, count: int, fill: int) -> Any:
+    """Return an array with its first axis filled up to a length; the array itself if it has it."""
+    missing = count - array.shape[0]
+    if not missing:
+        return array
+    xp = np if isinstance(array, np.ndarray) else jnp
+    if array.dtype.kind == "u" and fill < 0:  # no unsigned number is padding
+        array = as_signed(array)
+    return xp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)), constant_values=fill)
+
+
+def as_signed(ids: Any) -> Array:
+    """Return integers as int32, or as int64 if their dtype needs it and x64 is on.
+
+    A number too large for the result's dtype becomes the largest one, which is no row of any table.
+
+    Args:
+      ids: integers of any dtype. NumPy arrays are clipped before JAX could wrap them around.
+    """
+    # Bits without the sign: int32 has 31 and fits; uint32 has 32 and needs int64, as int64 does.
+    wide = ids.dtype.itemsize * 8 - (np.dtype(ids.dtype).kind == "i") > 31
+    return narrow_ids(ids, jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
+
+
+def _traced(ids: Any) -> Array:
+    """Return ids inside a program as a part of it, also if their values are known."""
+    return ids if isinstance(ids, Tracer) else jax.lax.optimization_barrier(as_signed(ids))
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
+    """Return the state of a layer after one step, with the gradients of all its lookups.
+
+    Several lookups of ids are one batch of an engine that has each feature several times; the
+    gradients of a row are summed lookup after lookup.
+
+    Args:
+      layer: the layer.
+      lookups: at least one, each with `ids`, `weights` and `gradient`. A placed batch must be the
+        only one.
+
+    Raises:
+      ValueError: a placed batch is not the only lookup; whatever `EmbeddingEngine.update` refuses.
+    """
+    own, state = layer.engine, layer.state
+    gradients = [layer._nest(_not_differentiable(one.gradient)) for one in lookups]
+    if any(isinstance(one.ids, Batch) for one in lookups):
+        if len(lookups) > 1:
+            raise ValueError(
+                message(
+                    f"table {next(iter(own.table_configs))!r}",
+                    expected="a placed batch as the only lookup of a step",
+                    got=f"{len(lookups)} lookups",
+                    remedy='place them together, layer.place({"history": …, "item": …}), join the '
+                    "ids in one batch, or look dense ids up",
+                )
+            )
+        batch = lookups[0].ids
+        return _update(engine_of_batch(own, batch), own, state, batch, gradients[0], None)
+    given = ((layer._nest(one.ids), layer._nest(one.weights)) for one in lookups)
+    padded = [pad_examples(own, *pair)[0] for pair in given]
+    replicas, each = own.layout.axes.replicas, []
+    for gradient in gradients:
+        rows = own.structure.match(gradient, what="gradients")
+        pads = [
+            x if f.config.jagged else pad_rows(x, round_up(x.shape[0], replicas), 0)
+            for f, x in zip(own.layout.features, rows, strict=True)
+        ]
+        each.append(own.structure.unflatten(pads))
+    if len(lookups) == 1:
+        return own.update(state, padded[0][0], each[0], padded[0][1])
+    features, weights = (list(part) for part in zip(*padded, strict=True))
+    if all(one is None for one in weights):
+        weights = None
+    else:  # without weights, those of each feature are None
+        none = own.structure.unflatten([None] * len(own.layout.features))
+        weights = [none if one is None else one for one in weights]
+    engine = _engine_of(own, len(lookups), [own.structure.nest] * len(lookups))
+    return _update(engine, own, state, features, each, weights)
+
+
+def _update(
+    engine: EmbeddingEngine,
+    own: EmbeddingEngine,
+    state: TableState,
+    batch: Any,
+    gradients: PyTree,
+    weights: PyTree,
+) -> TableState:
+    """Return the state after an update by an engine of the same tables with other features."""
+    if engine is own:
+        return engine.update(state, batch, gradients, weights)
+    before = state.counters["bad_ids"]
+    zeros = jnp.zeros(len(engine.layout.features), jnp.int32)
+    state = dataclasses.replace(state, counters={**state.counters, "bad_ids": zeros})
+    new = engine.update(state, batch, gradients, weights)
+    bad_ids = new.counters["bad_ids"]
+    # Features several times: [lookups · F]. Those of inputs by name are of one feature.
+    bad_ids = before + bad_ids.reshape(-1, before.size).sum(0, dtype=jnp.int32)
+    return dataclasses.replace(new, counters={**new.counters, "bad_ids": bad_ids})
+
+
+_not_differentiable = refuse_derivatives(
+    "update of a layer's table",
+    expected="a step that is not differentiated",
+    got="a gradient through it",
+    remedy="differentiate sparse_value_and_grad, and apply the tables' gradients after it",
+)
+
+
+# -- engines of the same tables with other features ------------------------------------------------
+
+_engines: weakref.WeakKeyDictionary[EmbeddingEngine, tuple[Any, dict[Any, EmbeddingEngine]]]
+_engines = weakref.WeakKeyDictionary()
+"""By the engine of a layer: its optimizer, and engines with other features, by a key of these."""
+
+
+def _engine_of(own: EmbeddingEngine, key: Any, features: Any) -> EmbeddingEngine:
+    """Return the engine of other features of the same tables; it is made once for each key."""
+    optimizer, made = _engines[own]
+    if key not in made:
+        axes, blocks = own.layout.axes, own.layout.sum_blocks
+        where: dict[str, Any] = {"mesh": axes.mesh, "batch_axes": axes.batch_axes}
+        maps = own.vocabularies
+        made[key] = EmbeddingEngine(
+            features, optimizer, sum_blocks=blocks, vocabularies=maps, **where
+        )
+    return made[key]
+
+
+def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> EmbeddingEngine:
+    """Return the engine for inputs by name of a layer that has one feature.
+
+    Args:
+      own: the engine of the layer.
+      inputs: the ids of each input. One id per example, `[B]`, is looked up as it is, whatever the
+        layer makes of bags; anything else as the layer's own ids.
+
+    Raises:
+      ValueError: there are no inputs, or a name is not a string.
+    """
+    if not inputs or not all(isinstance(name, str) for name in inputs):
+        got = f"{list(inputs)}"
+        raise ValueError(message("ids", expected="ids by name, a string", got=got))
+    config = own.layout.features[0].config
+    single = dataclasses.replace(config, jagged=False, max_sequence_length=0, keep="first")
+    kinds = tuple((name, _is_single(name, inputs[name])) for name in sorted(inputs))
+    return _engine_of(own, kinds, {name: single if one else config for name, one in kinds})
+
+
+def _is_single(name: str, ids: Any) -> bool:
+    read = read_ids(f"ids {name!r}", ids)
+    return isinstance(read, np.ndarray) and read.ndim == 1
+
+
+def engine_of_batch(own: EmbeddingEngine, batch: Batch) -> EmbeddingEngine:
+    """Return the engine that placed a batch: a layer's own, or one for inputs by name."""
+    for one in (own, *_engines[own][1].values()):
+        if batch.placed_for in (one.layout.placed_for(updates=u) for u in (False, True)):
+            return one
+    return own  # which refuses it
