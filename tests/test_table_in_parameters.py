@@ -4,7 +4,6 @@ Each program of the page is taken as it stands there. Its first part, up to the 
 model; then the rows and the network get the first values of the original, and the loop runs.
 """
 
-import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -115,20 +114,6 @@ def test_a_lookup_has_the_bits_of_the_original(optimizer):
     np.testing.assert_array_equal(table, expected_table)
 
 
-def test_the_state_of_the_optimizer_is_ported_in_the_middle_of_a_run():
-    linen, _ = programs()
-    before, loop = started(linen, "adagrad")
-    first, _ = run(before, loop.replace("batches(50)", "list(batches(50))[:25]"))
-    names, loop = started(applied(fences("diff")[LOOKUP], linen), "adagrad")
-    state = names["optimizer"].init(before["params"])
-    names["params"] = before["params"]
-    names["opt_state"] = dataclasses.replace(state, inner=before["opt_state"])
-    second, table = run(names, loop.replace("batches(50)", "list(batches(50))[25:]"))
-    expected, expected_table = original("adagrad")
-    np.testing.assert_array_equal(np.concatenate([first, second]), expected)
-    np.testing.assert_array_equal(table, expected_table)
-
-
 def assert_near(found, expected):
     """Compare two runs by what float32 leaves open.
 
@@ -157,15 +142,58 @@ def test_a_layer_trains_the_same_model():
     diff = fences("diff")[LAYER]
     assert changed(diff) == 3  # one of which is the optimizer
     linen, nnx = programs()
-    shared = (
-        linen.split("class DLRM")[0] + "def batches" + LOOP.split(linen.split("def batches")[1])[0]
-    )
+    before, after = linen[: linen.index("class DLRM")], linen[linen.index("def batches") :]
+    shared = before + LOOP.split(after)[0]
     names, loop = started(shared + nnx, optimizer)
     copied_to_layers(names["layers"], lambda rows, table: rows.embedding.set_value(table))
     assert_near(run(names, loop), original(optimizer))
     names, loop = started(shared + applied(diff, nnx), optimizer)
     copied_to_layers(names["layers"], lambda rows, table: rows.load(table))
     assert_near(run(names, loop), original(optimizer))
+
+
+def halves(loop):
+    """Return a loop over the first 25 batches, and one over the others."""
+    return [loop.replace("batches(50)", f"list(batches(50))[{part}]") for part in (":25", "25:")]
+
+
+@functools.cache
+def first_half():
+    """Return what the original has trained after 25 steps, on the host, and its losses."""
+    names, loop = started(programs()[0], "adagrad")
+    losses, _ = run(names, halves(loop)[0])
+    trained = {name: names[name] for name in ("params", "opt_state")}
+    return jax.tree.map(np.array, trained), losses
+
+
+def ported(route, snippet):
+    """Run a program after a diff up to its loop, and a snippet of the page on what is trained.
+
+    Args:
+      route: which diff.
+      snippet: a line of the snippet.
+    """
+    names, loop = started(applied(fences("diff")[route], programs()[0]), "adagrad")
+    names |= first_half()[0]
+    (code,) = (code for code in fences("python") if snippet in code)
+    exec(compile(code, str(PAGE), "exec"), names)
+    return names, halves(loop)[1]
+
+
+def test_a_lookup_goes_on_with_the_state_of_an_optimizer_to_the_bit():
+    names, loop = ported(LOOKUP, "ported_state = ")
+    names["opt_state"] = names["ported_state"]
+    losses, table = run(names, loop)
+    expected, expected_table = original("adagrad")
+    np.testing.assert_array_equal(np.concatenate([first_half()[1], losses]), expected)
+    np.testing.assert_array_equal(table, expected_table)
+
+
+def test_an_engine_goes_on_with_a_trained_table():
+    names, loop = ported(ENGINE, "tables = engine.load_arrays(")
+    names |= {"params": names["network"], "opt_state": names["opt_state_of_network"]}
+    losses, table = run(names, loop)
+    assert_near((np.concatenate([first_half()[1], losses]), table), original("adagrad"))
 
 
 def test_a_diff_that_does_not_fit_is_found():
