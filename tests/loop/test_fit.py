@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from loop_cases import (
     DENSE,
     Network,
@@ -100,6 +100,61 @@ def test_any_pytree_is_a_model():
     assert set(report.model) == {"kernel", "bias"}
     assert report.model["bias"] != 0
     assert given["bias"] == 0
+
+
+class Statistics(linen.Module):
+    """A linen network with batch statistics, as a reader would write it."""
+
+    @linen.compact
+    def __call__(self, rows, train):
+        return linen.Dense(1)(linen.BatchNorm(use_running_average=not train)(rows))[:, 0]
+
+
+def test_the_parameters_of_a_linen_network_are_a_model():
+    net = linen.Dense(1)
+    given = net.init(jax.random.key(0), np.ones((8, 2), np.float32))["params"]
+
+    def loss(params, activations, wanted):
+        return ((net.apply({"params": params}, activations["item"])[:, 0] - wanted) ** 2).mean()
+
+    def by_hand(model, activations, wanted):
+        found = activations["item"] @ model["kernel"] + model["bias"]
+        return ((found[:, 0] - wanted) ** 2).mean()
+
+    report = trained(loss=loss, model=given, optimizer=DENSE)
+    expected = trained(loss=by_hand, model=given, optimizer=DENSE)
+    np.testing.assert_array_equal(table(report), table(expected))
+    assert jax.tree.all(jax.tree.map(np.array_equal, report.model, expected.model))
+    assert report.loss == expected.loss
+
+
+def test_batch_statistics_of_linen_go_along_in_a_bridge():
+    """Among a pytree's leaves they get zeros for gradients, and stay as they are."""
+    net, rows = Statistics(), np.ones((8, 2), np.float32)
+    variables = net.init(jax.random.key(0), rows, True)
+
+    def as_pytree(variables, activations, wanted):
+        found, _ = net.apply(variables, activations["item"], True, mutable=["batch_stats"])
+        return ((found - wanted) ** 2).mean()
+
+    def as_module(model, activations, wanted, *, rng=None):
+        train = rng is not None
+        mutable = ["batch_stats"] if train else False
+        return ((model(activations["item"], train, mutable=mutable) - wanted) ** 2).mean()
+
+    report = trained(loss=as_pytree, model=variables, optimizer=DENSE)
+    before, after = variables["batch_stats"], report.model["batch_stats"]
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, after))
+
+    bridge = nnx.bridge.lazy_init(nnx.bridge.ToNNX(net, rngs=nnx.Rngs(0)), rows, True)
+    evaluated = {"evaluation": list(of_items(1)), "evaluate_every": 6}
+    report = trained(loss=as_module, model=bridge, optimizer=DENSE, **evaluated)
+    moved = nnx.state(report.model, nnx.BatchStat)["BatchNorm_0"]
+    assert np.all(moved["mean"][...] != 0)
+    ((ids, wanted),) = of_items(1)
+    found = report.model(engine().lookup(report.state, engine().place(ids))["item"], False)
+    # Compiled as one program there, and one operation after the other here.
+    np.testing.assert_allclose(report.evaluation["loss"], ((found - wanted) ** 2).mean(), rtol=1e-5)
 
 
 def test_steps_count_the_whole_run_and_a_state_may_be_given():
@@ -260,6 +315,28 @@ REFUSED = {
         {"model": {}, "optimizer": o.SGD(0.1)},
         r"transformation of optax, got SGD; .*as_optax",
     ),
+    "a linen module": (
+        {"model": linen.Dense(1), "optimizer": DENSE},
+        r"fit: model: expected a flax nnx module, or a pytree of .*, got Dense, a flax linen "
+        r"module.*; give net\.init\(…\)\[\"params\"\], and call net\.apply",
+    ),
+    "a linen module and its variables": (
+        {"model": (linen.Dense(1), {"kernel": np.ones((2, 1))}), "optimizer": DENSE},
+        r"fit: model\[0\]: expected .*, got Dense, a flax linen module",
+    ),
+    "a function": (
+        {"model": {"w": np.ones(2), "f": jax.nn.relu}, "optimizer": DENSE},
+        r"fit: model\['f'\]: expected .*, got custom_jvp; give the parameters alone",
+    ),
+    "integers": (
+        {"model": {"params": np.ones(2), "step": jnp.zeros((), int)}, "optimizer": DENSE},
+        r"fit: model\['step'\]: expected .* of floating-point arrays, got int32",
+    ),
+    "a Python integer": ({"model": 3, "optimizer": DENSE}, "fit: model: expected .*, got int32"),
+    "a key": (
+        {"model": lambda: [np.ones(2), jax.random.key(0)], "optimizer": DENSE},
+        r"fit: model\[1\]: expected .*, got PRNGKeyArray",
+    ),
     "layers": ({"model": with_layers, "optimizer": DENSE}, "without embedding layers, got Embed"),
     "no function": ({"loss": 3}, "loss: expected a function, got int"),
     "no number": ({"loss": no_number}, r"what loss returned: expected a number.*got \(8, 2\)"),
@@ -296,7 +373,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case):
     options, text = REFUSED[case]
-    made = {"layers": "model", "prefetcher": "evaluation"}.get(case)  # when the test runs
+    made = {"layers": "model", "a key": "model", "prefetcher": "evaluation"}.get(
+        case
+    )  # when the test runs
     options = options | ({made: options[made]()} if made else {})
     with pytest.raises((TypeError, ValueError), match=text):
         trained(**options)

@@ -79,7 +79,8 @@ def fit(
         not been read. It may fill the same arrays with each batch. It is read once; epochs are its
         own. To go on from a checkpoint, either its iterator has `get_state` and `set_state`, or it
         begins anew with the same batches, which are left out.
-      model: a flax nnx module, or any pytree of arrays; None: the tables are all there is.
+      model: a flax nnx module, or any pytree of floating-point arrays, such as the parameters of
+        a linen module; None: the tables are all there is.
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.
         Up to `depth` batches more are read. A run that has as many stays as it is.

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 
 from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array, PyTree
@@ -106,7 +107,7 @@ def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Networ
 
     Raises:
       TypeError: the loss is no function, or takes `step` or `rng` in a way that it would not get
-        it; the model has embedding layers of its own.
+        it; the model has embedding layers of its own, or is no tree of floating-point arrays.
     """
     if not callable(loss):
         remedy = "write a function of the activations and the other parts of a batch"
@@ -114,6 +115,8 @@ def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Networ
         raise TypeError(message("fit: loss", expected="a function", got=got, remedy=remedy))
     keywords = _keywords(loss)
     if not isinstance(model, nnx.Module):
+        for path, leaf in jax.tree.leaves_with_path(model):
+            _check_parameter(jax.tree_util.keystr(path), leaf)
         return Objective(loss, None, model is not None, keywords), Network(model, None)
     if jax.tree.leaves(nnx.state(model, Table)):
         expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
@@ -121,6 +124,26 @@ def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Networ
         raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
     graph, trained, others = nnx.split(model, nnx.Param, ...)
     return Objective(loss, graph, True, keywords), Network(trained, others)
+
+
+def _check_parameter(path: str, leaf: Any) -> None:
+    """Refuse a leaf of a model that is no floating-point array, and so has no gradient.
+
+    Raises:
+      TypeError: it is none.
+    """
+    number = isinstance(leaf, int | float | complex)
+    dtype = jnp.result_type(leaf) if number else getattr(leaf, "dtype", None)
+    named = isinstance(dtype, np.dtype)  # not that of a key of jax.random, or of a torch.Tensor
+    if named and jnp.issubdtype(dtype, jnp.inexact):
+        return
+    got = str(dtype) if named else type(leaf).__name__
+    remedy = "give the parameters alone, and use in the loss what else the model has"
+    if isinstance(leaf, linen.Module):
+        got = f"{got}, a flax linen module, which has no parameters in itself"
+        remedy = 'give net.init(…)["params"], and call net.apply({"params": model}, …) in the loss'
+    expected = "a flax nnx module, or a pytree of floating-point arrays"
+    raise TypeError(message(f"fit: model{path}", expected=expected, got=got, remedy=remedy))
 
 
 def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
