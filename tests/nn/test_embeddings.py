@@ -142,6 +142,42 @@ def test_a_model_is_trained_with_an_optimizer_of_its_own(tmp_path):
         np.testing.assert_array_equal(copied(batch), model(batch))
 
 
+def test_fit_trains_a_model_with_its_tables(tmp_path):
+    """As steps by hand do, also over a break; the network's sums are of other programs."""
+    by_hand, kept = Towers(devices=2), np.asarray(Towers(devices=2).user.kernel[...])
+    optimizer = nnx.Optimizer(by_hand, optax.sgd(0.05), wrt=nnx.Param)
+    labels = [np.random.default_rng(n).normal(size=B).astype(np.float32) for n in range(6)]
+
+    def loss(model, batch, wanted):
+        return ((model(batch) - wanted) ** 2).mean()
+
+    for step in range(6):
+        batch = by_hand.rows.place(draw(step))
+        found = nn.fused_value_and_grad(loss)(by_hand, batch, labels[step])
+        optimizer.update(by_hand, found[1])
+    source = [(draw(step), labels[step]) for step in range(6)]
+    for steps in (3, 6):
+        model = Towers(devices=2)
+        report = tpu_embed.fit(
+            model.rows,
+            loss,
+            source,
+            model=model,
+            optimizer=optax.sgd(0.05),
+            steps=steps,
+            directory=tmp_path / "run",
+            progress=False,
+        )
+    assert (report.step, int(report.model.rows.step[...])) == (6, 6)
+    np.testing.assert_allclose(report.model.user.kernel[...], by_hand.user.kernel[...], rtol=1e-4)
+    assert (np.asarray(report.model.user.kernel[...]) != kept).any()
+    batch, own = (one.rows.place(draw(9), training=False) for one in (report.model, by_hand))
+    np.testing.assert_allclose(report.model(batch), by_hand(own), rtol=1e-4)
+    other = {"model": {"rows": np.ones(2, np.float32)}, "optimizer": optax.sgd(0.05)}
+    with pytest.raises(TypeError, match="fit: model: expected an nnx module that has the layer"):
+        tpu_embed.fit(Towers().rows, loss, source, **other)
+
+
 def test_ids_in_the_jit_whose_number_does_not_divide():
     config = TableConfig(30, 4, combiner="mean", optimizer=o.SGD(0.5))
     pair = {"a": FeatureConfig(config), "b": FeatureConfig(config)}

@@ -25,8 +25,8 @@ NAMES = {
         "vocabulary_scalars vocabulary_statistics write_scalars"
     ),
     "tpu_embed.nn": (
-        "ActivationGradient Counter Embed EmbeddingBag Embeddings MapVersion Slot Table "
-        "TableGradients admit apply_table_gradients fused_value_and_grad "
+        "ActivationGradient Activations Counter Embed EmbeddingBag Embeddings MapVersion Slot "
+        "Table TableGradients admit apply_table_gradients fused_value_and_grad "
         "jagged_attention on_each_replica place sparse_value_and_grad"
     ),
     "tpu_embed.optimizers": (

@@ -26,7 +26,7 @@ from tpu_embed.data.worker import Outcome, Worker
 
 
 class Places(Protocol):
-    """What places batches: an engine, or a `tpu_embed.nn.ModelPlacer`."""
+    """What places batches: an engine."""
 
     intake: Any
 
@@ -67,7 +67,7 @@ class Prefetcher:
 
     Args:
       engine: places the batches; `embedding.engine` for a `TPUEmbedding`, whose `enqueue` takes a
-        placed batch; a `tpu_embed.nn.ModelPlacer` for all layers of a model.
+        placed batch; `model.rows.engine` for a layer of `tpu_embed.nn`.
       batches: any iterable. With several processes, each gives its own parts of the batches, and
         equally many.
       depth: how many batches are read and placed before the loop asks for them; at least 1. So many

@@ -28,10 +28,11 @@ from tpu_embed.loop.reporter import Reporter, Schedule
 from tpu_embed.loop.reports import Losses, Report
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import make_train_step
+from tpu_embed.nn import Embeddings
 
 
 def fit(
-    engine: EmbeddingEngine,
+    engine: EmbeddingEngine | Embeddings,
     loss: Callable[..., Any],
     source: Iterable[Any],
     *,
@@ -68,7 +69,9 @@ def fit(
     SIGTERM to one of them ends all after the same step, which they save together.
 
     Args:
-      engine: of the tables; it has their optimizers.
+      engine: of the tables; it has their optimizers. Or the `nn.Embeddings` of the `model`, whose
+        tables and optimizers' slots are taken, and stand in the model of the report in the end; the
+        loss then calls the model with what it gets in place of ids.
       loss: `loss(activations, *rest)`, or `loss(model, activations, *rest)` if there is a model.
         It returns a number, usually the mean over the batch, or this and a dictionary of named
         numbers, the metrics. It is traced. If it has keyword-only parameters `step` and `rng`, it
@@ -145,8 +148,11 @@ def fit(
       >>> trained.step, trained.loss < 1
       (20, True)
     """
+    rows = engine if isinstance(engine, Embeddings) else None
+    if isinstance(engine, Embeddings):
+        state, engine = engine.state if state is None else state, engine.engine
     placed = _placed(engine, source, weighted=weighted, depth=depth)
-    objective, network = split_model(loss, model)
+    objective, network = split_model(loss, model, rows)
     optimizer = check_optimizer(optimizer, model)
     run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite))
     parts = Parts(engine, micro_batches, whole_features)

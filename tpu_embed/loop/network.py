@@ -24,12 +24,18 @@ from flax import linen, nnx
 
 from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array, PyTree
-from tpu_embed.nn import Table
+from tpu_embed.core.state import TableState
+from tpu_embed.engine_layer import EngineLayer
+from tpu_embed.nn import Activations, Counter, Embeddings, MapVersion, Slot, Table
 
 Metrics = dict[str, Array]
 
 KEYWORDS = ("step", "rng")
 """What a loss gets besides if it has a keyword-only parameter of that name."""
+
+
+_OF_TABLES = (Table, Slot, Counter, MapVersion)
+"""The types of the variables that hold the tables of a model."""
 
 
 class Network(NamedTuple):
@@ -53,18 +59,24 @@ class Objective:
       graph: how a `Network` becomes an nnx module again; None of any other model.
       has_model: whether the loss takes a model.
       keywords: those of `KEYWORDS` that the loss takes.
+      tables: shapes in place of the tables that an nnx module has itself.
     """
 
     loss: Callable[..., Any]
     graph: nnx.GraphDef | None
     has_model: bool
     keywords: tuple[str, ...]
+    tables: Any = None
 
-    def model_of(self, network: Network) -> Any:
-        """Return the model with these arrays, as the loss takes it."""
+    def model_of(self, network: Network, state: TableState | None = None) -> Any:
+        """Return the model with these arrays, and with these tables if it has them itself."""
         if self.graph is None:
             return network.trained if self.has_model else None
-        return nnx.merge(self.graph, network.trained, network.others, copy=True)
+        model = nnx.merge(self.graph, self.tables, network.trained, network.others, copy=True)
+        if state is not None:
+            for _, layer in _tables_of(model):
+                layer.set_state(state)
+        return model
 
     def given(self, step: Any, rng: Any) -> dict[str, Any]:
         """Return those of two values that the loss takes, by their names."""
@@ -93,17 +105,26 @@ class Objective:
         if self.graph is not None and not training:
             model.eval()
         before = _drawn(model)
+        if jax.tree.leaves(self.tables):  # its layer is given what was looked up in place of ids
+            activations = Activations(activations)
         found = self.loss(*([model] if self.has_model else []), activations, *rest, **given)
         loss, metrics = _loss_and_metrics(found)
         if self.graph is None:
             return loss, (metrics, network.others)
         if training and "rng" not in self.keywords:
             _warn_of_repetition(before, _drawn(model))
-        return loss, (metrics, nnx.state(model, nnx.Not(nnx.Param)))
+        return loss, (metrics, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, *_OF_TABLES))))
 
 
-def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Network]:
+def split_model(
+    loss: Callable[..., Any], model: Any, rows: Embeddings | None = None
+) -> tuple[Objective, Network]:
     """Return the loss as a function of arrays, and the arrays of the model.
+
+    Args:
+      loss: the user's function.
+      model: the user's model.
+      rows: the layer of the model that has the tables; None: an engine has them.
 
     Raises:
       TypeError: the loss is no function, or takes `step` or `rng` in a way that it would not get
@@ -115,15 +136,26 @@ def split_model(loss: Callable[..., Any], model: Any) -> tuple[Objective, Networ
         raise TypeError(message("fit: loss", expected="a function", got=got, remedy=remedy))
     keywords = _keywords(loss)
     if not isinstance(model, nnx.Module):
+        if rows is not None:
+            expected, got = "an nnx module that has the layer", type(model).__name__
+            remedy = "give its engine, fit(rows.engine, …, state=rows.state)"
+            raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
         for path, leaf in jax.tree.leaves_with_path(model):
             _check_parameter(jax.tree_util.keystr(path), leaf)
         return Objective(loss, None, model is not None, keywords), Network(model, None)
-    if jax.tree.leaves(nnx.state(model, Table)):
+    graph, tables, trained, others = nnx.split(model, nnx.Any(*_OF_TABLES), nnx.Param, ...)
+    if [layer for _, layer in _tables_of(model)] != ([] if rows is None else [rows]):
         expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
-        remedy = "give its tables to the engine, or train it with nn.fused_value_and_grad"
+        remedy = "give the tables of all of them to one nn.Embeddings, and this in place of the "
+        remedy += "engine, fit(model.rows, …, model=model); or use nn.fused_value_and_grad"
         raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
-    graph, trained, others = nnx.split(model, nnx.Param, ...)
-    return Objective(loss, graph, True, keywords), Network(trained, others)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tables)
+    return Objective(loss, graph, True, keywords, shapes), Network(trained, others)
+
+
+def _tables_of(model: nnx.Module) -> list[tuple[Any, Any]]:
+    """Return the layers of a module that have tables, with their keys."""
+    return [(keys, one) for keys, one in nnx.iter_graph(model) if isinstance(one, EngineLayer)]
 
 
 def _check_parameter(path: str, leaf: Any) -> None:

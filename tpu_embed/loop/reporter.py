@@ -117,7 +117,7 @@ class Reporter:
     def show_best(self, run: Run) -> Report:
         """Return the report of the best evaluation, of a run that has its state and model again."""
         assert self._last is not None
-        again = {"state": run.state, "model": self._objective.model_of(run.network)}
+        again = {"state": run.state, "model": self._objective.model_of(run.network, run.state)}
         report = dataclasses.replace(self._last, steps_per_second=0, **run.best["report"], **again)
         if self._line is not None:
             self._line.show(f"the best: {report.line()}")
@@ -138,7 +138,7 @@ class Reporter:
             evaluation=None,
             steps_per_second=speed,
             state=run.state,
-            model=self._objective.model_of(run.network),
+            model=self._objective.model_of(run.network, run.state),
         )
         over = False
         if evaluates and self._evaluate is not None:

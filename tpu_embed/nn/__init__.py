@@ -19,12 +19,14 @@ from tpu_embed.nn.gradients import (
     fused_value_and_grad,
     sparse_value_and_grad,
 )
+from tpu_embed.nn.layer import Activations
 from tpu_embed.nn.placing import admit, place
 from tpu_embed.nn.program import ActivationGradient
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table
 
 __all__ = [
     "ActivationGradient",
+    "Activations",
     "Counter",
     "Embed",
     "EmbeddingBag",

@@ -24,7 +24,7 @@ from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.ids import RaggedIds, SparseIds, is_real, read_ids
-from tpu_embed.nn.layer import FEATURE, TableLayer, engine_of_inputs
+from tpu_embed.nn.layer import FEATURE, Activations, TableLayer, engine_of_inputs
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
@@ -80,12 +80,12 @@ class Embeddings(TableLayer):
         where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
         self.begin(features, optimizer, rngs, **where, **options)
 
-    def __call__(self, ids: PyTree | Batch, weights: PyTree | None = None) -> PyTree:
+    def __call__(self, ids: PyTree | Batch | Activations, weights: PyTree | None = None) -> PyTree:
         """Return the activations of all features.
 
         Args:
           ids: a batch that `place` returned; or integers `[B, …]`, columns, `SparseIds` or
-            `RaggedIds`, in the structure of the features.
+            `RaggedIds`, in the structure of the features; or what `fit` has looked up.
           weights: one weight per id, in the same structure; they can be differentiated by.
 
         Returns:
@@ -95,6 +95,8 @@ class Embeddings(TableLayer):
           ValueError, TypeError: whatever `EmbeddingEngine.lookup` refuses; keys, or a batch of keys
             that is not admitted.
         """
+        if isinstance(ids, Activations):
+            return ids.found
         if isinstance(ids, Batch) or self.engine.vocabularies is not None:
             return self.look_up_batch(check_placed(self, ids, weights))
         given, _ = self.engine.structure.match_weighted(ids, weights)

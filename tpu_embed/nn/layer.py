@@ -60,6 +60,20 @@ class Lookup(NamedTuple):
     values: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """What was looked up, given to a model in place of ids: its `Embeddings` gives it back.
+
+    `fit` gives it to a loss, so that a model is called in the same way in training and in use.
+
+    Attributes:
+      found: the activations, in the structure of the features.
+    """
+
+    found: Any
+
+
 _calls: ContextVar[list[EmbeddingEngine] | None] = ContextVar("calls", default=None)
 
 
