@@ -169,7 +169,7 @@ class TableLayer(nnx.Module, EngineLayer):
         alone = isinstance(nest, dict) and [*nest] == [self.only]
         return nest[self.only] if alone else nest
 
-    def _nest(self, given: Any) -> Any:
+    def nest(self, given: Any) -> Any:
         """Return what `bare` was given; names of inputs are a structure of their own."""
         plain = self.only is None or given is None or isinstance(given, Mapping)
         return given if plain else {self.only: given}
@@ -198,16 +198,17 @@ class TableLayer(nnx.Module, EngineLayer):
         state = self._state_to_read()
         if any(isinstance(one, Tracer) for one in state.tables.values()):
             features = jax.tree.map(_traced, features)
-        padded, sizes = pad_examples(self.engine, self._nest(features), self._nest(weights))
-        found = self.engine.lookup(state, *padded)
-        structure, axes = self.engine.structure, self.engine.layout.axes
-        each = structure.match(found, what="activations")
+        engine, given = self.engine, self.nest(features)
+        scales = pad_examples(engine, self.nest(weights), 0)
+        found = engine.lookup(state, pad_examples(engine, given, PADDING_ID), scales)
+        both = (engine.structure.match(x, what="features") for x in (found, given))
         # Replicate first: an explicit mesh axis cannot split a count that it does not divide.
+        reshard = engine.layout.axes.reshard
         cut = [
-            x if isinstance(x, Jagged) or x.shape[0] == n else axes.reshard(x, ())[:n]
-            for x, n in zip(each, sizes, strict=True)
+            x if isinstance(x, Jagged) or len(x) == len(ids) else reshard(x, ())[: len(ids)]
+            for x, ids in zip(*both, strict=True)
         ]
-        return self._noted(features, weights, self.bare(structure.unflatten(cut)))
+        return self._noted(features, weights, self.bare(engine.structure.unflatten(cut)))
 
     def _state_to_read(self) -> TableState:
         warn_if_differentiated(self.engine)
@@ -299,51 +300,31 @@ def _refuse_host_rate(stack: Stack) -> None:
 # -- examples that do not divide among the devices -------------------------------------------------
 
 
-def pad_examples(
-    engine: EmbeddingEngine, features: PyTree, weights: PyTree
-) -> tuple[tuple[PyTree, PyTree], list[int]]:
-    """Return ids and weights with empty examples, until the replicas divide them; and each B.
+def pad_examples(engine: EmbeddingEngine, nest: PyTree, fill: int) -> PyTree:
+    """Return arrays of each feature with examples added, until the replicas divide them.
+
+    Those of jagged features stay as they are.
 
     Args:
       engine: the engine.
-      features: integers `[B, …]`, in the structure of its features.
-      weights: one weight per id in the same structure, or None.
-
-    Raises:
-      ValueError: B of a jagged feature is not a multiple of the replicas.
+      nest: arrays `[B, …]`, or None, in the structure of its features; or None.
+      fill: what is in the examples that are added.
     """
-    structure, replicas = engine.structure, engine.layout.axes.replicas
-    ids, scales = structure.match_weighted(features, weights)
-    padded = []
-    for feature, x, scale in zip(engine.layout.features, ids, scales, strict=True):
-        count = round_up(x.shape[0], replicas)
-        if feature.config.jagged and (x.ndim != 2 or count != x.shape[0]):
-            expected = f"[B, H] for jagged sequences, where {replicas} replicas divide B"
-            remedy = "tpu_embed.pad_batch adds empty examples"
-            raise ValueError(
-                message(feature.path, expected=expected, got=f"{x.shape}", remedy=remedy)
-            )
-        scale = None if scale is None else pad_rows(scale, count, 0)
-        padded.append((pad_rows(x, count, PADDING_ID), scale))
-    each = (structure.unflatten([pair[i] for pair in padded]) for i in (0, 1))
-    found = next(each), None if weights is None else next(each)
-    return found, [x.shape[0] for x in ids]
-
-
-def round_up(size: int, replicas: int) -> int:
-    """Return the smallest positive multiple of the replicas that is at least a size."""
-    return -(-max(1, size) // replicas) * replicas
-
-
-def pad_rows(array: Any, count: int, fill: int) -> Any:
-    """Return an array with its first axis filled up to a length; the array itself if it has it."""
-    missing = count - array.shape[0]
-    if not missing:
-        return array
-    xp = np if isinstance(array, np.ndarray) else jnp
-    if array.dtype.kind == "u" and fill < 0:  # no unsigned number is padding
-        array = as_signed(array)
-    return xp.pad(array, ((0, missing), *[(0, 0)] * (array.ndim - 1)), constant_values=fill)
+    if nest is None:
+        return None
+    replicas, padded = engine.layout.axes.replicas, []
+    for feature, x in zip(
+        engine.layout.features, engine.structure.match(nest, what="features"), strict=True
+    ):
+        fixed = x is None or feature.config.jagged
+        missing = 0 if fixed else -x.shape[0] % replicas if x.shape[0] else replicas
+        if missing:
+            x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
+            rest = [(0, 0)] * (x.ndim - 1)
+            xp = np if isinstance(x, np.ndarray) else jnp
+            x = xp.pad(x, ((0, missing), *rest), constant_values=fill)
+        padded.append(x)
+    return engine.structure.unflatten(padded)
 
 
 def as_signed(ids: Any) -> Array:
@@ -381,8 +362,8 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
     Raises:
       ValueError: a placed batch is not the only lookup; whatever `EmbeddingEngine.update` refuses.
     """
-    own, state = layer.engine, layer.state
-    gradients = [layer._nest(_not_differentiable(one.gradient)) for one in lookups]
+    own, state, lookups = layer.engine, layer.state, list(lookups)
+    gradients = [layer.nest(_not_differentiable(one.gradient)) for one in lookups]
     if any(isinstance(one.ids, Batch) for one in lookups):
         if len(lookups) > 1:
             raise ValueError(
@@ -396,26 +377,16 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
             )
         batch = lookups[0].ids
         return _update(engine_of_batch(own, batch), own, state, batch, gradients[0], None)
-    given = ((layer._nest(one.ids), layer._nest(one.weights)) for one in lookups)
-    padded = [pad_examples(own, *pair)[0] for pair in given]
-    replicas, each = own.layout.axes.replicas, []
-    for gradient in gradients:
-        rows = own.structure.match(gradient, what="gradients")
-        pads = [
-            x if f.config.jagged else pad_rows(x, round_up(x.shape[0], replicas), 0)
-            for f, x in zip(own.layout.features, rows, strict=True)
-        ]
-        each.append(own.structure.unflatten(pads))
+    features = [pad_examples(own, layer.nest(one.ids), PADDING_ID) for one in lookups]
+    gradients = [pad_examples(own, one, 0) for one in gradients]
+    weights = [pad_examples(own, layer.nest(one.weights), 0) for one in lookups]
     if len(lookups) == 1:
-        return own.update(state, padded[0][0], each[0], padded[0][1])
-    features, weights = (list(part) for part in zip(*padded, strict=True))
-    if all(one is None for one in weights):
-        weights = None
-    else:  # without weights, those of each feature are None
-        none = own.structure.unflatten([None] * len(own.layout.features))
-        weights = [none if one is None else one for one in weights]
+        return own.update(state, features[0], gradients[0], weights[0])
+    # Beside weights of another lookup, those of each feature are None where there are none.
+    none = own.structure.unflatten([None] * len(own.layout.features))
+    scales = [none if one is None else one for one in weights] if any(weights) else None
     engine = _engine_of(own, len(lookups), [own.structure.nest] * len(lookups))
-    return _update(engine, own, state, features, each, weights)
+    return _update(engine, own, state, features, gradients, scales)
 
 
 def _update(

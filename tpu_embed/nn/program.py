@@ -26,7 +26,6 @@ from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
 from tpu_embed._checks import warn_user
-from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.nn.layer import TableLayer, count_calls, map_ids, not_found
 from tpu_embed.nn.variables import Seen, Table, Tap
 from tpu_embed.sparse import NOTHING, Sources, known_after_ids, propagate
@@ -36,6 +35,8 @@ Path = tuple[Any, ...]
 Layers = Mapping[Path, TableLayer]
 """By the number of a model, followed by the keys to the layer."""
 
+_OfNodes = Callable[[Mapping[int, Any]], tuple[Any, Any]]
+"""A function of nnx nodes by number, which returns (value, aux)."""
 _CONTEXT = "tpu_embed.nn"
 
 
@@ -78,7 +79,7 @@ def is_node(value: Any) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
-def path_of(keys: Path) -> str:
+def path_of(keys: Sequence[Any]) -> str:
     """Return the keys joined by slashes."""
     return "/".join(str(key) for key in keys)
 
@@ -118,21 +119,42 @@ def differentiate(
       TypeError: the value is not a float scalar.
       ValueError: one of the models has a lookup whose gradient cannot be found.
     """
-    program = _Function.of(f, args, kwargs, which)
     layers = layers_of([args[i] for i in which])
+    call, nodes = _function_of_nodes(f, args, kwargs, which)
     with _noting(layers):
-        program.add_taps(layers)
+        _add_taps(call, nodes, layers)
         # The context remembers which objects were split, so that merging the state after the
         # function writes its changes into the user's own models.
         with nnx.update_context(_CONTEXT):
-            traced = _trace(program, len(which), wrt)
-            (value, state), variables, taps = traced.run()
+            traced = _trace(call, nodes, len(which), wrt)
+            (value, state), (by_tap, by_variable) = traced.run()
             with nnx.merge_context(_CONTEXT, inner=False) as context:
                 merged = context.merge(traced.graphdef, state)
-        aux = traced.aux.unflatten([merged["aux"][i] for i in range(len(merged["aux"]))])
-        tables = _gradients(layers, traced, taps, len(which))
-    parts = [variables[i] if i in variables else nnx.State({}) for i in range(len(which))]
-    return Gradients(value, aux, parts, tables)
+        tables = _gradients(layers, traced.reached, by_tap, len(which))
+    aux = traced.aux.unflatten([merged["aux"][i] for i in range(len(merged["aux"]))])
+    variables = [by_variable.get(i, nnx.State({})) for i in range(len(which))]
+    return Gradients(value, aux, variables, tables)
+
+
+def _function_of_nodes(
+    f: Callable[..., Any], args: Sequence[Any], kwargs: Any, which: Sequence[int]
+) -> tuple[_OfNodes, dict[int, Any]]:
+    """Return a user's function of the nodes among its arguments, and these by number.
+
+    The models to differentiate by come first: nnx gives a layer that two of them share to the
+    first, so its gradient is not lost to a model that is not differentiated.
+    """
+    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_node)
+    chosen = [len(jax.tree.leaves(tuple(args[:i]), is_leaf=is_node)) for i in which]
+    others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
+    places = dict(enumerate([*chosen, *others]))
+
+    def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
+        given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in places.items()}
+        args, kwargs = structure.unflatten(given.values())
+        return f(*args, **kwargs)
+
+    return call, {key: leaves[i] for key, i in places.items()}
 
 
 @contextlib.contextmanager
@@ -140,7 +162,7 @@ def _noting(layers: Layers) -> Iterator[None]:
     """Let layers note their lookups in this context."""
     try:
         for (_, *keys), layer in layers.items():
-            layer.seen = Seen((), layer=path_of(tuple(keys)))
+            layer.seen = Seen((), layer=path_of(keys))
         yield
     finally:
         for layer in layers.values():
@@ -148,74 +170,36 @@ def _noting(layers: Layers) -> Iterator[None]:
                 delattr(layer, name)
 
 
-class _Function(NamedTuple):
-    """A user's function, of the nodes among its arguments.
+def _add_taps(call: _OfNodes, nodes: dict[int, Any], layers: Layers) -> None:
+    """Give each layer a tap for each lookup that a function makes.
 
-    Attributes:
-      call: maps nodes by number to what the function returns.
-      nodes: the nodes. The models to differentiate by come first: nnx gives a layer that two of
-        them share to the first, so its gradient is not lost to a model that is not differentiated.
+    Raises:
+      ValueError: a lookup is made where it is not noted.
     """
+    graphdef, state = nnx.split(nodes)
 
-    call: Callable[[Mapping[int, Any]], tuple[Any, Any]]
-    nodes: dict[int, Any]
+    def shapes(state: Any) -> list[list[Any]]:
+        merged = nnx.merge(graphdef, state)
+        call(merged)
+        every = layers_of([merged[key] for key in sorted(merged)])
+        return [[one.values for one in every[path].seen.get_raw_value()] for path in layers]
 
-    @classmethod
-    def of(
-        cls, f: Callable[..., Any], args: Sequence[Any], kwargs: Any, which: Sequence[int]
-    ) -> _Function:
-        """Return the function; see `differentiate`."""
-        leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)), is_leaf=is_node)
-        chosen = [len(jax.tree.leaves(tuple(args[:i]), is_leaf=is_node)) for i in which]
-        others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
-        places = [*chosen, *others]
-
-        def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
-            given = list(leaves)
-            for key, i in enumerate(places):
-                given[i] = nodes[key]
-            args, kwargs = jax.tree.unflatten(structure, given)
-            return f(*args, **kwargs)
-
-        return cls(call, {key: leaves[i] for key, i in enumerate(places)})
-
-    def add_taps(self, layers: Layers) -> None:
-        """Give each layer a tap for each lookup that the function makes.
-
-        Raises:
-          ValueError: a lookup is made where it is not noted.
-        """
-        graphdef, state = nnx.split(self.nodes)
-
-        def shapes(state: Any) -> list[list[Any]]:
-            merged = nnx.merge(graphdef, state)
-            self.call(merged)
-            every = layers_of([merged[key] for key in sorted(merged)])
-            return [[one.values for one in every[path].seen.get_raw_value()] for path in layers]
-
-        with count_calls() as calls:
-            try:
-                found = jax.eval_shape(shapes, state)
-            except (TypeError, ValueError) as error:
-                # What transforms of nnx say of a variable that was changed in them.
-                if "'seen'" in str(error):
-                    raise not_found(_path_of_engine(layers, calls[-1])) from error
+    with count_calls() as calls:
+        try:
+            found = jax.eval_shape(shapes, state)
+        except (TypeError, ValueError) as error:
+            # What transforms of nnx say of a variable that was changed in them.
+            if "'seen'" not in str(error):
                 raise
-        made, noted = collections.Counter(calls), collections.Counter()
-        for layer, lookups in zip(layers.values(), found, strict=True):
-            noted[layer.engine] += len(lookups)
-            layer.tap = Tap(tuple(jax.tree.map(_zeros, lookups)))
-        for engine, count in made.items():
-            if noted[engine] < count:
-                raise not_found(_path_of_engine(layers, engine))
-
-
-def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(shape.shape, shape.dtype)
-
-
-def _path_of_engine(layers: Layers, engine: EmbeddingEngine) -> str:
-    return next(path_of(path[1:]) for path, one in layers.items() if one.engine is engine)
+            found = [[]] * len(layers)
+    lost = collections.Counter(calls)
+    for layer, lookups in zip(layers.values(), found, strict=True):
+        lost[layer.engine] -= len(lookups)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lookups)
+        layer.tap = Tap(tuple(zeros))
+    for (_, *keys), layer in layers.items():
+        if lost[layer.engine] > 0:
+            raise not_found(path_of(keys))
 
 
 class _Traced(NamedTuple):
@@ -231,36 +215,32 @@ class _Traced(NamedTuple):
     """
 
     closed: Any
-    inputs: tuple[Any, Any, Any]
+    inputs: tuple[Any, ...]
     outputs: Any
     graphdef: Any
     aux: Any
-    reached: tuple[Any, Any, Any]
+    reached: tuple[Any, ...]
 
-    def run(self) -> tuple[Any, Any, Any]:
-        """Return (value, state after the function), the gradients of variables, those of taps."""
-        taps, chosen, rest = self.inputs
+    def run(self) -> tuple[Any, Any]:
+        """Return (value, state after the function), and the gradients of taps and variables."""
 
-        def value_of(taps: Any, chosen: Any) -> tuple[Any, Any]:
-            results = jaxpr_as_fun(self.closed)(*jax.tree.leaves((taps, chosen, rest)))
-            return jax.tree.unflatten(self.outputs, results)
+        def value_of(*inputs: Any) -> tuple[Any, Any]:
+            return self.outputs.unflatten(jaxpr_as_fun(self.closed)(*jax.tree.leaves(inputs)))
 
-        both = jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)
-        found, (by_tap, by_variable) = both(taps, chosen)
-        return found, by_variable, by_tap
+        return jax.value_and_grad(value_of, argnums=(0, 1), has_aux=True)(*self.inputs)
 
 
-def _trace(function: _Function, models: int, wrt: Any) -> _Traced:
+def _trace(call: _OfNodes, nodes: dict[int, Any], models: int, wrt: Any) -> _Traced:
     wanted = nnx.filterlib.to_predicate(wrt)
     by = lambda path, value: path[0] < models and wanted(path[1:], value)  # noqa: E731
     with nnx.split_context(_CONTEXT) as context:
-        graphdef, *inputs = context.split(function.nodes, Tap, by, ...)
+        graphdef, *inputs = context.split(nodes, Tap, by, ...)
     static = {}
 
     def pure(*states: Any) -> tuple[Any, Any]:
         with nnx.merge_context(_CONTEXT, inner=True) as context:
             merged = context.merge(graphdef, *states)
-        value, aux = function.call(merged)
+        value, aux = call(merged)
         parts, static["aux"] = jax.tree.flatten(aux, is_leaf=is_node)
         with nnx.split_context(_CONTEXT) as context:
             after = context.split({"models": merged, "aux": dict(enumerate(parts))})
@@ -270,34 +250,33 @@ def _trace(function: _Function, models: int, wrt: Any) -> _Traced:
     with count_calls():
         closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*inputs)
     # One bit per input; the value is the first result.
-    sources = [Sources(1 << i) for i in range(len(closed.jaxpr.invars))]
-    of_value = len(jax.tree.leaves(shapes[0]))
-    found = functools.reduce(operator.or_, propagate(closed.jaxpr, sources)[:of_value], NOTHING)
-    bits = [found.reached >> i & 1 for i in range(len(sources))]
-    reached = jax.tree.unflatten(jax.tree.structure(tuple(inputs)), bits)
-    outputs, both = jax.tree.structure(shapes), (static["graphdef"], static["aux"])
-    return _Traced(closed, tuple(inputs), outputs, *both, reached)
+    numbers = range(len(closed.jaxpr.invars))
+    found = propagate(closed.jaxpr, [Sources(1 << i) for i in numbers])
+    of_value = functools.reduce(operator.or_, found[: len(jax.tree.leaves(shapes[0]))], NOTHING)
+    bits = [of_value.reached >> i & 1 for i in numbers]
+    reached = jax.tree.structure(tuple(inputs)).unflatten(bits)
+    outputs = jax.tree.structure(shapes)
+    return _Traced(closed, tuple(inputs), outputs, **static, reached=reached)
 
 
 def _gradients(
-    layers: Layers, traced: _Traced, by_tap: Any, models: int
+    layers: Layers, reached: tuple[Any, ...], by_tap: Any, models: int
 ) -> list[dict[Path, list[ActivationGradient]]]:
     """Return, for each model, the gradients of the lookups of its layers that reach the value."""
-    reached = dict(nnx.to_flat_state(traced.reached[0]))
-    rest = nnx.to_flat_state(traced.reached[2])
+    taps, rest = dict(nnx.to_flat_state(reached[0])), nnx.to_flat_state(reached[2])
     # …/tables/<stack>
     read = {path[:-2] for path, one in rest if isinstance(one, Table) and one.get_raw_value()}
     found: list[dict[Path, list[ActivationGradient]]] = [{} for _ in range(models)]
-    for path, gradients in nnx.to_flat_state(by_tap):
-        layer, (model, *keys) = layers[path[:-1]], path[:-1]
-        each = zip(
-            layer.seen.get_raw_value(),
-            gradients.get_raw_value(),
-            reached[path].get_raw_value(),
-            strict=True,
-        )
+    for (*path, _), gradients in nnx.to_flat_state(by_tap):
+        (model, *keys), layer = path, layers[tuple(path)]
+        if tuple(path) in read:
+            warn_user(
+                f"layer {path_of(keys)!r}: its table is a constant where the function reads it in "
+                "another way than by a lookup, and gets no gradient there"
+            )
+        three = (layer.seen, gradients, taps[(*path, "tap")])
         mine, others = [], []
-        for lookup, gradient, bits in each:
+        for lookup, gradient, bits in zip(*(one.get_raw_value() for one in three), strict=True):
             if any(jax.tree.leaves(bits)):
                 mine.append(ActivationGradient(lookup.ids, lookup.weights, gradient))
             else:
@@ -307,9 +286,4 @@ def _gradients(
             after = functools.partial(functools.reduce, known_after_ids, others)
             mine[0] = dataclasses.replace(mine[0], ids=map_ids(after, mine[0].ids))
             found[model][tuple(keys)] = mine
-        if path[:-1] in read:
-            warn_user(
-                f"layer {path_of(tuple(keys))!r}: its table is a constant where the function reads "
-                "it in another way than by a lookup, and gets no gradient there"
-            )
     return found
