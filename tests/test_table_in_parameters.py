@@ -117,11 +117,13 @@ def test_a_lookup_has_the_bits_of_the_original(optimizer):
 def assert_near(found, expected):
     """Compare two runs by what float32 leaves open.
 
-    8 devices add up the parts of a batch, in another order than one does: losses near 0.7 were
-    1.2e-7 apart, and the numbers of the table, which are below 1, 6e-8.
+    8 devices add up the parts of a batch, in another order than one does. 50 steps let such
+    differences grow: losses near 0.7 were up to 1.7e-6 apart, depending on the first values, and
+    the numbers of the table, which are below 1, up to 1.5e-7. An Adagrad without optax's epsilon of
+    1e-7 is 5e-5 apart.
     """
     (losses, table), (expected_losses, expected_table) = found, expected
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     np.testing.assert_allclose(table, expected_table, atol=1e-6)
 
 
