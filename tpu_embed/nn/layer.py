@@ -38,6 +38,7 @@ from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, MapVersion, Seen, Slot, Table, Tap, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import known_after, tapped
+from tpu_embed.vocabulary import map_version
 
 FEATURE = "ids"
 """The name of the only feature of a layer with one."""
@@ -128,6 +129,11 @@ class TableLayer(nnx.Module, EngineLayer):
         return state_of(vars(self))
 
     @property
+    def in_jit(self) -> bool:
+        """Whether its tables are traced."""
+        return any(isinstance(one, Tracer) for one in self.state.tables.values())
+
+    @property
     def state_variables(self) -> list[Any]:
         """The variables that hold the state: `Table`s, `Slot`s, `Counter`s and `MapVersion`s."""
         inside = (value for _, value in nnx.iter_graph(self))
@@ -159,6 +165,9 @@ class TableLayer(nnx.Module, EngineLayer):
         Raises:
           ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is.
         """
+        maps = self.engine.vocabularies
+        if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
+            maps.check_next(map_version(self.state), batch.keys)  # of a clone that is left behind
         with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
             state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
             self.set_state(state)
@@ -196,7 +205,8 @@ class TableLayer(nnx.Module, EngineLayer):
           ValueError, TypeError: whatever `EmbeddingEngine.lookup` refuses.
         """
         state = self._state_to_read()
-        if any(isinstance(one, Tracer) for one in state.tables.values()):
+        # Outside of a jit ids are placed, also by the update of a training step.
+        if self.in_jit and (self.seen is None or self.seen.get_metadata()["in_jit"]):
             features = jax.tree.map(_traced, features)
         engine, given = self.engine, self.nest(features)
         scales = pad_examples(engine, self.nest(weights), 0)

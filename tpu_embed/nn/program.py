@@ -162,7 +162,7 @@ def _noting(layers: Layers) -> Iterator[None]:
     """Let layers note their lookups in this context."""
     try:
         for (_, *keys), layer in layers.items():
-            layer.seen = Seen((), layer=path_of(keys))
+            layer.seen = Seen((), layer=path_of(keys), in_jit=layer.in_jit)
         yield
     finally:
         for layer in layers.values():
