@@ -87,14 +87,12 @@ class SparseIds:
           [[0, 0], [0, 1], [2, 0]]
         """
         ragged = RaggedIds.from_lists(bags, weights=weights)
-        # Bags of lengths 2, 0, 1: examples 0 0 2; columns 0 1 2 - 0 0 2 = 0 1 0, because the
-        # column is the entry's number minus the number of its bag's first entry.
         lengths = np.diff(ragged.row_splits)
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        columns = np.arange(len(rows)) - np.repeat(ragged.row_splits[:-1], lengths)
+        rows = np.repeat(np.arange(len(lengths)), lengths)  # lengths 2 0 1: examples 0 0 2
+        indices = np.stack([rows, positions_in_rows(ragged.row_splits)], axis=1)
         longest = int(lengths.max(initial=1))
         shape = (len(lengths), longest if width is None else width)
-        return cls(np.stack([rows, columns], axis=1), ragged.values, shape, ragged.weights)
+        return cls(indices, ragged.values, shape, ragged.weights)
 
     @classmethod
     def from_scipy(cls, ids: Any, *, weights: Any = None) -> SparseIds:
@@ -269,6 +267,13 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
         return value
     bags = read_lists(what, value)
     return read_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
+
+
+def positions_in_rows(row_splits: np.ndarray) -> np.ndarray:
+    """Return the position of every id in its row, int64 `[N]`; the splits are `[R + 1]`."""
+    # Splits 0 2 2 3: positions 0 1 2 - 0 0 2 = 0 1 0.
+    splits = row_splits.astype(np.int64, copy=False)
+    return np.arange(splits[-1]) - np.repeat(splits[:-1], np.diff(splits))
 
 
 def _to_array(what: str, value: Any) -> np.ndarray:

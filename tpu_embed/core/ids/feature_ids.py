@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tpu_embed._types import PADDING_ID
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids.bad_ids import FeatureRules
 
@@ -114,6 +115,23 @@ class HostIds:
     rows: JaggedRows | None = None
     keys: np.ndarray | None = None
     first: np.ndarray | None = None
+
+    def without_absent(self) -> HostIds:
+        """Return the ids without those that are -1, which become padding if the ids are dense."""
+        weights, rows = self.weights, self.rows
+        if self.bags is None:
+            # A weight at a padded position may be any number; it must not count in its bag.
+            if weights is not None:
+                weights = np.where(self.ids == PADDING_ID, weights.dtype.type(0), weights)
+            return dataclasses.replace(self, weights=weights, padded=True)
+        kept = self.ids != PADDING_ID
+        return dataclasses.replace(
+            self,
+            ids=self.ids[kept],
+            bags=self.bags[kept],
+            weights=None if weights is None else weights[kept],
+            rows=rows and rows._replace(places=rows.places[kept]),
+        )
 
 
 def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:

@@ -175,19 +175,6 @@ def give_rows(host: HostIds, rows: np.ndarray) -> HostIds:
       host: the feature, with positions for ids.
       rows: int32 `[n]`, the row of each key; -1: none.
     """
-    if host.bags is None:
-        ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
-        weights, padded = host.weights, host.padded or bool((rows < 0).any())
-        if weights is not None:
-            weights = np.where(ids < 0, weights.dtype.type(0), weights)
-        given = {"ids": ids, "weights": weights, "padded": padded}
-        return dataclasses.replace(host, **given, keys=None, first=None)
-    ids = dispatch.host_kernels().rows_at(rows, _positions(host))
-    bags, weights, places = host.bags, host.weights, host.rows
-    if (ids < 0).any():
-        keep = ids >= 0
-        ids, bags = ids[keep], bags[keep]
-        weights = None if weights is None else weights[keep]
-        places = places and places._replace(places=places.places[keep])
-    given = {"ids": ids, "bags": bags, "weights": weights, "rows": places}
-    return dataclasses.replace(host, **given, keys=None, first=None)
+    ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
+    found = dataclasses.replace(host, ids=ids, keys=None, first=None)
+    return found.without_absent() if host.padded or (rows < 0).any() else found
