@@ -43,23 +43,20 @@ def collect_leaves(what: str, nest: Any) -> list[tuple[str, Any]]:
     Raises:
       ValueError: a leaf is a frame, or a mapping's keys cannot be sorted.
     """
-    found: list[tuple[str, Any]] = []
-    _collect(what, nest, (), found)
-    return found
+    return _leaves(what, nest, "")
 
 
-def _collect(what: str, nest: Any, keys: tuple[Any, ...], found: list[tuple[str, Any]]) -> None:
-    """Append the (path, leaf) pairs below `nest`, which stands under `keys`, to `found`."""
+def _leaves(what: str, nest: Any, path: str) -> list[tuple[str, Any]]:
+    """Return the (path, leaf) pairs of what stands at `path` of the batch."""
     inner = _children(nest)
-    for key, child in inner or ():
-        _collect(what, child, (*keys, key), found)
-    if inner is not None or nest is None:
-        return
-    path = f"{what}: {'/'.join(map(str, keys)) or 'feature'}"
+    if inner is not None:
+        pairs = ((child, structure.join_path(path, key)) for key, child in inner)
+        return [leaf for one in pairs for leaf in _leaves(what, *one)]
+    path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
         got, remedy = type(nest).__name__, "give a dict of its columns"
         raise ValueError(_checks.message(path, expected=_LEAF, got=got, remedy=remedy))
-    found.append((path, nest))
+    return [] if nest is None else [(path, nest)]
 
 
 def _children(nest: Any) -> list[tuple[Any, Any]] | None:
