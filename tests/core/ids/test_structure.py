@@ -130,7 +130,10 @@ def test_configs_are_not_written_to():
         ([TableConfig(5, 2)], r"feature_config: 0: expected a FeatureConfig, got TableConfig"),
         ("text", r"feature_config: expected a FeatureConfig, got 'text'"),
         ({"a": np.zeros(2)}, r"feature_config: a: expected a FeatureConfig, got array"),
-        ({"a/b": _feature(), "a": {"b": _feature()}}, r"path of its own .*got 'a/b' for features 0, 1"),
+        (
+            {"a/b": _feature(), "a": {"b": _feature()}},
+            r"path of its own .*got 'a/b' for features 0, 1",
+        ),
         ({"a": _feature(), 1: _feature()}, r"expected keys that can be sorted, got 'a', 1"),
     ],
 )

@@ -6,7 +6,6 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse
 from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
-    JaggedRows,
     dense_shape,
     part_of_feature,
 )
@@ -23,7 +22,6 @@ __all__ = [
     "FeatureRules",
     "FeatureShape",
     "HostIds",
-    "JaggedRows",
     "RaggedIds",
     "SparseIds",
     "Structure",

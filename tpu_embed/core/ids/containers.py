@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists
+from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists, to_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ class SparseIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        indices, shape = _to_array("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
+        indices, shape = _unmasked("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
         if shape.ndim != 1:
             expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
             raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
@@ -111,18 +111,13 @@ class SparseIds:
           [7, 5]
         """
         indices, values = _scipy_entries(ids)
-        if weights is None:
-            return cls(indices, values, tuple(ids.shape))
-        # Both lists of entries are sorted, so equal places stand at equal positions.
-        places, data = _scipy_entries(weights)
-        if weights.shape != ids.shape or not np.array_equal(places, indices):
-            raise ValueError(
-                _checks.message(
-                    "SparseIds.from_scipy: weights",
-                    expected="entries where the ids are",
-                    got="others",
-                )
-            )
+        data = None
+        if weights is not None:
+            # Both lists of entries are sorted, so equal places stand at equal positions.
+            places, data = _scipy_entries(weights)
+            if weights.shape != ids.shape or not np.array_equal(places, indices):
+                what, expected = "SparseIds.from_scipy: weights", "entries where the ids are"
+                raise ValueError(_checks.message(what, expected=expected, got="others"))
         return cls(indices, values, tuple(ids.shape), data)
 
     @classmethod
@@ -173,7 +168,7 @@ class RaggedIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        _store(self, row_splits=_to_array("RaggedIds.row_splits", self.row_splits))
+        _store(self, row_splits=_unmasked("RaggedIds.row_splits", self.row_splits))
 
     @classmethod
     def from_lists(
@@ -248,7 +243,7 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
       >>> read_ids("x", [[7, 3], [], [5]]).row_splits.tolist()
       [0, 2, 2, 3]
     """
-    if isinstance(value, (SparseIds, RaggedIds)):
+    if values_of(value) is not value:
         return value
     bags = read_lists(what, value)
     return read_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
@@ -261,23 +256,9 @@ def positions_in_rows(row_splits: np.ndarray) -> np.ndarray:
     return np.arange(splits[-1]) - np.repeat(splits[:-1], np.diff(splits))
 
 
-def _to_array(what: str, value: Any) -> np.ndarray:
-    """Return `value` as a NumPy array; an empty list becomes an array of integers.
-
-    Raises:
-      TypeError: `value` is a masked array.
-      ValueError: `value` is nested lists of different lengths.
-    """
-    refuse_masked(what, value)
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        expected, got = "an array", "lists of different lengths"
-        remedy = "from_lists takes one flat list per example"
-        text = _checks.message(what, expected=expected, got=got, remedy=remedy)
-        raise ValueError(text) from error
-    # np.asarray([]) is float64, but an empty list of ids has to count as integers.
-    return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
+def values_of(ids: Any) -> Any:
+    """Return the values of a container; an array as it is."""
+    return ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
 
 
 def refuse_masked(what: str, value: Any) -> None:
@@ -291,12 +272,17 @@ def refuse_masked(what: str, value: Any) -> None:
         raise TypeError(_checks.message(what, expected="an array", got=got, remedy=remedy))
 
 
+def _unmasked(what: str, value: Any) -> np.ndarray:
+    refuse_masked(what, value)
+    return to_array(what, value)
+
+
 def _store(ids: SparseIds | RaggedIds, **fields: Any) -> None:
     """Set fields of a container that is being made, and those that both kinds have."""
     kind = type(ids).__name__
     fields["values"] = read_column(f"{kind}.values", ids.values)
     if ids.weights is not None:
-        fields["weights"] = _to_array(f"{kind}.weights", ids.weights)
+        fields["weights"] = _unmasked(f"{kind}.weights", ids.weights)
     for name, value in fields.items():
         object.__setattr__(ids, name, value)
 
@@ -315,12 +301,11 @@ def _read_bags(
     what = f"{what}: weights"
     scales = read(what, weights)
     counts, lengths = scales.lengths, found.lengths
-    if len(counts) != len(lengths):
-        expected, got = f"{len(lengths)} lists", f"{len(counts)}"
-        raise ValueError(_checks.message(what, expected=expected, got=got))
-    if (counts != lengths).any():
-        row = int(np.argmax(counts != lengths))
-        expected, got = f"{lengths[row]} weights for bag {row}", f"{counts[row]}"
+    if not np.array_equal(counts, lengths):
+        expected, got = f"{len(lengths)} lists", len(counts)
+        if len(counts) == len(lengths):
+            row = (counts != lengths).argmax()
+            expected, got = f"{lengths[row]} weights for bag {row}", counts[row]
         raise ValueError(_checks.message(what, expected=expected, got=got))
     return found.items, found.row_splits, scales.items
 

@@ -167,12 +167,12 @@ def dense_shape(
     # A sequence [B, H] is cut or padded to L bags of one id each: inner (L,), width 1.
     combines = len(shape) > 1 and not sequence
     feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
-    inner = (length,) if length else tuple(shape[1:-1])
+    inner, capacity = (length,) if length else tuple(shape[1:-1]), None
     if config.jagged:
         # Every example gets room for all H ids; what is left of it is taken out at the end.
-        inner = (min(length or shape[1], shape[1]),)
-        return _shared_shape(shape[0], inner, False, 1, weighted, 0)
-    return _shared_shape(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+        inner, capacity = (min(length or shape[1], shape[1]),), 0
+    width = shape[-1] if combines else 1
+    return _shared_shape(shape[0], inner, combines, width, weighted, capacity)
 
 
 _shared_shape = functools.lru_cache(4096)(FeatureShape)

@@ -26,8 +26,8 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, position_in_words, resolve_ids
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds, positions_in_rows
+from tpu_embed.core.ids.bad_ids import FeatureRules, position_in_words, resolve_ids
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, positions_in_rows, values_of
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
 from tpu_embed.core.ids.weights import read_weights
 
@@ -41,15 +41,14 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
 
     Args:
       feature: the feature.
-      ids: `SparseIds` or `RaggedIds`; or integers `[B, H]` if the feature is jagged.
+      ids: `SparseIds` or `RaggedIds` of integers; or integers `[B, H]` if the feature is jagged.
       weights: one per id, inside the container or beside it.
 
     Raises:
-      TypeError, ValueError: as `host_ids`.
+      TypeError, ValueError: as `host_ids`, but for ids that are not integers.
     """
     config, length, jagged = feature.config, feature.length, feature.config.jagged
-    values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
-    check_dtype(feature, values)
+    values = values_of(ids)
     read = {SparseIds: _of_sparse, RaggedIds: _of_ragged}.get(type(ids), _of_dense)
     counts, rows, positions_of, lengths = read(feature, ids)
     numbers = read_weights(feature.path, config.table.dtype, ids, weights)
@@ -151,10 +150,11 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds) -> _Rows:
     steps = np.diff(rows)
     ascend = (steps > 0) | ((steps == 0) & (np.diff(columns) > 0))
     if not ascend.all():
-        entry = int(np.argmin(ascend))
-        got = f"{indices[entry].tolist()} before {indices[entry + 1].tolist()}"
+        first, second = indices[ascend.argmin() :][:2].tolist()
         expected = "SparseIds.indices sorted by row, then column, none twice"
-        raise feature.error(expected=expected, got=got, remedy="SparseIds.from_scipy sorts")
+        raise feature.error(
+            expected=expected, got=f"{first} before {second}", remedy="SparseIds.from_scipy sorts"
+        )
     return _Rows(shape[:-1], rows, lambda: columns, None)
 
 

@@ -19,7 +19,7 @@ from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.columns import is_column
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, position_in_words, resolve_ids
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, values_of
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape
 from tpu_embed.core.ids.flat_ids import flat_ids
 from tpu_embed.core.ids.hashing import hash_ids
@@ -54,24 +54,24 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     """
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
-    read = read_ids(path, ids)
-    if config.table.vocabulary is None:
-        plain = _read(feature, read, weights)
-        return plain if config.table.storage is None else number_ids(plain)
-    values = read.values if isinstance(read, (SparseIds, RaggedIds)) else read
-    if np.ma.getdata(values).dtype.kind in "SUOT":
+    read, living = read_ids(path, ids), config.table.vocabulary is not None
+    if living and values_of(read).dtype.kind in "SUOT":
         try:
             # Of a dictionary-encoded column, `hash_ids` hashes equal strings once.
             read = read_ids(path, hash_ids(ids, None))
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from error
-    numbered, distinct = number_keys(feature, read)
-    return with_keys(_read(feature, numbered, weights), distinct)
+    check_dtype(feature, values_of(read))
+    if living:
+        numbered, distinct = number_keys(read)
+        return with_keys(_read(feature, numbered, weights), distinct)
+    plain = _read(feature, read, weights)
+    return plain if config.table.storage is None else number_ids(plain)
 
 
 def _read(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
     """Return the `HostIds` of an array or a container."""
-    flat = feature.config.jagged or isinstance(ids, (SparseIds, RaggedIds))
+    flat = feature.config.jagged or values_of(ids) is not ids
     return (flat_ids if flat else _dense)(feature, ids, weights)
 
 
@@ -98,8 +98,7 @@ def _check_readable(feature: FeatureRules, ids: Any) -> None:
 
 def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     """Return the `HostIds` of a dense array `[B]`, `[B, H]` or `[B, K, …, H]`."""
-    check_dtype(feature, ids)
-    config, length, width = feature.config, feature.length, ids.shape[-1] if ids.ndim else 0
+    config, length = feature.config, feature.length
     form = dense_shape(feature.path, config, ids.shape, weighted=weights is not None)
     numbers = read_weights(feature.path, config.table.dtype, ids, weights)
 
@@ -108,6 +107,7 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
 
     def cut(array: np.ndarray) -> np.ndarray:
         """Return `[B, L]`, the columns of a sequence `[B, H]` that are kept."""
+        width = array.shape[1]
         if length > width:
             return np.pad(array, ((0, 0), (0, length - width)), constant_values=PADDING_ID)
         if config.keep == "first":
@@ -120,7 +120,7 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
 
     valid, padded = resolve_ids(feature, ids, where, lowest=PADDING_ID)
     if length:
-        valid, padded = cut(valid), padded or width < length
+        valid, padded = cut(valid), padded or ids.shape[1] < length
         numbers = None if numbers is None else cut(numbers)
     # All inner dims become one: [B, K₁, K₂, H] -> [B, K₁ · K₂, H]; a sequence [B, L] -> [B, L, 1].
     shape = (form.batch, form.bags, form.width or 0)

@@ -30,12 +30,12 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 _LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
-def collect_leaves(what: str, nest: Any) -> list[tuple[str, Any]]:
+def collect_leaves(what: str, nest: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of a batch in flattening order, without those that are None.
 
     Args:
       what: the function that was called, for messages.
-      nest: the batch.
+      nest: the batch, or the part of it that stands at `path`.
 
     Returns:
       (path, leaf) pairs; each path begins with `what`.
@@ -43,15 +43,10 @@ def collect_leaves(what: str, nest: Any) -> list[tuple[str, Any]]:
     Raises:
       ValueError: a leaf is a frame, or a mapping's keys cannot be sorted.
     """
-    return _leaves(what, nest, "")
-
-
-def _leaves(what: str, nest: Any, path: str) -> list[tuple[str, Any]]:
-    """Return the (path, leaf) pairs of what stands at `path` of the batch."""
     inner = _children(nest)
     if inner is not None:
         pairs = ((child, structure.join_path(path, key)) for key, child in inner)
-        return [leaf for one in pairs for leaf in _leaves(what, *one)]
+        return [leaf for one in pairs for leaf in collect_leaves(what, *one)]
     path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
         got, remedy = type(nest).__name__, "give a dict of its columns"
@@ -172,15 +167,17 @@ def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:
       ragged: whether it is `RaggedIds`, which may hold m rows for each of B examples.
     """
     pairs = list(zip(rows, ragged, strict=True))
-    known = {n for n, many in pairs if n and not many}
-    if not known:
-        known = {min(filter(None, rows), default=1)}
+    known = {n for n, many in pairs if n and not many} or {min(filter(None, rows), default=1)}
     # 12 rows beside arrays of 3 and 4 examples: the largest divisor, 4, so 3 rows per example.
     return [max((b for b in known if many and n % b == 0), default=n) for n, many in pairs]
 
 
 def _padded(leaf: Any, added: int) -> Any:
-    """Return a leaf with `added` empty rows appended."""
+    """Return a leaf with `added` empty rows appended.
+
+    In an array these are -1 if it holds integers, 0 if it holds floats, None if it holds strings,
+    and masked if it holds unsigned integers.
+    """
     if isinstance(leaf, SparseIds):
         rows, *inner = leaf.dense_shape
         return dataclasses.replace(leaf, dense_shape=(rows + added, *inner))
@@ -188,21 +185,12 @@ def _padded(leaf: Any, added: int) -> Any:
         # Splits 0 2 2 3 and two empty rows: 0 2 2 3 3 3.
         splits = np.pad(leaf.row_splits, (0, added), mode="edge")
         return dataclasses.replace(leaf, row_splits=splits)
-    return _padded_array(leaf, added)
-
-
-def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
-    """Return `[B + added, …]`.
-
-    Integers are padded with -1, floats with 0, strings with None; unsigned integers are masked.
-    """
-    if array.dtype.kind in "SU":
-        array = array.astype(object)
-    missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
-    fill = {"i": PADDING_ID, "O": None}.get(values.dtype.kind, 0)
-    if values.dtype.kind in "iO":
-        values, missing = np.where(missing, fill, values), np.zeros_like(missing)
+    if leaf.dtype.kind in "SU":
+        leaf = leaf.astype(object)
+    values, kind = np.ma.getdata(leaf), leaf.dtype.kind
     rows = (added, *values.shape[1:])
-    padded = np.concatenate([values, np.full(rows, fill, values.dtype)])
-    masked = np.concatenate([missing, np.full(rows, values.dtype.kind == "u")])
-    return mask_missing(padded, masked)
+    padded = np.concatenate([values, np.zeros(rows, values.dtype)])
+    missing = np.concatenate([np.ma.getmaskarray(leaf), np.full(rows, kind in "iuO")])
+    if kind in "iO":
+        return np.where(missing, PADDING_ID if kind == "i" else None, padded)
+    return mask_missing(padded, missing)

@@ -307,8 +307,8 @@ def _collect(nest: Any, path: str = "") -> list[tuple[str, Any]]:
 
 def _part(nest: Any, values: Any) -> Any:
     """Return the part of a configuration whose keys the mappings in `values` have."""
-    inner, given, alike = children(nest), *_given(nest, values)
-    if inner is None or given is None or not alike:
+    inner, (values, given) = children(nest), _given(nest, values)
+    if inner is None or given is None or _kind(values) != _kind(nest):
         return nest
     known, may_lack = dict(inner), isinstance(nest, Mapping)
     if not known.keys() >= given.keys() or (len(given) < len(known) and not may_lack):
@@ -332,27 +332,29 @@ def _kind(nest: Any) -> str | type:
     Any mapping matches any other mapping, but a list does not match a tuple.
     """
     if isinstance(nest, Mapping):
-        return "mapping"
+        return "a mapping"
     if isinstance(nest, (list, tuple)) and _field_names(nest) is None:
-        return "list" if isinstance(nest, list) else "tuple"
+        return "a list" if isinstance(nest, list) else "a tuple"
     return type(nest)
 
 
-def _given(nest: Any, values: Any) -> tuple[Mapping[Any, Any] | None, bool]:
-    """Return the children of `values` by key, and whether it is a container such as `nest`.
+def _given(nest: Any, values: Any) -> tuple[Any, Mapping[Any, Any] | None]:
+    """Return `values`, a frame as the mapping that `nest` is, and their children by key.
 
     None in place of the children is a leaf. The keys of a mapping need not be sortable among
     themselves: they are checked against those of `nest`.
     """
+    if isinstance(values, _LEAVES):
+        return values, None
     if isinstance(nest, Mapping):
         values = select_columns(values, nest)
     inner = values if isinstance(values, Mapping) else children(values)
-    return inner if inner is None else dict(inner), _kind(values) == _kind(nest)
+    return values, None if inner is None else dict(inner)
 
 
 def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[Any]:
     """Return the leaves of `values`, following `nest`; raise where they differ."""
-    inner, given, alike = children(nest), *_given(nest, values)
+    inner, (values, given) = children(nest), _given(nest, values)
     where = f"{what}: {path or 'the top'}"
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.
@@ -362,7 +364,7 @@ def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[
         remedy = "a column may be a list, not a tuple" if may else ""
         expected, got = "one feature's value", _named(values)
         raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
-    if given is None or not alike:
+    if given is None or _kind(values) != _kind(nest):
         raise TypeError(_checks.message(where, expected=_named(nest), got=_named(values)))
     _check_keys([key for key, _ in inner], list(given), path, what)
     below = [(child, given[key], join_path(path, key)) for key, child in inner]
@@ -371,7 +373,7 @@ def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[
 
 def _named(nest: Any) -> str:
     kind = _kind(nest)
-    return f"a {kind}" if isinstance(kind, str) else f"{kind.__name__}"
+    return kind if isinstance(kind, str) else kind.__name__
 
 
 def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tpu_embed import _checks
 from tpu_embed.columns import read_lists
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds, refuse_masked
+from tpu_embed.core.ids.containers import RaggedIds, refuse_masked, values_of
 
 
 def is_real(dtype: Any) -> bool:
@@ -40,7 +40,8 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
       TypeError: a masked array.
     """
     what, kind = f"weights of {path}", type(ids).__name__
-    in_bags = isinstance(ids, (SparseIds, RaggedIds))
+    values = values_of(ids)
+    in_bags = values is not ids
 
     def error(expected: str, got: str, remedy: str = "") -> ValueError:
         return ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
@@ -70,7 +71,7 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
         weights = ids.weights
     if weights is None:
         return None
-    weights, shape = np.asarray(weights), (ids.values if in_bags else ids).shape
+    weights, shape = np.asarray(weights), values.shape
     if weights.shape != shape:
         raise error(f"shape {shape}, as the ids", f"shape {weights.shape}")
     if not is_real(weights.dtype):
@@ -81,7 +82,6 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
         numbers = weights.astype(np.float64 if dtype == "float64" else np.float32, copy=False)
     finite = np.isfinite(numbers)
     if not finite.all():
-        # argmin of bools is the flat index of the first False.
-        at = tuple(int(i) for i in np.unravel_index(np.argmin(finite), shape))
-        raise error(f"numbers finite in {numbers.dtype}", f"{weights[at]} at {list(at)}")
+        at = np.argwhere(~finite)[0].tolist()
+        raise error(f"numbers finite in {numbers.dtype}", f"{weights[*at]} at {at}")
     return numbers
