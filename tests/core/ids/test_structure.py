@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, children, flatten
+from tpu_embed.core.ids import RaggedIds, SparseIds
+from tpu_embed.core.ids.structure import children, flatten
 
 
 class Pair(NamedTuple):

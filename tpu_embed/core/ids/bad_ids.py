@@ -10,7 +10,7 @@ int32 or int64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -74,22 +74,6 @@ class FeatureRules:
             raise self.error(expected=f"ids that give output_shape {wanted}", got=got)
 
 
-def position_in_words(place: Sequence[int], first: str = "example") -> str:
-    """Return where an id is in words, such as "example 2, bag 1, position 0".
-
-    Args:
-      place: its coordinates: the example, the bag if an example has several, the position.
-      first: what the first coordinate counts.
-    """
-    example, *inner = map(int, place)
-    words = [f"{first} {example}"]
-    if len(inner) > 1:
-        words.append(f"bag {inner[0] if len(inner) == 2 else tuple(inner[:-1])}")
-    if inner:
-        words.append(f"position {inner[-1]}")
-    return ", ".join(words)
-
-
 def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
     """Refuse ids that are not integers.
 
@@ -107,15 +91,22 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
 
 
 def resolve_ids(
-    feature: FeatureRules, ids: np.ndarray, where: Callable[[int], str], *, lowest: int
+    feature: FeatureRules,
+    ids: np.ndarray,
+    where: Callable[[int], Iterable[int]],
+    *,
+    lowest: int,
+    first: str = "example",
 ) -> tuple[np.ndarray, bool]:
     """Return ids with every bad one resolved; -1 stands for those that are left out.
 
     Args:
       feature: the feature.
       ids: integers of any shape; what is masked is left out, whatever `on_bad_id` says.
-      where: maps a flat index to words, for messages.
+      where: maps a flat index to coordinates, for messages: the example, the bag if an example has
+        several, the position.
       lowest: the lowest id that is not bad: -1 where that is padding, otherwise 0.
+      first: what the first coordinate counts.
 
     Returns:
       The ids, int32 or int64, and whether -1 is among them.
@@ -138,7 +129,7 @@ def resolve_ids(
             more = f" (and {count - 1} more)" if count > 1 else ""
             raise feature.error(
                 expected=f"ids in [0, {size}) of table {feature.table_name!r}",
-                got=f"id {ids.flat[at]} at {where(at)}{more}",
+                got=f"id {ids.flat[at]} at {_in_words(where(at), first)}{more}",
                 remedy='on_bad_id="drop" or "clip" of the feature or layer accepts it',
             )
         # Padding is in [lowest, 0).
@@ -147,8 +138,21 @@ def resolve_ids(
         # Clip before the cast: an id of 2**40 would wrap around in int32.
         ids = np.clip(ids, 0, min(size - 1, int(np.iinfo(ids.dtype).max)))
     valid = _cast(feature, ids)
-    # Faster than `np.where`: x | -1 is -1.
-    return (valid, padded) if missing is None else (valid | -missing.astype(valid.dtype), True)
+    if missing is not None:
+        # x | -1 is -1, and faster than a mask. These are no longer the user's own numbers.
+        valid |= -missing.astype(valid.dtype)
+    return valid, padded or missing is not None
+
+
+def _in_words(place: Iterable[int], first: str) -> str:
+    """Return where an id is in words, such as "example 2, bag 1, position 0"."""
+    example, *inner = map(int, place)
+    words = [f"{first} {example}"]
+    if len(inner) > 1:
+        words.append(f"bag {inner[0] if len(inner) == 2 else tuple(inner[:-1])}")
+    if inner:
+        words.append(f"position {inner[-1]}")
+    return ", ".join(words)
 
 
 def _all_below(ids: np.ndarray, size: int) -> bool:
@@ -165,8 +169,7 @@ def _cast(feature: FeatureRules, ids: np.ndarray) -> np.ndarray:
     if feature.vocabulary_size <= _INT32_MAX:
         return ids.astype(np.int32, copy=False)
     # Ids of a table on the host never come to the devices, which get rows for them.
-    on_host = feature.config.table.storage is not None
-    if not on_host and not jax.config.read("jax_enable_x64"):
+    if feature.config.table.storage is None and not jax.config.read("jax_enable_x64"):
         raise feature.error(
             expected=f"a vocabulary of at most {_INT32_MAX} rows while x64 is off",
             got=f"{feature.vocabulary_size} in table {feature.table_name!r}",

@@ -86,9 +86,8 @@ class SparseIds:
         lengths = np.diff(ragged.row_splits)
         rows = np.repeat(np.arange(len(lengths)), lengths)  # lengths 2 0 1: examples 0 0 2
         indices = np.stack([rows, positions_in_rows(ragged.row_splits)], axis=1)
-        longest = int(lengths.max(initial=1))
-        shape = (len(lengths), longest if width is None else width)
-        return cls(indices, ragged.values, shape, ragged.weights)
+        width = int(lengths.max(initial=1)) if width is None else width
+        return cls(indices, ragged.values, (len(lengths), width), ragged.weights)
 
     @classmethod
     def from_scipy(cls, ids: Any, *, weights: Any = None) -> SparseIds:

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embed._types import PADDING_ID
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids.bad_ids import FeatureRules
 
@@ -116,15 +115,18 @@ class HostIds:
     keys: np.ndarray | None = None
     first: np.ndarray | None = None
 
-    def without_absent(self) -> HostIds:
-        """Return the ids without those that are -1, which become padding if the ids are dense."""
+    def only(self, kept: np.ndarray) -> HostIds:
+        """Return the feature with some of its ids, and the weights of these.
+
+        Args:
+          kept: bool, in the shape of the ids; dense ids that are not kept are -1 already.
+        """
         weights, rows = self.weights, self.rows
         if self.bags is None:
             # A weight at a padded position may be any number; it must not count in its bag.
             if weights is not None:
-                weights = np.where(self.ids == PADDING_ID, weights.dtype.type(0), weights)
+                weights = np.where(kept, weights, weights.dtype.type(0))
             return dataclasses.replace(self, weights=weights, padded=True)
-        kept = self.ids != PADDING_ID
         return dataclasses.replace(
             self,
             ids=self.ids[kept],

@@ -18,7 +18,7 @@ flat `HostIds`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.ids.bad_ids import FeatureRules, position_in_words, resolve_ids
+from tpu_embed.core.ids.bad_ids import FeatureRules, resolve_ids
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, positions_in_rows, values_of
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
 from tpu_embed.core.ids.weights import read_weights
@@ -62,12 +62,13 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
         got = f"{shape[0]} x {math.prod(shape[1:])}"
         raise feature.error(expected=f"at most {_INT32_MAX} bags in a batch", got=got)
 
-    def where(at: int) -> str:
-        place = *np.unravel_index(rows[at], counts), positions_of()[at]
-        return position_in_words(place, "example" if counts[0] == shape[0] else "row")
+    def where(at: int) -> Iterable[int]:
+        return *np.unravel_index(rows[at], counts), positions_of()[at]
 
-    valid, absent = resolve_ids(feature, values, where, lowest=0)
-    bags, places, combines = rows, None, not (length or jagged) and num_bags == num_rows
+    of_row = "example" if counts[0] == shape[0] else "row"
+    valid, absent = resolve_ids(feature, values, where, lowest=0, first=of_row)
+    bags, places, kept = rows, None, valid >= 0 if absent else True
+    combines = not (length or jagged) and num_bags == num_rows
     if not combines:
         positions = positions_of()
         if lengths is None:
@@ -76,10 +77,11 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
             lengths[rows] = positions + 1
         limit = length or (_INT32_MAX if jagged else num_bags // max(1, num_rows))
         if lengths.max(initial=0) > limit:
+            inside = positions < limit
             if config.keep == "last":
                 positions = positions - np.maximum(lengths - limit, 0)[rows]
-            outside = (positions < 0) | (positions >= limit)
-            valid, absent = valid | -outside.astype(valid.dtype), True  # x | -1 is -1
+                inside = positions >= 0
+            kept = kept & inside
         if jagged:
             splits = _row_splits(feature, np.minimum(lengths, limit), values.size)
             places = JaggedRows(splits, (splits[rows] + positions).astype(np.int32))
@@ -90,7 +92,7 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
     form = FeatureShape(shape[0], shape[1:], combines, None, numbers is not None, capacity)
     bags = bags.astype(np.int32, copy=False)
     host = HostIds(form, valid, bags, numbers, padded=False, rows=places)
-    return host.without_absent() if absent else host
+    return host if kept is True else host.only(kept)
 
 
 def _row_splits(feature: FeatureRules, lengths: np.ndarray, num_ids: int) -> np.ndarray:

@@ -63,7 +63,7 @@ def _gains_of_ones(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray:
     """Return 1 / d of every id, where d follows from the number of ids in its bag."""
     counts: Any = host.ids.shape[-1]
     if host.bags is not None:
-        _, counts = _runs(host.bags)
+        counts = _runs(host.bags)[1]
     elif host.padded:
         counts = np.count_nonzero(host.ids >= 0, axis=-1, keepdims=True)
     d = np.maximum(counts, 1) if combiner == "mean" else np.sqrt(np.maximum(counts, 1))

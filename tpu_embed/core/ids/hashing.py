@@ -97,7 +97,7 @@ def hash_ids(
         return dataclasses.replace(keys, values=ids_of(keys.values, True))
     bags = read_lists("hash_ids: keys", keys)
     # Lists of equal lengths are an array [B, H].
-    if bags is None or (isinstance(keys, (list, tuple)) and len(set(bags.lengths.tolist())) == 1):
+    if bags is None or (isinstance(keys, (list, tuple)) and not np.ptp(bags.lengths)):
         return ids_of(keys, False)
     return RaggedIds(ids_of(bags.items, True), bags.row_splits)
 

@@ -18,7 +18,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.columns import is_column
 from tpu_embed.config import FeatureConfig
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, position_in_words, resolve_ids
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_ids
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, values_of
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape
 from tpu_embed.core.ids.flat_ids import flat_ids
@@ -61,18 +61,14 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
             read = read_ids(path, hash_ids(ids, None))
         except TypeError as error:
             raise TypeError(f"{path}: {error}") from error
-    check_dtype(feature, values_of(read))
+    values = values_of(read)
+    check_dtype(feature, values)
+    validate = flat_ids if config.jagged or values is not read else _dense
     if living:
-        numbered, distinct = number_keys(read)
-        return with_keys(_read(feature, numbered, weights), distinct)
-    plain = _read(feature, read, weights)
-    return plain if config.table.storage is None else number_ids(plain)
-
-
-def _read(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
-    """Return the `HostIds` of an array or a container."""
-    flat = feature.config.jagged or values_of(ids) is not ids
-    return (flat_ids if flat else _dense)(feature, ids, weights)
+        read, distinct = number_keys(read)
+        return with_keys(validate(feature, read, weights), distinct)
+    host = validate(feature, read, weights)
+    return host if config.table.storage is None else number_ids(host)
 
 
 def _check_readable(feature: FeatureRules, ids: Any) -> None:
@@ -102,9 +98,6 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     form = dense_shape(feature.path, config, ids.shape, weighted=weights is not None)
     numbers = read_weights(feature.path, config.table.dtype, ids, weights)
 
-    def where(at: int) -> str:
-        return position_in_words(np.unravel_index(at, ids.shape))
-
     def cut(array: np.ndarray) -> np.ndarray:
         """Return `[B, L]`, the columns of a sequence `[B, H]` that are kept."""
         width = array.shape[1]
@@ -118,12 +111,14 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
         before = np.maximum(ends - length, 0)[:, None]
         return np.take_along_axis(array, before + np.arange(length), axis=1)
 
-    valid, padded = resolve_ids(feature, ids, where, lowest=PADDING_ID)
+    valid, padded = resolve_ids(
+        feature, ids, lambda at: np.unravel_index(at, ids.shape), lowest=PADDING_ID
+    )
     if length:
         valid, padded = cut(valid), padded or ids.shape[1] < length
-        numbers = None if numbers is None else cut(numbers)
     # All inner dims become one: [B, K₁, K₂, H] -> [B, K₁ · K₂, H]; a sequence [B, L] -> [B, L, 1].
     shape = (form.batch, form.bags, form.width or 0)
-    scale = None if numbers is None else numbers.reshape(shape)
-    host = HostIds(form, valid.reshape(shape), None, scale, padded)
-    return host.without_absent() if padded else host
+    if numbers is not None:
+        numbers = (cut(numbers) if length else numbers).reshape(shape)
+    host = HostIds(form, valid.reshape(shape), None, numbers, padded)
+    return host.only(host.ids >= 0) if padded and form.weighted else host

@@ -160,4 +160,4 @@ def give_rows(host: HostIds, rows: np.ndarray) -> HostIds:
     """
     ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
     found = dataclasses.replace(host, ids=ids, keys=None, first=None)
-    return found.without_absent() if host.padded or (rows < 0).any() else found
+    return found.only(ids >= 0) if host.padded or (rows < 0).any() else found

@@ -143,20 +143,17 @@ def pad_batch(features: Any, multiple: int) -> Any:
     """
     multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
     given = collect_leaves("pad_batch", features)
-    leaves = [(path, read_ids(path, leaf)) for path, leaf in given]
-    rows = [count_rows(path, leaf) for path, leaf in leaves]
-    sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for _, leaf in leaves])
-    added = [-size % multiple for size in sizes]  # size 13, multiple 8: 3
-    # m rows per example: m for each added one.
-    missing = [n * extra // (size or 1) for n, extra, size in zip(rows, added, sizes, strict=True)]
+    leaves = [read_ids(path, leaf) for path, leaf in given]
+    rows = [count_rows(path, leaf) for (path, _), leaf in zip(given, leaves, strict=True)]
+    sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for leaf in leaves])
+    # Size 13 and multiple 8: 3 are missing. Of m rows per example, m for each.
+    pairs = zip(rows, sizes, strict=True)
+    missing = [n * (-size % multiple) // (size or 1) for n, size in pairs]
     # Columns become arrays in any case, so that their type does not depend on the batch size.
-    if not any(missing) and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
+    arrays = np.ndarray, jax.Array, SparseIds, RaggedIds
+    if not any(missing) and all(isinstance(leaf, arrays) for _, leaf in given):
         return features
-    pairs = zip(leaves, missing, strict=True)
-    return rebuild_nest(features, iter([_padded(leaf, extra) for (_, leaf), extra in pairs]))
-
-
-_ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
+    return rebuild_nest(features, map(_padded, leaves, missing))
 
 
 def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:

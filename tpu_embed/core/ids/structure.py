@@ -69,10 +69,9 @@ def select_columns(values: Any, names: Iterable[Any]) -> Any:
         return values
     # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
     there = frame.schema.names if hasattr(frame, "schema") else frame.columns
-    counts = collections.Counter(there) if getattr(there, "nlevels", 1) == 1 else {}
-    found = [name for name in names if name in there]
+    found, counts = [name for name in names if name in there], collections.Counter(there)
     for name in found:
-        if counts.get(name, 1) > 1:
+        if counts[name] > 1:
             what, got = f"column {name!r} of a {type(frame).__name__}", f"{counts[name]} of it"
             raise ValueError(_checks.message(what, expected="one column of each name", got=got))
     return {name: frame[name] for name in found}
@@ -154,9 +153,8 @@ class Structure:
           TypeError, ValueError: as for `match`.
         """
         given = self.match(features, what="features", columns=True)
-        if weights is None:
-            return given, [None] * len(given)
-        return given, self.match(weights, what="weights", columns=True)
+        none = [None] * len(given)
+        return given, none if weights is None else self.match(weights, what="weights", columns=True)
 
     def part(self, values: Any) -> Structure:
         """Return the structure of only those features that `values` has.
@@ -397,5 +395,5 @@ def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> No
 
 
 def _listed(keys: list[Any]) -> str:
-    shown = ", ".join(str(key) for key in keys[:8])
+    shown = ", ".join(map(str, keys[:8]))
     return f"{shown}, …" if len(keys) > 8 else shown

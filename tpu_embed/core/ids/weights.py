@@ -43,7 +43,7 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     values = values_of(ids)
     in_bags = values is not ids
 
-    def error(expected: str, got: str, remedy: str = "") -> ValueError:
+    def error(expected: str, got: Any, remedy: str = "") -> ValueError:
         return ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
 
     if not in_bags and ids.ndim == 1 and weights is not None:
@@ -75,7 +75,7 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     if weights.shape != shape:
         raise error(f"shape {shape}, as the ids", f"shape {weights.shape}")
     if not is_real(weights.dtype):
-        raise error("real numbers", str(weights.dtype))
+        raise error("real numbers", weights.dtype)
     # A float64 weight beyond float32 becomes infinite here and is reported below, without
     # NumPy's warning.
     with np.errstate(over="ignore"):
