@@ -93,7 +93,7 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
 def resolve_ids(
     feature: FeatureRules,
     ids: np.ndarray,
-    where: Callable[[int], Iterable[int]],
+    where: Callable[[int], Iterable[Any]],
     *,
     lowest: int,
     first: str = "example",
@@ -144,7 +144,7 @@ def resolve_ids(
     return valid, padded or missing is not None
 
 
-def _in_words(place: Iterable[int], first: str) -> str:
+def _in_words(place: Iterable[Any], first: str) -> str:
     """Return where an id is in words, such as "example 2, bag 1, position 0"."""
     example, *inner = map(int, place)
     words = [f"{first} {example}"]

@@ -62,7 +62,7 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
         got = f"{shape[0]} x {math.prod(shape[1:])}"
         raise feature.error(expected=f"at most {_INT32_MAX} bags in a batch", got=got)
 
-    def where(at: int) -> Iterable[int]:
+    def where(at: int) -> Iterable[Any]:
         return *np.unravel_index(rows[at], counts), positions_of()[at]
 
     of_row = "example" if counts[0] == shape[0] else "row"

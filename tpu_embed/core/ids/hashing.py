@@ -81,7 +81,7 @@ def hash_ids(
     seed = _check_below("seed", seed, 64, minimum=0)
     bits = 31 if size < 2**31 else 63
     missing = _check_below("missing", missing, bits, minimum=PADDING_ID)
-    dtype = np.dtype(np.int32 if bits == 31 else np.int64)
+    dtype = np.int32 if bits == 31 else np.int64
 
     def ids_of(flat: Any, in_bags: bool) -> np.ndarray:
         hashes, absent = hash_keys(flat, seed)

@@ -54,7 +54,8 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     """
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
-    read, living = read_ids(path, ids), config.table.vocabulary is not None
+    living = config.table.vocabulary is not None
+    read: Any = read_ids(path, ids)
     if living and values_of(read).dtype.kind in "SUOT":
         try:
             # Of a dictionary-encoded column, `hash_ids` hashes equal strings once.

@@ -61,8 +61,8 @@ def number_keys(ids: Any) -> tuple[Any, DistinctKeys]:
     signed = numbers.dtype.kind == "i"
     if values is ids and signed:
         absent = absent | (numbers == PADDING_ID)
-    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
-    distinct = _distinct(keys)
+    wide = np.int64 if signed else np.uint64
+    distinct = _distinct(numbers.astype(wide, copy=False).reshape(-1))
     numbered = mask_missing(distinct.positions.reshape(values.shape), absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)

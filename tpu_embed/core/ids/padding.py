@@ -189,5 +189,6 @@ def _padded(leaf: Any, added: int) -> Any:
     padded = np.concatenate([values, np.zeros(rows, values.dtype)])
     missing = np.concatenate([np.ma.getmaskarray(leaf), np.full(rows, kind in "iuO")])
     if kind in "iO":
-        return np.where(missing, PADDING_ID if kind == "i" else None, padded)
+        padded[missing] = PADDING_ID if kind == "i" else None
+        return padded
     return mask_missing(padded, missing)

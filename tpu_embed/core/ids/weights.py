@@ -46,23 +46,22 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     def error(expected: str, got: Any, remedy: str = "") -> ValueError:
         return ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
 
-    if not in_bags and ids.ndim == 1 and weights is not None:
-        raise error("no weights for ids [B]", "some", "use ids [B, 1]")
     bags = read_lists(what, weights) if isinstance(ids, RaggedIds) else None
     if bags is not None:
         weights = RaggedIds(np.asarray(bags.items), bags.row_splits)
-    if in_bags and isinstance(weights, type(ids)):
-        for name, places in vars(ids).items():
-            if name not in ("values", "weights") and not np.array_equal(
-                vars(weights)[name], places
-            ):
+    if in_bags and type(weights) is type(ids):
+        for name in sorted(vars(ids).keys() - {"values", "weights"}):
+            if not np.array_equal(vars(weights)[name], vars(ids)[name]):
                 raise error(f"the {name} of the ids", "others")
         # A container in `weights=` holds floats as its values, so it must not have weights too.
         if weights.weights is not None:
             raise error(f"floats as {kind}.values", "weights inside too")
         weights = weights.values
+    elif weights is not None and values.ndim == 1 and not in_bags:
+        raise error("no weights for ids [B]", "some", "use ids [B, 1]")
     elif weights is not None and not hasattr(weights, "__array__"):
-        raise error(f"an array{f' or {kind}' * in_bags}, as the ids", type(weights).__name__)
+        expected = f"an array or {kind}, as the ids" if in_bags else "an array, as the ids"
+        raise error(expected, type(weights).__name__)
     refuse_masked(what, weights)
     # Now `weights` are those given beside the ids; the container may have others inside.
     if in_bags and ids.weights is not None:
