@@ -25,7 +25,6 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.batch.stack_view import view_stacks
-from tpu_embed.core.exchange import RowRoute
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,
@@ -80,19 +79,19 @@ class TracedIds:
                 each = [self._gains(f, layout, view.stack.compute_dtype) for f in view.features]
                 gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
-            located.append(LocalIds(RowRoute(None, row_ids), view.bags.dense_bags(), gains))
+            located.append(LocalIds(row_ids, view.dense_bags(), gains))
         bad = jnp.zeros(len(layout.features), jnp.int32)
         return located, bad.at[np.array(numbers)].set(jnp.concatenate(counts))
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
-        """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
+        """Return the row splits `[1, B/S + 1]` of every jagged feature; see `Batch.row_splits`."""
         found = {}
         for f, (ids, shape) in enumerate(zip(self.ids, self.spec.feature_shapes, strict=True)):
             if shape.capacity is None:
                 continue
             dtype = layout.stacks[layout.features[f].stack].index_dtype
             lengths = padded_lengths(_signed(ids, dtype), shape.bags)
-            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
+            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])[None]
         return found
 
     def report(self, bad_ids: Array, layout: Layout) -> None:

@@ -89,18 +89,18 @@ def stack_gradients(
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
-      row_splits: `[B/S + 1]` of every jagged feature.
+      row_splits: `[1, B/S + 1]` of every jagged feature.
       view: the stack.
     """
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
-    for f, size, own in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True):
+    for f, size, own in zip(view.features, view.sizes, view.shapes, strict=True):
         shape, given = (own.bags_of(size), stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
             continue
         given = given.astype(stack.compute_dtype)
         if own.capacity is not None and not own.has_places:
-            given, _ = segments.pad(row_splits[f], given[0], own.bags)
+            given, _ = segments.pad(row_splits[f][0], given[0], own.bags)
         arrays.append(given.reshape(shape))
     return tuple(arrays)

@@ -46,6 +46,7 @@ from tpu_embed.core.place import natural_spec, pack_line
 from tpu_embed.io.serving.fetched import fetched
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
+from tpu_embed.kernels.operands import RowsToSum
 
 
 def serving_lookup(
@@ -247,8 +248,8 @@ class Server:
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                rows = fixed[stack.name].found(ids.rows.index, stack)
-                found |= by_feature(combine(rows, ids, view.bags.sums, stack), view)
+                rows = RowsToSum(*fixed[stack.name].found(ids.index, stack), ids.bags, ids.gains)
+                found |= by_feature(combine(rows, view.sum_layout, stack), view)
         for f, splits in source.row_splits(layout).items():
             found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
         return [found[f] for f in range(len(layout.features))], bad_ids
