@@ -63,7 +63,7 @@ class Programs:
         self._history = np.int32(0 if vocabularies is None else vocabularies.first_history)
         self.traces: collections.Counter[str] = collections.Counter()
         self._made = jax.jit(self._init)
-        # `check_in_place` finds these programs in a user's jaxpr by their names.
+        # A user finds these programs in a jaxpr or a profile by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
         self.visit = jax.jit(named(self._visit, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
