@@ -12,7 +12,7 @@ with the batch dimension sharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import collectives, route
-from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import combine
@@ -64,14 +63,12 @@ def lookup(
     axes = layout.axes
 
     def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
-        located, bad_ids = source.locate(layout)
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             table = tables[view.stack.name]
             activations = _lookup_stack(table, ids, view)
-            found |= by_feature(activations, view)
-        for f, splits in source.row_splits(layout).items():
-            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
+            found |= by_feature(activations, view, splits)
         bad_ids = collectives.psum(bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
 
@@ -111,37 +108,30 @@ def row_splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
     return by_device(axes.reshard(source, source.axes(layout)))
 
 
-def as_jagged(values: Array, row_splits: Array, shape: FeatureShape) -> Jagged:
-    """Return the activation of a jagged feature on one device, with a first axis of one replica.
-
-    Args:
-      values: `[C, D]`; or `[B/S, H, D]` of ids that were traced, and so padded.
-      row_splits: `[1, B/S + 1]`.
-      shape: the feature's shape.
-    """
-    if not shape.has_places:
-        _, values = segments.unpad(values, jnp.diff(row_splits[0]), shape.capacity or 0)
-    return Jagged(values[None], row_splits)
-
-
-def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array]:
+def by_feature(
+    activations: Sequence[Array], view: StackView, row_splits: Mapping[int, Array]
+) -> dict[int, Array | Jagged]:
     """Return the activations of one stack in their features' shapes, by the feature's number.
 
     Args:
       activations: `[bags, D]` per feature of the stack.
       view: the stack.
+      row_splits: `[1, B/S + 1]` of every jagged feature.
     """
-    # [bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
-    # per example, (length,) for a sequence.
-    pairs = zip(view.sizes, view.shapes, strict=True)
-    shapes = [
-        (shape.capacity or 0, view.stack.dim)
-        if shape.has_places
-        else (size, *shape.inner, view.stack.dim)
-        for size, shape in pairs
-    ]
-    each = zip(view.features, activations, shapes, strict=True)
-    return {f: activation.reshape(shape) for f, activation, shape in each}
+    found: dict[int, Any] = {}
+    each = zip(view.features, view.sizes, view.shapes, activations, strict=True)
+    for f, size, shape, values in each:
+        # [bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
+        # per example, (length,) for a sequence. Of a jagged feature every place is a bag.
+        if not shape.has_places:
+            values = values.reshape(size, *shape.inner, view.stack.dim)
+        found[f] = values
+        if shape.capacity is not None:
+            splits = row_splits[f]
+            if not shape.has_places:  # ids that were traced, and so are padded
+                _, values = segments.unpad(values, jnp.diff(splits[0]), shape.capacity)
+            found[f] = Jagged(values[None], splits)
+    return found
 
 
 def _lookup_stack(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:

@@ -178,17 +178,16 @@ def apply_rule(
         else new_slots[name]
         for name, slot in shapes.items()
     }
-    stored = _rounded(new_rows, sums.row_ids, held, stack, step)
+    keys = _row_keys(sums.row_ids, held, stack, step)
+    stored = (
+        storage.encode(new_rows, stack.dtype)
+        if keys is None
+        else stochastic.round_rows(new_rows, keys)
+    )
     return StackShard(
         dispatch.write_ascending_rows(held.table, sums.row_ids, stored, stack.row_format),
         {**held.slots, **written},
     )
-
-
-def _rounded(rows: Array, row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array:
-    """Return new rows `[U, D]` as they are stored, rounded as the stack declares it."""
-    keys = _row_keys(row_ids, held, stack, step)
-    return storage.encode(rows, stack.dtype) if keys is None else stochastic.round_rows(rows, keys)
 
 
 def _row_keys(row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array | None:

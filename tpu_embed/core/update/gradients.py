@@ -25,9 +25,11 @@ from tpu_embed.core.lookup import Jagged, segments
 def check_trainable(what: str, layout: Layout) -> None:
     """Check that every trainable table has an optimizer; see `EmbeddingEngine.check_trainable`."""
     # Only tables that a feature uses can receive gradients; dict.fromkeys drops repeated names.
-    without = {g for g, stack in enumerate(layout.stacks) if stack.optimizer is None}
-    users = [feature for feature in layout.features if feature.stack in without] if without else []
-    bare = dict.fromkeys(user.table.name for user in users if user.config.table.trainable)
+    bare = dict.fromkeys(
+        user.table.name
+        for user in layout.features
+        if user.config.table.trainable and layout.stacks[user.stack].optimizer is None
+    )
     if bare:
         remedy = "give the engine or the tables an optimizer, or set trainable=False"
         expected, got = "an optimizer for every trainable table", f"none for {list(bare)}"

@@ -78,14 +78,11 @@ class Guard:
           bad: what `find` returned.
           refused: bool `[]`, whether the batch was not in order; None: it was.
         """
-        step = {"bad_ids": bad_ids}
-        if bad is not None:
-            step[COUNTER] = bad.astype(jnp.int32)
-        if refused is not None:
-            step[REFUSED] = refused.astype(jnp.int32)
+        step = {"bad_ids": bad_ids, COUNTER: bad, REFUSED: refused}
+        numbers = {name: n.astype(jnp.int32) for name, n in step.items() if n is not None}
         # A restored state may come from an engine with another policy: a counter that it lacks
         # starts at 0, and one that this policy does not use is kept.
-        return {**counters, **{name: counters.get(name, 0) + n for name, n in step.items()}}
+        return {**counters, **{name: counters.get(name, 0) + n for name, n in numbers.items()}}
 
     def find(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> Array | None:
         """Return which features' gradients are not finite, bool `[F]`; None under "allow".

@@ -40,7 +40,6 @@ from tpu_embed.core.update.apply import (
 )
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
-    Gradients,
     Splits,
     bags_to_merge,
     exchange_sums,
@@ -80,28 +79,14 @@ class Operands(NamedTuple):
         return self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
 
 
-class Updated(NamedTuple):
-    """What an update returns.
-
-    Attributes:
-      tables: `TableState.tables` after the update.
-      slots: `TableState.slots` after the update.
-      bad_ids: int32 `[F]`, the bad ids of this step, per feature.
-    """
-
-    tables: dict[str, Array]
-    slots: dict[str, dict[str, Array]]
-    bad_ids: Array
-
-
 def update(
     tables: Mapping[str, Array],
     slots: Mapping[str, dict[str, Array]],
     source: Batch | TracedIds,
     operands: Operands,
     layout: Layout,
-) -> Updated:
-    """Return tables and slots after one update, and what the step adds to the counters.
+) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
+    """Return tables and slots after one update, and the bad ids of this step, int32 `[F]`.
 
     Args:
       tables: `TableState.tables`.
@@ -127,13 +112,13 @@ def update(
             axes.spec(source.axes(layout)),
             Operands(batch, whole, whole, batch, whole),  # type: ignore
         ),
-        out_specs=Updated(table_specs, slot_specs, whole),  # type: ignore
+        out_specs=(table_specs, slot_specs, whole),
         check_vma=False,
     )
     operands = operands._replace(gradients=gradients, reads=reads)
     held = {name: tables[name] for name in table_specs}, {name: slots[name] for name in table_specs}
-    new = step(*held, source, operands)
-    return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
+    new_tables, new_slots, bad_ids = step(*held, source, operands)
+    return {**tables, **new_tables}, {**slots, **new_slots}, bad_ids
 
 
 def _update_device(
@@ -143,33 +128,24 @@ def _update_device(
     slots: dict[str, dict[str, Array]],
     source: Batch | TracedIds,
     operands: Operands,
-) -> Updated:
+) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
     """Do what `update` does on one device, with its shards and its part of the batch."""
     (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
     new_tables, new_slots = {}, {}
     for view in trained:
-        stack, ids = view.stack, located[view.number]
+        stack = view.stack
         held = StackShard(tables[stack.name], slots[stack.name])
-        gradients = stack_gradients(operands.gradients, splits, view)
-        # An update must wait for what was looked up (`lookup/reads.py`), for which the first number
-        # of each activation does. Whatever needs the ids waits for these numbers here. Otherwise a
-        # TPU's compiler reads them when it writes the rows, and keeps whole activations until then.
-        # An empty activation has no number, and nothing was read for it.
-        firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
-        ids, firsts = jax.lax.optimization_barrier((ids, firsts))
         with jax.named_scope(f"update/{stack.label}"):
-            own = operands._replace(reads={stack.name: firsts})
-            held = _apply(held, ids, gradients, view, splits, own)
+            held = _apply(held, located[view.number], view, splits, operands)
             held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
         new_tables[stack.name], new_slots[stack.name] = held
     bad_ids = collectives.psum(bad_ids, layout.axes.batch_axes)
-    return Updated(new_tables, new_slots, bad_ids)
+    return new_tables, new_slots, bad_ids
 
 
 def _apply(
     held: StackShard,
     ids: LocalIds,
-    gradients: Gradients,
     view: StackView,
     splits: Splits,
     operands: Operands,
@@ -184,12 +160,19 @@ def _apply(
     assert optimizer is not None, "only stacks with an optimizer are updated"
     rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(view.number))
     rule = compiled_rule(stack, step, rate)
+    gradients = stack_gradients(operands.gradients, splits, view)
+    # An update must wait for what was looked up (`lookup/reads.py`), for which the first number of
+    # each activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's
+    # compiler reads them when it writes the rows, and keeps whole activations until then. An empty
+    # activation has no number, and nothing was read for it.
+    firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
+    ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
     def to_apply(row_ids: Array) -> Array:
         """Return row ids that depend on all lookups; all padding if the step is skipped."""
         # Adds a zero that is computed from the activations.
-        if reads := operands.reads[stack.name]:
-            row_ids += zero_after(reads).astype(row_ids.dtype)
+        if firsts:
+            row_ids += zero_after(firsts).astype(row_ids.dtype)
         # Nothing is written to padding. A branch around the update would make XLA copy tables and
         # slots.
         if operands.skip is not None:

@@ -37,7 +37,6 @@ from tpu_embed.core.batch import (
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
 from tpu_embed.core.lookup import (
-    as_jagged,
     by_feature,
     combine,
     not_differentiable,
@@ -241,7 +240,7 @@ class Server:
           source: the ids.
         """
         layout = self.layout
-        located, bad_ids = source.locate(layout)
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
         fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
         found: dict[int, Any] = {}
@@ -249,7 +248,5 @@ class Server:
             stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
                 rows = RowsToSum(*fixed[stack.name].found(ids.index, stack), ids.bags, ids.gains)
-                found |= by_feature(combine(rows, view.sum_layout, stack), view)
-        for f, splits in source.row_splits(layout).items():
-            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
+                found |= by_feature(combine(rows, view.sum_layout, stack), view, splits)
         return [found[f] for f in range(len(layout.features))], bad_ids
