@@ -79,7 +79,8 @@ class Batch:
           layout: the engine's layout.
           valid_steps: see `valid_steps`.
         """
-        return cls(packed, spec, _placed_for(spec, layout), valid_steps)
+        placed_for = layout.placed_for(updates=spec.routed != "lookup")
+        return cls(packed, spec, placed_for, valid_steps)
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""
@@ -101,7 +102,7 @@ class Batch:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
         layout = self.layout_in(layout)
-        own = _placed_for(self.spec, layout)
+        own = self.of(self.packed, self.spec, layout).placed_for
         if self.placed_for != own:
             remedy = "place it with this engine, or declare both engines alike"
             got = own.difference(self.placed_for)
@@ -157,11 +158,6 @@ class Batch:
 
         A check that can never fail would only keep JAX from its fast path for calling programs.
         """
-
-
-def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
-    """Return what batches of a spec depend on."""
-    return layout.placed_for(updates=spec.routed != "lookup")
 
 
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds:

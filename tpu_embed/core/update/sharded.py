@@ -27,8 +27,8 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import RowSums, collectives, route
-from tpu_embed.core.layout import Layout, Stack
-from tpu_embed.core.state import StackShard, slot_shapes, state_specs
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.state import StackShard, rule_slots, state_specs
 from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
     apply_rule,
@@ -137,7 +137,6 @@ def _update_device(
         held = StackShard(tables[stack.name], slots[stack.name])
         with jax.named_scope(f"update/{stack.label}"):
             held = _apply(held, located[view.number], view, splits, operands)
-            held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
         new_tables[stack.name], new_slots[stack.name] = held
     bad_ids = collectives.psum(bad_ids, layout.axes.batch_axes)
     return new_tables, new_slots, bad_ids
@@ -185,7 +184,13 @@ def _apply(
             if optimizer.updates_every_row:
                 sums = every_row(sums, stack)
             sums = sums._replace(row_ids=to_apply(sums.row_ids))
-            return apply_rule(held, sums, stack, step, rate)
+            new = apply_rule(held, sums, stack, step, rate)
+        if operands.skip is None:
+            return new
+        # Slots with rows are unchanged already, because the rule got no rows.
+        shared = [name for name, shape in rule_slots(stack).items() if not shape.per_row]
+        kept = {n: jnp.where(operands.skip, held.slots[n], new.slots[n]) for n in shared}
+        return new._replace(slots={**new.slots, **kept})
 
     def to_partials(held: StackShard, given: RowSums) -> StackShard:
         """Sum the partial sums of each row and apply the rule: in XLA's operations, one by one.
@@ -248,18 +253,3 @@ def _apply(
     exact = every[0].gains is None and stack.exchange_dtype is None
     native, sparse = sorts if native else None, by_bag if exact else None
     return dispatch.choose(held, otherwise=in_steps, native=native, sparse=sparse)
-
-
-def _shared_slots_kept(
-    held: StackShard, before: Mapping[str, Array], stack: Stack, skip: Array | None
-) -> StackShard:
-    """Return the shard; if the step is skipped, with the slots that all rows share as before."""
-    if skip is None:
-        return held
-    # Slots with rows are unchanged already, because `to_apply` gave the rule no rows.
-    shared = {
-        name: jnp.where(skip, before[name], held.slots[name])
-        for name, shape in slot_shapes(stack).items()
-        if not shape.per_row
-    }
-    return held._replace(slots={**held.slots, **shared})
