@@ -107,17 +107,15 @@ def fields_of(packed: np.ndarray, fields: tuple[LineField, ...]) -> dict[str, np
 
 def read_line(line: Array, fields: tuple[LineField, ...]) -> dict[str, Array]:
     """Return the fields of one stack from one device's line, inside a program."""
-    return {field.name: _read_field(line, field) for field in fields}
-
-
-def _read_field(line: Array, field: LineField) -> Array:
-    words = field.dtype.itemsize // 4
-    piece = line[field.start : field.start + field.words]
-    if words > 1:
-        piece = piece.reshape(-1, words)
-    if field.dtype != INT32:
-        piece = jax.lax.bitcast_convert_type(piece, jnp.dtype(field.dtype))
-    return piece.reshape(field.shape)
+    found = {}
+    for field in fields:
+        piece, words = line[field.start : field.start + field.words], field.dtype.itemsize // 4
+        if words > 1:
+            piece = piece.reshape(-1, words)
+        if field.dtype != INT32:
+            piece = jax.lax.bitcast_convert_type(piece, jnp.dtype(field.dtype))
+        found[field.name] = piece.reshape(field.shape)
+    return found
 
 
 def _fields(view: StackView) -> list[Any]:

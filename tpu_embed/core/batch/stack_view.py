@@ -223,13 +223,6 @@ class StackView:
         """The largest number of blocks that one device's examples fall into."""
         return self.layout.blocks_per_device(self.sizes)
 
-    def joined(self, sources: int) -> StackView:
-        """Return the stack in the batch whose devices have the ids of n devices of this batch."""
-        spec = self.spec
-        shapes = tuple(s.with_capacity(sources * (s.capacity or 0)) for s in spec.feature_shapes)
-        fewer = dataclasses.replace(spec, replicas=spec.replicas // sources, feature_shapes=shapes)
-        return dataclasses.replace(self, spec=fewer)
-
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:
     """Return the view of every stack, in their order.

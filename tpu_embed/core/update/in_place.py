@@ -97,18 +97,22 @@ def _copied(context: Any, forms: Sequence[jax.core.ShapedArray]) -> int:
     )
     if main is None or "arg_attrs" not in main.attributes:
         return 0
-    donated: dict[str, bool] = {}
-    kinds = main.attributes["function_type"].value.inputs
-    for kind, attributes in zip(kinds, main.attributes["arg_attrs"], strict=True):
-        may_reuse = any(name in attributes for name in _DONATED)
-        donated[str(kind)] = donated.get(str(kind), False) or may_reuse
-    total = 0
-    for form in forms:
-        # The type of an argument, such as tensor<1000x16xf32>.
-        kind = "x".join([*map(str, form.shape), str(mlir.dtype_to_ir_type(form.dtype))])
-        if not donated.get(f"tensor<{kind}>", True):
-            total += form.size * form.dtype.itemsize
-    return total
+    given = {
+        (str(kind), any(name in attributes for name in _DONATED))
+        for kind, attributes in zip(
+            main.attributes["function_type"].value.inputs, main.attributes["arg_attrs"], strict=True
+        )
+    }
+    # The type of an argument, such as tensor<1000x16xf32>.
+    kinds = [
+        f"tensor<{'x'.join([*map(str, form.shape), str(mlir.dtype_to_ir_type(form.dtype))])}>"
+        for form in forms
+    ]
+    return sum(
+        form.size * form.dtype.itemsize
+        for kind, form in zip(kinds, forms, strict=True)
+        if (kind, False) in given and (kind, True) not in given
+    )
 
 
 def _name(operation: Any) -> str:

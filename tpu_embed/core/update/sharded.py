@@ -10,8 +10,7 @@ arrays, in the memory of the old ones if those are donated.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -99,12 +98,28 @@ def update(
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
+    def device(
+        tables: dict[str, Array],
+        slots: dict[str, dict[str, Array]],
+        source: Batch | TracedIds,
+        operands: Operands,
+    ) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
+        new_tables, new_slots = {}, {}
+        for view in trained:
+            name = view.stack.name
+            with jax.named_scope(f"update/{view.stack.label}"):
+                held = StackShard(tables[name], slots[name])
+                new_tables[name], new_slots[name] = _apply(
+                    held, located[view.number], view, splits, operands
+                )
+        return new_tables, new_slots, collectives.psum(bad_ids, axes.batch_axes)
+
     table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
-    source = axes.reshard(source, source.axes(layout))
     gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
-    step = jax.shard_map(
-        functools.partial(_update_device, trained, layout),
+    new_tables, new_slots, bad_ids = jax.shard_map(
+        device,
         mesh=axes.mesh,
         in_specs=(
             table_specs,
@@ -114,32 +129,13 @@ def update(
         ),
         out_specs=(table_specs, slot_specs, whole),
         check_vma=False,
+    )(
+        {name: tables[name] for name in table_specs},
+        {name: slots[name] for name in table_specs},
+        axes.reshard(source, source.axes(layout)),
+        operands._replace(gradients=gradients, reads=reads),
     )
-    operands = operands._replace(gradients=gradients, reads=reads)
-    held = {name: tables[name] for name in table_specs}, {name: slots[name] for name in table_specs}
-    new_tables, new_slots, bad_ids = step(*held, source, operands)
     return {**tables, **new_tables}, {**slots, **new_slots}, bad_ids
-
-
-def _update_device(
-    trained: Sequence[StackView],
-    layout: Layout,
-    tables: dict[str, Array],
-    slots: dict[str, dict[str, Array]],
-    source: Batch | TracedIds,
-    operands: Operands,
-) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
-    """Do what `update` does on one device, with its shards and its part of the batch."""
-    (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
-    new_tables, new_slots = {}, {}
-    for view in trained:
-        stack = view.stack
-        held = StackShard(tables[stack.name], slots[stack.name])
-        with jax.named_scope(f"update/{stack.label}"):
-            held = _apply(held, located[view.number], view, splits, operands)
-        new_tables[stack.name], new_slots[stack.name] = held
-    bad_ids = collectives.psum(bad_ids, layout.axes.batch_axes)
-    return new_tables, new_slots, bad_ids
 
 
 def _apply(
@@ -188,8 +184,11 @@ def _apply(
         if operands.skip is None:
             return new
         # Slots with rows are unchanged already, because the rule got no rows.
-        shared = [name for name, shape in rule_slots(stack).items() if not shape.per_row]
-        kept = {n: jnp.where(operands.skip, held.slots[n], new.slots[n]) for n in shared}
+        kept = {
+            name: jnp.where(operands.skip, held.slots[name], new.slots[name])
+            for name, shape in rule_slots(stack).items()
+            if not shape.per_row
+        }
         return new._replace(slots={**new.slots, **kept})
 
     def to_partials(held: StackShard, given: RowSums) -> StackShard:

@@ -14,6 +14,7 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -169,7 +170,7 @@ def gradients_to_sort(
     row_ids, bags, gains = ids.rows, ids.bags, ids.gains
     if not view.is_local:
         n, own = view.layout.axes.replicas, view
-        view = own.joined(n)
+        view = dataclasses.replace(own, spec=dataclasses.replace(own.spec, replicas=1))
         gradients = _by_feature(gradients[0], own.counts, n)
         # Of bags a0 a1 | b0 and a2 a3 | b1 on two devices: a0 a1 a2 a3 | b0 b1, and their ids
         # alike.
