@@ -109,11 +109,11 @@ class Batch:
             expected = "a Batch of this engine's place"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
-        owned = [layout.features_of(g) for g in range(len(layout.stacks))]
-        same = [stack.features for stack in self.spec.stacks] == owned
-        same = same and self.spec.replicas == layout.axes.replicas
-        devices = layout.axes.size(layout.axes.names)
-        expected = (devices, line_length(line_of(self.spec, layout))) if same else None
+        expected, axes = None, layout.axes
+        stacks = [layout.features_of(g) for g in range(len(layout.stacks))]
+        same = [stack.features for stack in self.spec.stacks] == stacks
+        if same and self.spec.replicas == axes.replicas:
+            expected = axes.size(axes.names), line_length(line_of(self.spec, layout))
         if self.packed.shape != expected:
             raise ValueError(
                 message(

@@ -345,7 +345,7 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room = examples * longest if capacity is None else capacity
+        room: Any = examples * longest if capacity is None else capacity
         # In a program that is exported for any B, it is a symbol.
         if not jax.export.is_symbolic_dim(room):
             check_int("Jagged.from_padded: capacity", room, minimum=0)

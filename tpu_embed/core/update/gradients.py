@@ -71,12 +71,10 @@ def checked_gradients(
             warn_user(text)
             checked.append(None)
             continue
-        if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
-            got = type(gradient).__name__
-            raise ValueError(message(what, expected=f"an array of shape {expected}", got=got))
-        if gradient.shape != expected:
+        got = getattr(gradient, "shape", f"no array: {type(gradient).__name__}")
+        if got != expected or not hasattr(gradient, "dtype"):
             text = f"shape {expected}"
-            raise ValueError(message(what, expected=text, got=f"{gradient.shape}", remedy=remedy))
+            raise ValueError(message(what, expected=text, got=f"{got}", remedy=remedy))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
         check_live(what, [gradient])

@@ -59,7 +59,7 @@ def note_copies(number: Array, arrays: Sequence[Array]) -> Array:
       number: anything that the program returns.
       arrays: the tables and slots that it updates.
     """
-    forms = tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in arrays)
+    forms = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
     size = sum(x.size * x.dtype.itemsize for x in forms)
     return _noted.bind(number, forms=forms) if size >= LARGE else number
 
@@ -73,7 +73,7 @@ batching.primitive_batchers[_noted] = lambda values, axes, **forms: (
 )
 
 
-def _lower(context: Any, number: Any, *, forms: tuple[jax.core.ShapedArray, ...]) -> Any:
+def _lower(context: Any, number: Any, *, forms: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
     exports = context.module_context.lowering_parameters.for_export
     if not exports and not _quiet.get():
         copied = _copied(context, forms)
@@ -86,7 +86,7 @@ def _lower(context: Any, number: Any, *, forms: tuple[jax.core.ShapedArray, ...]
     return [number]
 
 
-def _copied(context: Any, forms: Sequence[jax.core.ShapedArray]) -> int:
+def _copied(context: Any, forms: Sequence[jax.ShapeDtypeStruct]) -> int:
     """Return the bytes of the arrays that are arguments of the program, and not donated.
 
     An array that is no argument, because the program itself makes it or takes it out of a larger
@@ -204,16 +204,13 @@ def _is_at(path: Sequence[Any], stack: Stack, slot: str | None) -> bool:
 
 
 # Matches "%c = f32[1000,64]{1,0} copy(%p)" and "= f32[1000,64]{1,0} copy-start(%p)"; and, where the
-# result is a tuple, "= (f32[1000,64]{1,0}, …) copy-start(%p)".
-_COPY = re.compile(
-    r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(|= \((\w+\[[\d,]*\])\S*, .* copy-start\("
-)
+# result is a tuple that begins with the copy, "= (f32[1000,64]{1,0}, …) copy-start(%p)".
+_COPY = re.compile(r"= \(?(\w+\[[\d,]*\])[^=\n]* copy(?:-start)?\(")
 
 
 def _copied_shapes(hlo: str) -> set[str]:
     """Return dtype and shape of every array that an HLO text copies, such as "f32[1000,64]"."""
-    # The second is that of a copy-start, whose result is a tuple that begins with the copy.
-    return {match[1] or match[2] for match in _COPY.finditer(hlo)}
+    return set(_COPY.findall(hlo))
 
 
 def _local_format(field: Field) -> str:

@@ -247,6 +247,7 @@ class Server:
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                rows = RowsToSum(*fixed[stack.name].found(ids.index, stack), ids.bags, ids.gains)
+                values, index = fixed[stack.name].found(ids.index, stack)
+                rows = RowsToSum(values, index, ids.bags, ids.gains)
                 found |= by_feature(combine(rows, view.sum_layout, stack), view, splits)
         return [found[f] for f in range(len(layout.features))], bad_ids
