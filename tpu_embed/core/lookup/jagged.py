@@ -345,10 +345,10 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room: Any = examples * longest if capacity is None else capacity
-        # In a program that is exported for any B, it is a symbol.
-        if not jax.export.is_symbolic_dim(room):
-            check_int("Jagged.from_padded: capacity", room, minimum=0)
+        room = examples * longest if capacity is None else capacity
+        # In a program that is exported for any B, it may be a symbol.
+        if capacity is not None and not jax.export.is_symbolic_dim(capacity):
+            check_int("Jagged.from_padded: capacity", capacity, minimum=0)
         lengths = lengths.reshape(shards, examples)
         check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.
