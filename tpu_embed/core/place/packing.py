@@ -90,8 +90,8 @@ def _with_capacity(host: HostIds, size: int) -> FeatureShape:
 
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     """Return the number of ids in bags of a stack on the device that has the most."""
-    if view.bags.is_dense:  # places of jagged features are counted by themselves
-        shapes = zip(view.bags.shapes, view.bags.counts, strict=True)
+    if view.is_dense:  # places of jagged features are counted by themselves
+        shapes = zip(view.shapes, view.counts, strict=True)
         return sum(n * (s.room_per_bag or 0) for s, n in shapes if not s.has_places)
     spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
@@ -127,7 +127,7 @@ def pack_all(
         shape, stack = (spec.replicas, view.num_ids), view.stack
         ids = StackIds(
             np.empty(shape, stack.index_dtype),
-            None if view.bags.is_dense else np.empty(shape, np.int32),
+            None if view.is_dense else np.empty(shape, np.int32),
             np.empty(shape, stack.compute_dtype) if view.has_gains else None,
             np.empty(shape, np.int32) if view.needs_blocks else None,
             _row_splits(hosts, view),
@@ -155,7 +155,7 @@ def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np
 def _row_splits(hosts: Sequence[HostIds], view: StackView) -> dict[int, np.ndarray]:
     """Return the row splits of the jagged features of a stack; see `StackIds`."""
     found = {}
-    for f, size in zip(view.features, view.bags.sizes, strict=True):
+    for f, size in zip(view.features, view.sizes, strict=True):
         rows = hosts[f].rows
         if rows is not None:
             # Splits 0 2 | 5 9 of two replicas with one example each are 0 2 and 0 4.
@@ -177,14 +177,14 @@ def _pack(hosts: Sequence[HostIds], view: StackView, into: StackIds, replicas: n
             ends[r] += rows.size
             into.row_ids[here] = rows
             if into.bags is not None and ids.bags is not None:
-                np.add(ids.bags[r], view.bags.starts[number], out=into.bags[here])
+                np.add(ids.bags[r], view.starts[number], out=into.bags[here])
             if into.gains is not None:
                 into.gains[here] = 1 if ids.gains is None else ids.gains[r]
             if into.blocks is not None and ids.blocks is not None:
                 into.blocks[here] = ids.blocks[r]
     arrays = into.row_ids, into.bags, into.gains, into.blocks
     for r, end in enumerate(ends):
-        for array, rest in zip(arrays, (PADDING_ID, view.bags.starts[-1], 0, 0), strict=True):
+        for array, rest in zip(arrays, (PADDING_ID, view.starts[-1], 0, 0), strict=True):
             if array is not None:
                 array[r, end:] = rest
 
@@ -209,24 +209,24 @@ def _ids_of_feature(
     host: HostIds, view: StackView, number: int, replicas: np.ndarray
 ) -> _FeatureIds:
     """Return the ids of one feature, by its number in the stack."""
-    feature, size = view.layout.features[view.features[number]], view.bags.sizes[number]
+    feature, size = view.layout.features[view.features[number]], view.sizes[number]
     blocks = gains = None
     if view.needs_blocks:
         # Example e of B is in block e · G // B.
         examples, axes = (replicas[:, None] * size + np.arange(size)).reshape(-1), view.layout.axes
         blocks = (examples * view.layout.blocks // (size * axes.replicas)).astype(np.int32)
     if view.has_gains:
-        gains = host_gains(host, view.bags.combiners[number], view.stack.compute_dtype)
+        gains = host_gains(host, feature.config.table.combiner, view.stack.compute_dtype)
     ids = host.ids.astype(view.stack.index_dtype, copy=False)
     rows = view.stack.physical(ids, feature.table)
     if host.bags is None and host.padded:
         rows = np.where(ids < 0, ids.dtype.type(PADDING_ID), rows)
     if host.rows is not None:
         return _in_places(host, view, number, rows, gains, blocks)
-    count = view.bags.counts[number]
-    if view.bags.is_dense:
+    count = view.counts[number]
+    if view.is_dense:
         # [B, bags, width] -> [replicas, bags, width], with padding where the spec is wider.
-        shape, width = (len(replicas), count, ids.shape[-1]), view.bags.shapes[number].width or 0
+        shape, width = (len(replicas), count, ids.shape[-1]), view.shapes[number].width or 0
         wider = ((0, 0), (0, 0), (0, width - shape[-1]))
 
         def widened(array: np.ndarray, fill: int) -> np.ndarray:
@@ -248,7 +248,7 @@ def _ids_of_feature(
         bags = (index // max(1, ids.shape[-1])).astype(np.int32)
     # Ids of 2 bags per example in the bags 0 1 1 4 are of the examples 0 0 0 2.
     if blocks is not None:
-        blocks = blocks[bags // view.bags.shapes[number].bags]
+        blocks = blocks[bags // view.shapes[number].bags]
     # Replica r has the bags from r · count on; they are sorted, so bisect.
     ends = np.searchsorted(bags, np.arange(1, len(replicas)) * count)
     local = bags % count if len(replicas) > 1 else bags
@@ -276,7 +276,7 @@ def _in_places(
     """
     assert host.rows is not None
     assert host.bags is not None
-    size, count = view.bags.sizes[number], view.bags.counts[number]
+    size, count = view.sizes[number], view.counts[number]
     replicas = host.shape.batch // size
     # Places of all replicas become those of one: splits 0 2 | 5 9 of two replicas with one example
     # each begin at 0 and 5, and place 7 is place 2 of the second one.

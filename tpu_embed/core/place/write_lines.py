@@ -258,7 +258,7 @@ class _Writer(NamedTuple):
           absent: what fills the rest of `sum_segments`: a number past those of all sums.
         """
         ids, lines = self.host.ids, []
-        bags = self.view.bags.dense_bags(np) if ids.bags is None else ids.bags
+        bags = self.view.dense_bags(np) if ids.bags is None else ids.bags
         bags = np.broadcast_to(bags, ids.row_ids.shape)
         for d, r in enumerate(self.replica):
             order, runs, sums = ordered[r]
