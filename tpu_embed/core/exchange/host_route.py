@@ -25,6 +25,7 @@ Input: NumPy arrays of physical rows. Output: NumPy arrays of positions.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,9 +70,13 @@ def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[SortedIds
       sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
       at: int `[replicas, S + 1]`, where those of each shard begin.
     """
-    # A parcel is what one replica sends to one shard: [replicas][S] -> [S], joined by shard.
-    parcels = [np.split(line, ends) for line, ends in zip(sum_rows, at[:, 1:-1], strict=True)]
-    return host_kernels().sort_ids([np.concatenate(some) for some in zip(*parcels, strict=True)])
+    # A parcel is what one replica sends to one shard; those for one shard are joined. A plain slice
+    # is faster than `np.split`.
+    received = [
+        np.concatenate([line[i:j] for line, i, j in zip(sum_rows, begins, ends, strict=True)])
+        for begins, ends in itertools.pairwise(at.T.tolist())
+    ]
+    return host_kernels().sort_ids(received)
 
 
 @functools.cache

@@ -148,7 +148,6 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
     Raises:
       ValueError: the specs have no union, or differ although they must be equal.
     """
-    first = next(iter(specs.values()))
     try:
         agreed = BatchSpec.union(*specs.values())
     except ValueError as error:
@@ -159,7 +158,7 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
         got = f"batches of {different} in all" if different else f"{error}"
         remedy = "pad the shorter parts with tpu_embed.pad_batch"
         raise ValueError(message("place", expected=expected, got=got, remedy=remedy)) from error
-    if exact and any(one != first for one in specs.values()):
+    if exact and any(one != agreed for one in specs.values()):
         got, remedy = "different ones", "use BatchSpec.union of all processes' specs"
         text = message("spec", expected="the same on all processes", got=got, remedy=remedy)
         raise ValueError(text)

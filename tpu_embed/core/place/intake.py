@@ -103,10 +103,8 @@ class Intake:
                 features, weights, left_out = self._filled(features, weights)
             hosts = self.host_ids(features, weights)
         keyed = contextlib.nullcontext((hosts, {}))
-        if self._keyed is not None and step is None:
-            keyed = self._keyed.learn(hosts)
-        elif self._keyed is not None:
-            keyed = contextlib.nullcontext(self._keyed.find(hosts, step))
+        if self._keyed is not None:
+            keyed = self._keyed.learn(hosts) if step is None else self._keyed.find(hosts, step)
         with keyed as (hosts, fields):
             router = self._router(fields.get("visit_rows", 0))
             batch = router.route(hosts, spec, routed)

@@ -162,8 +162,9 @@ class KeyedBatches:
             for name, (comes, most) in zip(names, pairs, strict=True)
         }
 
-    def find(self, hosts: Sequence[HostIds], step: int) -> Keyed:
-        """Return a batch that is only looked up, with the rows of its keys; no map changes.
+    @contextlib.contextmanager
+    def find(self, hosts: Sequence[HostIds], step: int) -> Iterator[Keyed]:
+        """Give a batch that is only looked up the rows of its keys; no map changes.
 
         Args:
           hosts: the ids of every feature, of this process's part of the batch.
@@ -201,7 +202,7 @@ class KeyedBatches:
             for name, each in rows.items()
         }
         fields |= _fields(steps, BatchKeys(tables, make_visits=make))
-        return self._with_rows(hosts, found), fields
+        yield self._with_rows(hosts, found), fields
 
     def _at_home(self, host: HostIds, known: FoundKeys, name: str) -> np.ndarray:
         """Return what the rows of a feature's keys are found by at home, uint64."""

@@ -158,7 +158,7 @@ def pack_line(
 
 def _ids_of_feature(
     host: HostIds, view: StackView, number: int, replicas: np.ndarray | Sequence[int]
-) -> dict[str, Sequence[Any]]:
+) -> dict[str, Any]:
     """Return the ids of one feature: by field, the numbers of each replica.
 
     Args:
@@ -173,7 +173,8 @@ def _ids_of_feature(
     rows = view.stack.physical(ids, feature.table)
     if bags is None and host.padded:
         rows = np.where(ids < 0, ids.dtype.type(PADDING_ID), rows)
-    lines, found = {}, {"row_ids": rows}
+    lines: dict[str, Any] = {}
+    found = {"row_ids": rows}
     if view.has_gains:
         gains = host_gains(host, view.bags.combiners[number], view.stack.compute_dtype)
         if gains is None:
@@ -196,36 +197,28 @@ def _ids_of_feature(
             # Ids of 2 bags per example in the bags 0 1 1 4 are of the examples 0 0 0 2.
             found["blocks"] = blocks[bags // host.shape.bags]
     if bags is None:
-        # [B, bags, width] -> [replicas, bags, width], with padding where the spec is wider.
-        wider = (view.bags.shapes[number].width or 0) - ids.shape[-1]
-
-        def part(numbers: np.ndarray, fill: int) -> Sequence[np.ndarray]:
-            numbers = numbers.reshape(parts, count, ids.shape[-1])
-            if wider:
-                numbers = np.pad(numbers, ((0, 0), (0, 0), (0, wider)), constant_values=fill)
-            return numbers.reshape(parts, -1)
-
+        given, width = ids.shape[-1], view.bags.shapes[number].width or 0
+        if width == given:
+            return lines | {name: one.reshape(parts, -1) for name, one in found.items()}
+        # The spec is wider: [B, bags, given] -> [replicas, bags, width], with padding.
+        found = {name: one.reshape(parts, count, given) for name, one in found.items()}
+        shape, at = (parts, count, width), np.s_[:, :, :given]
     elif host.rows is None:
         # Replica r has the bags from r · count on; they are sorted, so bisect.
         ends = np.searchsorted(bags, np.arange(1, parts) * count)
-        lines["bags"] = np.split(bags % count if parts > 1 else bags, ends)
-
-        def part(numbers: np.ndarray, fill: int) -> Sequence[np.ndarray]:
-            return np.split(numbers, ends)
-
+        found["bags"] = bags % count if parts > 1 else bags
+        return lines | {name: np.split(one, ends) for name, one in found.items()}
     else:
         # Each id of a jagged feature has a place among C. Places of all replicas become those of
         # one: splits 0 2 | 5 9 of two replicas with one example each begin at 0 and 5, and place 7
         # is place 2 of the second one.
         replica = bags // size
         place = host.rows.places - host.rows.row_splits[:-1:size][replica]
+        shape, at = (parts, count), (replica, place)
         if not view.bags.is_dense:
-            lines["bags"] = [np.arange(count)] * parts
-
-        def part(numbers: np.ndarray, fill: int) -> Sequence[np.ndarray]:
-            whole = np.full((parts, count), fill, numbers.dtype)
-            whole[replica, place] = numbers
-            return whole
-
-    fill = {"row_ids": PADDING_ID}
-    return lines | {name: part(one, fill.get(name, 0)) for name, one in found.items()}
+            lines["bags"] = [np.arange(count, dtype=np.int32)] * parts
+    for name, one in found.items():
+        whole = np.full(shape, PADDING_ID if name == "row_ids" else 0, one.dtype)
+        whole[at] = one
+        lines[name] = whole.reshape(parts, -1)
+    return lines

@@ -79,11 +79,10 @@ class Rooms:
         # with other features. The room of its batches is then found anew.
         if not all(_is_of(spec, self._layout) for spec in specs):
             return
-        by_kind: dict[Any, dict[int, BatchSpec]] = collections.defaultdict(dict)
-        for spec in specs:
-            by_kind[_kind_of(spec)][self._class_of(spec)] = spec
         with self._lock:
-            self._specs.update(by_kind)
+            self._specs |= {_kind_of(spec): {} for spec in specs}
+            for spec in specs:
+                self._specs[_kind_of(spec)][self._class_of(spec)] = spec
 
     def propose(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that this process asks for; change nothing.
@@ -191,10 +190,8 @@ def decode_spec(value: dict[str, Any]) -> BatchSpec:
     if value["routed"] not in get_args(Routed):
         expected, got = f"one of {get_args(Routed)}", repr(value["routed"])
         raise ValueError(message("routed", expected=expected, got=got))
-    shapes, stacks = (
-        tuple(kind(**_read(kind, one)) for one in value[name])
-        for kind, name in ((FeatureShape, "feature_shapes"), (StackSpec, "stacks"))
-    )
+    shapes = tuple(FeatureShape(**_read(FeatureShape, one)) for one in value["feature_shapes"])
+    stacks = tuple(StackSpec(**_read(StackSpec, one)) for one in value["stacks"])
     return BatchSpec(_count(value["replicas"]), shapes, stacks, value["routed"])
 
 

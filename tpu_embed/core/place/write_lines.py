@@ -260,8 +260,9 @@ class _Writer(NamedTuple):
         view, stack, lines = self.view, self.view.stack, []
         # [S, replicas]: where each replica's parcel begins in what each owner receives.
         first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
+        sent = np.diff(self.host.sums_at, axis=1).T  # [S, replicas], the sums in each parcel
         for owner in np.unique(self.shard):
-            sums, sizes = self.host.owners[owner], np.diff(self.host.sums_at, axis=1)[:, owner]
+            sums, sizes = self.host.owners[owner], sent[owner]
             # Where the parcel of each replica arrives, and in it each of its partial sums: parcels
             # of 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
             shift = first[owner] - (sizes.cumsum() - sizes)
