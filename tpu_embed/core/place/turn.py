@@ -13,16 +13,13 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.processes import Turns
 from tpu_embed.vocabulary import Vocabularies
-
-if TYPE_CHECKING:
-    from tpu_embed.core.place.intake import Intake
 
 
 class Turn:
@@ -35,7 +32,7 @@ class Turn:
     The step of the maps that is admitted when the turn is drawn is pinned until it ends.
 
     Args:
-      intake: makes the batch.
+      intake: the `Intake`, which makes the batch.
       training: False for a batch that is only looked up. Where no other process waits for it, no
         map changes by it and any time will do: nobody waits until it is placed.
 
@@ -44,7 +41,7 @@ class Turn:
         for `Intake.expect`; None if no feature is jagged.
     """
 
-    def __init__(self, intake: Intake, *, training: bool = True) -> None:
+    def __init__(self, intake: Any, *, training: bool = True) -> None:
         self._intake, self._training = intake, training
         self.shapes: Any = None
         alone, maps = intake.agreement.alone, intake.vocabularies
