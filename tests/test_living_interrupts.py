@@ -12,7 +12,7 @@ from living_cases import assert_same, initial_row, mesh, whole
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.place.placer import Placer
+from tpu_embed.core.place import Intake
 from tpu_embed.vocabulary import DynamicVocabulary
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
@@ -105,8 +105,7 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 ):
     made = embedding()
     made.enqueue(np.array([1, 2]))
-    place = "place" if training else "place_lookup"
-    with failing(monkeypatch, Placer, place, error, after=after), pytest.raises(error):
+    with failing(monkeypatch, Intake, "place_now", error, after=after), pytest.raises(error):
         made.enqueue(np.array([3, 4]), training=training)
     assert steps(made) == (1, 1, 0)
     # If the turn to place were still taken, this would wait for ever.
@@ -136,7 +135,7 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     made = embedding()
     ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
     with (
-        failing(monkeypatch, Placer, "place", KeyboardInterrupt, after=True),
+        failing(monkeypatch, Intake, "place_now", KeyboardInterrupt, after=True),
         pytest.raises(KeyboardInterrupt),
     ):
         made.enqueue(np.array([5, 6]))

@@ -73,6 +73,27 @@ def read_column(what: str, value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
+def to_array(what: str, value: Any) -> np.ndarray:
+    """Return an array, or (nested) lists, as an array; an empty list holds integers.
+
+    Args:
+      what: its name, for messages.
+      value: in which nothing is missing.
+
+    Raises:
+      ValueError: `value` is nested lists of different lengths.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        expected, got = "an array", "lists of different lengths"
+        remedy = "from_lists takes one flat list per example"
+        text = _checks.message(what, expected=expected, got=got, remedy=remedy)
+        raise ValueError(text) from error
+    # np.asarray([]) is float64.
+    return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
+
+
 def read_lists(what: str, value: Any) -> Lists | None:
     """Return a column of lists as `Lists`; None if it is a column of anything else.
 
@@ -319,15 +340,7 @@ def _of_lists(what: str, value: Any) -> np.ndarray:
     # NumPy's strings would drop trailing NULs.
     if isinstance(next((one for one in value if not _is_missing(one)), None), (str, bytes)):
         return _of_objects(np.array(value, dtype=object))
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        expected, got = "an array", "lists of different lengths"
-        remedy = "from_lists takes one flat list per example"
-        text = _checks.message(what, expected=expected, got=got, remedy=remedy)
-        raise ValueError(text) from error
-    if not array.size:
-        return array.astype(np.int64)  # np.asarray([]) is float64
+    array = to_array(what, value)
     if array.dtype.kind in "iu":
         return array
     # NaN, and integers beyond int64, make floats of the integers beside them.

@@ -54,7 +54,7 @@ def test_no_exception_is_lost_or_ends_the_data_silently(error, monkeypatch):
     def raising(*_, **__):
         raise error("odd")
 
-    monkeypatch.setattr("tpu_embed.core.place.placer.host_ids", raising)
+    monkeypatch.setattr("tpu_embed.core.place.intake.host_ids", raising)
     with pytest.raises(RuntimeError if error is StopIteration else error):
         next(Prefetcher(engine(), source(3)))
 

@@ -25,7 +25,7 @@ def in_files(*names):
 
 HOMES = ("storage/homes", "storage/host_rows", "core/layout/arrivals")
 PLACING = (
-    *(f"core/place/{name}" for name in ("intake", "turn", "placer", "keys", "visits")),
+    *(f"core/place/{name}" for name in ("intake", "turn", "router", "keys", "visits")),
     *("processes/turns", "vocabulary/vocabularies", "vocabulary/timeline"),
 )
 ADMITTING = ("core/engine/admitter", "core/state/moved_rows", "core/state/new_rows")

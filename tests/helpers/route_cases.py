@@ -66,17 +66,17 @@ def physical_rows(axes, stack, found, device):
       device: the device.
     """
     ids = found[device]
-    if ids.rows.asked is None:
-        return ids.rows.index
+    if ids.asked is None:
+        return ids.index
     source = part_of(axes, stack.shard_axes, device)
     back = []
     for shard in range(stack.num_shards):
-        asked = found[owner_of(axes, stack, device, shard)].rows.asked[source]
+        asked = found[owner_of(axes, stack, device, shard)].asked[source]
         present = asked[asked >= 0]
         assert (asked[present.size :] == PADDING_ID).all()
         assert (np.diff(present) > 0).all()  # each row once
         back.append(np.where(asked < 0, PADDING_ID, asked + shard * stack.num_rows))
     # An absent id has the place after the last one.
-    rows = np.append(np.concatenate(back), PADDING_ID)[ids.rows.index]
+    rows = np.append(np.concatenate(back), PADDING_ID)[ids.index]
     assert set(rows.tolist()) | {PADDING_ID} == {int(r) for b in back for r in b} | {PADDING_ID}
     return rows

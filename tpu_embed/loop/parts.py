@@ -101,7 +101,7 @@ class Parts:
         """
         if self._count == 1:
             return ()
-        examples, splits = self._examples(batch), batch.row_splits_of_devices(self.engine.layout)
+        examples, splits = self._examples(batch), batch.row_splits(self.engine.layout)
         shapes = enumerate(zip(self._paths, batch.spec.feature_shapes, strict=True))
         extents = [
             (None if path in self._whole else shape.batch, splits.get(f), shape.capacity or 0)

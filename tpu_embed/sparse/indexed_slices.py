@@ -89,14 +89,14 @@ class IndexedSlices:
         # V = 5 and indices [4, 0, 4]. A stable sort gives runs of equal ids: positions [1, 0, 2],
         # run [0, 1, 1], run_row_ids [0, 4, 5 = padding]; sums[r] is the sum of run r.
         sorted_ids, positions = dispatch.sort_rows(self._valid_indices())
-        runs = number_runs(sorted_ids, size)
+        run, run_row_ids = number_runs(sorted_ids, size)
         ordered = dispatch.gather_rows(_widened(self.values), positions)
-        sums = dispatch.segment_sum(ordered, runs.run, n).astype(self.values.dtype)
+        sums = dispatch.segment_sum(ordered, run, n).astype(self.values.dtype)
         # The first position of each run, [1, 0, n]; sorting by it restores the order of first
         # appearance: runs 1, 0, 2, so rows [4, 0, 5].
-        firsts = jnp.full(n, n, jnp.int32).at[runs.run].min(positions)
-        _, order = dispatch.sort_rows(jnp.where(runs.run_row_ids < size, firsts, n))
-        rows = dispatch.gather_rows(runs.run_row_ids, order)
+        firsts = jnp.full(n, n, jnp.int32).at[run].min(positions)
+        _, order = dispatch.sort_rows(jnp.where(run_row_ids < size, firsts, n))
+        rows = dispatch.gather_rows(run_row_ids, order)
         kept = (rows < size).reshape((n,) + (1,) * (sums.ndim - 1))
         values = jnp.where(kept, dispatch.gather_rows(sums, order), jnp.zeros_like(sums))
         return IndexedSlices(values, rows, self.dense_shape)

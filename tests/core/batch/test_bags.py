@@ -41,17 +41,17 @@ def test_bags_and_blocks(features, devices, blocks):
         for bag in range(bags)
     ]
     widths = [features[f][2] for f, _, _ in places]
-    found = view.bags.dense_bags(np)
+    found = view.dense_bags(np)
     if sum(widths):
         assert found.tolist() == np.repeat(np.arange(len(places)), widths).tolist()
-        assert np.array_equal(view.bags.dense_bags(), found)
-    assert view.bags.starts[-1] == len(places)
-    for f, start in enumerate(view.bags.starts[:-1]):
+        assert np.array_equal(view.dense_bags(), found)
+    assert view.starts[-1] == len(places)
+    for f, start in enumerate(view.starts[:-1]):
         assert places[start] == (f, 0, 0)
     number = view.layout.blocks
     if devices == 1:
         for f in range(len(features)):
-            starts = np.asarray(view.bags.block_starts(f, number, None)).tolist()
+            starts = np.asarray(view.block_starts(f, {})).tolist()
             mine = [i for i, place in enumerate(places) if place[0] == f]
             counted = [sum(i >= start for start in starts) for i in mine]
             assert counted == [places[i][1] * number // features[f][0] for i in mine]
@@ -71,11 +71,11 @@ def test_a_jagged_feature_has_a_bag_for_each_place():
     )
     table = TableConfig(5, 2)
     features = [FeatureConfig(table), FeatureConfig(table, jagged=True)]
-    engine = EmbeddingEngine(features, mesh=mesh(2))
     spec = BatchSpec(2, shapes, (StackSpec((0, 1), 0, 0, 0),))
-    (view,) = view_stacks(spec, engine.layout)
-    assert (view.bags.counts, view.bags.widths, view.num_ids) == ((2, 5), (2, 1), 9)
-    assert view.bags.dense_bags(np).tolist() == [0, 0, 1, 1, 2, 3, 4, 5, 6]
-    splits = np.int32([0, 2, 5])  # of the two examples of a device, if it were the only one
-    assert view.bags.block_starts(1, 2, splits).tolist() == [2 + 2]
-    assert view.bags.block_starts(1, 4, splits).tolist() == [2 + 2, 2 + 2, 2 + 5]
+    for blocks, starts in ((2, [2 + 2]), (4, [2 + 2, 2 + 2, 2 + 5])):
+        engine = EmbeddingEngine(features, mesh=mesh(2), sum_blocks=blocks)
+        (view,) = view_stacks(spec, engine.layout)
+        assert (view.counts, view.widths, view.num_ids) == ((2, 5), (2, 1), 9)
+        assert view.dense_bags(np).tolist() == [0, 0, 1, 1, 2, 3, 4, 5, 6]
+        splits = {1: np.int32([[0, 2, 5]])}  # of the two examples, if it were the only device
+        assert view.block_starts(1, splits).tolist() == starts

@@ -70,7 +70,7 @@ def unpacked_lines(engine, batch, g):
     """Return the same, unpacked from the batch, a list a device."""
     axes, stack = engine.layout.axes, engine.layout.stacks[g]
     found, lines = located_by_device(engine, batch)[g], []
-    assert all((ids.sums is not None) == (axes.replicas > 1) for ids in found)
+    assert all((ids.sum_index is not None) == (axes.replicas > 1) for ids in found)
     for device, ids in enumerate(found):
         rows, bags = physical_rows(axes, stack, found, device).tolist(), ids.bags
         gains = [1.0] * len(rows) if ids.gains is None else ids.gains.tolist()

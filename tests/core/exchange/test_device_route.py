@@ -47,12 +47,11 @@ def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels, weighted):
         )(rows, blocks, bags, gains)
         host = dispatch.host_kernels().sort_ids([rows], [blocks])[0]
         n = host.order.size
-        np.testing.assert_array_equal(found.row_ids[:n], rows[host.order])
-        np.testing.assert_array_equal(found.blocks[:n], blocks[host.order])
-        np.testing.assert_array_equal(found.bags[:n], bags[host.order])
-        if weighted:
-            np.testing.assert_array_equal(found.gains[:n], gains[host.order])
-        assert (found.row_ids[n:] == num_rows).all()
+        np.testing.assert_array_equal(found[0][:n], rows[host.order])
+        for sorted_too, one in zip(found[1:], (bags, gains, blocks), strict=True):
+            if one is not None:
+                np.testing.assert_array_equal(sorted_too[:n], one[host.order])
+        assert (found[0][n:] == num_rows).all()
 
 
 MESHES = {
@@ -76,7 +75,10 @@ def test_the_owner_adds_in_batch_order(case, kernels):
         rows = np.sort(rng.integers(0, stack.num_rows, rng.integers(0, size + 1)))
         parcel[: rows.size] = rows
     with KERNELS[kernels]():
-        merge = jax.jit(lambda given: device_route.route_merge(given, stack, axes))(received)
+        sums = np.zeros((received.size, 1), np.float32)
+        merge = jax.jit(lambda given: device_route.route_merge(sums, None, given, stack, axes))(
+            received
+        )
     # By row, then by sender in batch order, then as sent; the place is where it arrived.
     terms = [
         (int(row), number, int(source) * size + i)

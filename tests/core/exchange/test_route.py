@@ -8,9 +8,10 @@ from jax.sharding import Mesh, PartitionSpec
 from layout_cases import make_stack
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.exchange import RowRoute, device_route, route
+from tpu_embed.core.exchange import device_route, route
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, make_axes, round_up
 from tpu_embed.kernels import reference
+from tpu_embed.kernels.operands import RowsToSum
 
 N, D = 12, 4
 
@@ -77,8 +78,9 @@ def test_fetch_reads_every_row_where_it_lives(shards):
     asked = np.stack(sent).swapaxes(0, 1)  # of each owner, by the device that asks
 
     def fetch(table, asked, places, rows):
-        way = RowRoute(None, rows) if stack.num_shards == 1 else RowRoute(asked, places)
-        found = route.fetch(table, way, stack)
+        alone, bags = stack.num_shards == 1, np.arange(N, dtype=np.int32)
+        given = RowsToSum(table, rows if alone else places, bags)
+        found = route.fetch(given, None if alone else asked, stack)
         return reference.gather_rows(found.source, found.index)
 
     axes = make_axes(mesh(shards), None)
@@ -110,9 +112,9 @@ def sums_by_row(stack, axes, rows, gradients, capacity):
     def device(table, sent, order, places, gradients):
         num_sums = stack.num_shards * capacity
         sums = reference.segment_sum(gradients[order], places[order], num_sums)
-        received, _ = route.send_sums(sums, stack, axes)
+        received = route.send_sums(sums, stack, axes)
         arrived = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
-        merged = route.merge(received, device_route.route_merge(arrived, stack, axes))
+        merged = route.merge(device_route.route_merge(*received, arrived, stack, axes))
         return merged.row_ids, merged.sums
 
     lines = np.stack(sent), orders, np.stack(places), gradients

@@ -30,9 +30,10 @@ def check(runs, keys):
         if place == 0 or key != keys[place - 1]:
             firsts.append(key)
         run.append(len(firsts) - 1)
-    assert np.asarray(runs.run).tolist() == run
+    numbers, run_rows = map(np.asarray, runs)
+    assert numbers.tolist() == run
     rows = [row for row, _ in firsts]
-    assert np.asarray(runs.run_row_ids).tolist() == rows + [ABSENT] * (len(keys) - len(rows))
+    assert run_rows.tolist() == rows + [ABSENT] * (len(keys) - len(rows))
 
 
 @settings(max_examples=50)

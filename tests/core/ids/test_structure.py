@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, children, flatten
+from tpu_embed.core.ids import RaggedIds, SparseIds
+from tpu_embed.core.ids.structure import children, flatten
 
 
 class Pair(NamedTuple):
@@ -130,7 +131,10 @@ def test_configs_are_not_written_to():
         ([TableConfig(5, 2)], r"feature_config: 0: expected a FeatureConfig, got TableConfig"),
         ("text", r"feature_config: expected a FeatureConfig, got 'text'"),
         ({"a": np.zeros(2)}, r"feature_config: a: expected a FeatureConfig, got array"),
-        ({"a/b": _feature(), "a": {"b": _feature()}}, r"path of its own .*got 2 features at 'a/b'"),
+        (
+            {"a/b": _feature(), "a": {"b": _feature()}},
+            r"path of its own .*got 'a/b' for features 0, 1",
+        ),
         ({"a": _feature(), 1: _feature()}, r"expected keys that can be sorted, got 'a', 1"),
     ],
 )

@@ -13,10 +13,9 @@ from layout_cases import make_stack
 from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.exchange import FetchedRows, RowRoute, SumRoute
 from tpu_embed.core.lookup import combine, quantize, sum_gradients
 from tpu_embed.kernels import dispatch, reference
-from tpu_embed.kernels.operands import SumLayout
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 D, N = 2, 10
 COUNTS = (6, 3)  # the bags of two features
@@ -35,7 +34,7 @@ TOLERANCE = {"rtol": 2e-6, "atol": 2e-6}
 def local(entries, *, with_gains=True):
     rows, bags, gains = (np.array(column) for column in zip(*entries, strict=True))
     return LocalIds(
-        RowRoute(None, jnp.asarray(rows, jnp.int32)),
+        jnp.asarray(rows, jnp.int32),
         jnp.asarray(bags, jnp.int32),
         jnp.asarray(gains, jnp.float32) if with_gains else None,
     )
@@ -48,15 +47,17 @@ def by_feature(bags):
 
 def found_of(rows, ids):
     """Return rows [N, D] of ids as they are found: in another order, absent ids nowhere."""
-    index = np.where(np.asarray(ids.rows.index) >= 0, np.arange(N)[::-1], PADDING_ID)
-    return FetchedRows(jnp.asarray(rows[::-1]), jnp.asarray(index, jnp.int32))
+    index = np.where(np.asarray(ids.index) >= 0, np.arange(N)[::-1], PADDING_ID)
+    source, index = jnp.asarray(rows[::-1]), jnp.asarray(index, jnp.int32)
+    return RowsToSum(source, index, ids.bags, ids.gains)
 
 
 @jax.jit
 def both(found, ids, gradients, order, segments):
-    activations = combine(found, ids, SumLayout(COUNTS), STACK)
-    route = SumRoute(ids.bags[order], None if ids.gains is None else ids.gains[order], segments)
-    return activations, sum_gradients(gradients, route, N)
+    activations = combine(found, SumLayout(COUNTS), STACK)
+    gains = None if ids.gains is None else ids.gains[order]
+    rows = RowsToSum(jnp.concatenate(gradients), ids.bags[order], segments, gains)
+    return activations, sum_gradients(rows, N, STACK)
 
 
 def run(entries, order, segments, rows=ROWS, **options):
@@ -99,10 +100,10 @@ def test_sums_are_given_runs_of_one_bag(monkeypatch):
     ids = local(entries, with_gains=False)
 
     @jax.jit
-    def combined(found, ids):
-        return combine(found, ids, SumLayout(COUNTS), STACK)
+    def combined(found):
+        return combine(found, SumLayout(COUNTS), STACK)
 
-    activations = np.concatenate(combined(found_of(ROWS, ids), ids))
+    activations = np.concatenate(combined(found_of(ROWS, ids)))
     expected = np.zeros((BAGS, D))
     for (row, bag, _), values in zip(entries, ROWS, strict=True):
         expected[bag] += values if row >= 0 else 0.0

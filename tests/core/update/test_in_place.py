@@ -191,17 +191,17 @@ def looked_up_in_a_scan(engine, state, batch, other):
     return new, jax.lax.scan(body, state, None, length=2)[1]
 
 
-COPIES = {
-    looked_up_after: "a copy of table 't0', of table 't1', because it is looked up again after its "
-    "update; look up before the update, or in the new state",
-    updated_twice: "because it is updated twice; give the second update the state that the first",
-    returned: "because its old rows are returned; return the new state alone",
-    nested: "in a nested jit, and XLA does not know that this comes first; call the function that",
-    used: "a copy of table 't0', because its old rows are used by something other than lookups",
-    scanned: "because it is looked up again after its update",
-    # The scan returns its carry, but the step does not return the old rows.
-    looked_up_in_a_scan: "because it is looked up again after its update; look up before",
-}
+COPIES = [
+    looked_up_after,
+    updated_twice,
+    returned,
+    nested,
+    used,
+    scanned,
+    looked_up_in_a_scan,
+]
+BOTH = {looked_up_after, updated_twice, returned}
+"""Steps that copy both tables."""
 
 
 @pytest.mark.filterwarnings("ignore:activation gradient of feature 'one'")
@@ -213,7 +213,12 @@ def test_what_would_be_copied_is_named(step):
     jitted = jax.jit(functools.partial(step, engine), donate_argnums=0)
     with pytest.raises(ValueError, match="step: expected updates in place") as error:
         engine.check_in_place(jitted, state, batch, batch)
-    assert COPIES[step] in str(error.value)
+    text = str(error.value)
+    assert "a copy of table 't0'" in text
+    assert "of table 't1'" in text or step not in BOTH
+    assert "because its old rows are used beside its update, or after it; use the state" in text
+    for remedy in ("look up before", "a second update", "return the new", "read its rows"):
+        assert remedy in text
 
 
 def test_copies_that_are_started_and_awaited_are_found():

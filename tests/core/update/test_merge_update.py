@@ -11,7 +11,6 @@ from sparsecore_interpreter import interpreted
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
-from tpu_embed.core.update import sharded
 from tpu_embed.kernels import dispatch, sparsecore_sums
 from tpu_embed.kernels import sparsecore_rules as rules
 
@@ -59,7 +58,7 @@ def choose(calls, *operands, sparse=None, **others):
 
 
 ROUNDING = {sparsecore_sums.sum_rounded_rows.__qualname__, "read_rows.<locals>.in_kernel"}
-KERNELS = ROUNDING | {sharded._merge_and_apply.__qualname__}
+KERNELS = ROUNDING | {"_apply.<locals>.to_partials.<locals>.at_once"}
 
 
 CHOOSE = dispatch.choose

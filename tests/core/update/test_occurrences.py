@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from layout_cases import make_stack
 
 from tpu_embed import optimizers as o
-from tpu_embed.core.exchange.device_route import SortedIds
+from tpu_embed.core.batch import LocalIds
 from tpu_embed.core.update import StackShard, occurrences
 
 V, D = 7, 2
@@ -32,8 +32,7 @@ def by_row(rows):
     """Return occurrences of rows sorted as `apply_each` takes them; each has a bag of its own."""
     rows = jnp.where(rows < 0, np.iinfo(np.int32).max, rows)
     order = jnp.argsort(rows, stable=True)
-    nothing = jnp.zeros_like(order)
-    return SortedIds(rows[order], nothing, order.astype(jnp.int32), None)
+    return LocalIds(rows[order], order.astype(jnp.int32), None)
 
 
 def run(optimizer, rows, seed=0):

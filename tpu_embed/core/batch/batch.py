@@ -23,7 +23,7 @@ from tpu_embed.core.batch.line import ROW_SPLITS, line_length, line_of, read_lin
 from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.exchange import MergeRoute, RowRoute, SumRoute, collectives
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout, PlacedFor, Visits
 from tpu_embed.vocabulary import BatchKeys
 
@@ -79,7 +79,8 @@ class Batch:
           layout: the engine's layout.
           valid_steps: see `valid_steps`.
         """
-        return cls(packed, spec, _placed_for(spec, layout), valid_steps)
+        placed_for = layout.placed_for(updates=spec.routed != "lookup")
+        return cls(packed, spec, placed_for, valid_steps)
 
     def __repr__(self) -> str:
         """Show the size of the batch, and a line per stack of tables: what is looked up in it."""
@@ -101,18 +102,18 @@ class Batch:
           ValueError: it was made by another engine, or its array was reshaped or donated.
         """
         layout = self.layout_in(layout)
-        own = _placed_for(self.spec, layout)
+        own = self.of(self.packed, self.spec, layout).placed_for
         if self.placed_for != own:
             remedy = "place it with this engine, or declare both engines alike"
             got = own.difference(self.placed_for)
             expected = "a Batch of this engine's place"
             raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
-        owned = [layout.features_of(g) for g in range(len(layout.stacks))]
-        same = [stack.features for stack in self.spec.stacks] == owned
-        same = same and self.spec.replicas == layout.axes.replicas
-        devices = layout.axes.size(layout.axes.names)
-        expected = (devices, line_length(line_of(self.spec, layout))) if same else None
+        expected, axes = None, layout.axes
+        stacks = [layout.features_of(g) for g in range(len(layout.stacks))]
+        same = [stack.features for stack in self.spec.stacks] == stacks
+        if same and self.spec.replicas == axes.replicas:
+            expected = axes.size(axes.names), line_length(line_of(self.spec, layout))
         if self.packed.shape != expected:
             raise ValueError(
                 message(
@@ -139,17 +140,10 @@ class Batch:
         return ids, jnp.zeros(len(layout.features), jnp.int32)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
-        """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
-        found: dict[int, Array] = {}
-        stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
-        for view, fields in stacks:
-            line = read_line(self.packed[0], fields)
-            names = {f: f"{ROW_SPLITS}{f}" for f in view.features}
-            found |= {f: line[name] for f, name in names.items() if name in line}
-        return found
+        """Return the row splits `[devices, B/S + 1]` of every jagged feature.
 
-    def row_splits_of_devices(self, layout: Layout) -> dict[int, Array]:
-        """Return the row splits `[devices, B/S + 1]` of every jagged feature, outside a program."""
+        Inside `shard_map` they are those of this device, `[1, B/S + 1]`.
+        """
         return {
             int(one.name.removeprefix(ROW_SPLITS)): self.packed[
                 :, one.start : one.start + one.words
@@ -166,29 +160,14 @@ class Batch:
         """
 
 
-def _placed_for(spec: BatchSpec, layout: Layout) -> PlacedFor:
-    """Return what batches of a spec depend on."""
-    return layout.placed_for(updates=spec.routed != "lookup")
-
-
 def _located(fields: dict[str, Array], view: StackView) -> LocalIds:
     """Return the ids of one stack from the fields of a line."""
-    bags = view.bags.dense_bags() if view.bags.is_dense else fields["bags"]
+    given = {name: x for name, x in fields.items() if not name.startswith(ROW_SPLITS)}
+    if view.is_dense:
+        given["bags"] = view.dense_bags()
     if not view.is_routed:
-        rows = RowRoute(None, fields["row_ids"])
-        return LocalIds(rows, bags, fields.get("gains"), fields.get("blocks"))
-    asked = fields.get("asked")
+        given["index"] = given.pop("row_ids")
     # A host that does not know the other processes' ids tells what this device asks for.
-    if asked is not None and not view.layout.axes.one_process:
-        asked = collectives.all_to_all(asked, view.stack.shard_axes)
-    sums = merge = None
-    if view.routes_update:
-        order = fields["sum_index"], fields.get("sum_gains")
-        sums = SumRoute(*order, fields["sum_segments"])
-    if view.merges_on_host:
-        segments = fields.get("merge_segments")
-        merge = MergeRoute(fields.get("merge_index"), segments, fields["merged"])
-    rows = RowRoute(asked, fields["index"])
-    names = ("sent", "row_ids")
-    rest = fields.get("blocks"), sums, merge, *(fields.get(name) for name in names)
-    return LocalIds(rows, bags, fields.get("gains"), *rest)
+    if "asked" in given and not view.layout.axes.one_process:
+        given["asked"] = collectives.all_to_all(given["asked"], view.stack.shard_axes)
+    return LocalIds(**{"gains": None, **given})

@@ -52,9 +52,6 @@ from tpu_embed.core.layout import Layout
 
 INT32 = np.dtype(np.int32)
 
-Shape = tuple[str, tuple[int, ...], Any]
-"""Name, shape and dtype of an array in a line."""
-
 ROW_SPLITS = "row_splits/"
 """What the names of fields begin with that end with the number of a jagged feature."""
 
@@ -86,13 +83,7 @@ def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...
     stacks, end = [], 0
     for view in view_stacks(spec, layout):
         fields = []
-        found = _routed(view) if view.is_routed else _ids(view)
-        found += [
-            (f"{ROW_SPLITS}{f}", (size + 1,), INT32)
-            for f, size, shape in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True)
-            if shape.has_places
-        ]
-        for name, shape, dtype in found:
+        for name, shape, dtype in _fields(view):
             fields.append(LineField(name, shape, dtype, end))
             end += fields[-1].words
         stacks.append(tuple(fields))
@@ -116,59 +107,41 @@ def fields_of(packed: np.ndarray, fields: tuple[LineField, ...]) -> dict[str, np
 
 def read_line(line: Array, fields: tuple[LineField, ...]) -> dict[str, Array]:
     """Return the fields of one stack from one device's line, inside a program."""
-    return {field.name: _read_field(line, field) for field in fields}
-
-
-def _read_field(line: Array, field: LineField) -> Array:
-    words = field.dtype.itemsize // 4
-    piece = line[field.start : field.start + field.words]
-    if words > 1:
-        piece = piece.reshape(-1, words)
-    if field.dtype != INT32:
-        piece = jax.lax.bitcast_convert_type(piece, jnp.dtype(field.dtype))
-    return piece.reshape(field.shape)
-
-
-def _ids(view: StackView) -> list[Shape]:
-    """Return name, shape and dtype of the fields of a stack whose ids are not routed."""
-    n, stack = view.num_ids, view.stack
-    found: list[Shape] = [("row_ids", (n,), stack.index_dtype), *_bags(view)]
-    if view.needs_blocks:
-        found.append(("blocks", (n,), INT32))
+    found = {}
+    for field in fields:
+        piece, words = line[field.start : field.start + field.words], field.dtype.itemsize // 4
+        if words > 1:
+            piece = piece.reshape(-1, words)
+        if field.dtype != INT32:
+            piece = jax.lax.bitcast_convert_type(piece, jnp.dtype(field.dtype))
+        found[field.name] = piece.reshape(field.shape)
     return found
 
 
-def _bags(view: StackView) -> list[Shape]:
-    found: list[Shape] = []
-    if not view.bags.is_dense:
-        found.append(("bags", (view.num_ids,), INT32))
-    if view.has_gains:
-        found.append(("gains", (view.num_ids,), view.stack.compute_dtype))
-    return found
-
-
-def _routed(view: StackView) -> list[Shape]:
-    """Return the same of a stack whose ids the host has routed."""
-    n, stack, room = view.num_ids, view.stack, view.room
-    shards, index = stack.num_shards, stack.index_dtype
-    found: list[Shape]
-    found = [("index", (n,), index if shards == 1 else INT32)]
-    if shards > 1:
-        found.append(("asked", (shards, max(1, room.row_capacity)), index))
-    found += _bags(view)
-    if view.updates and not view.accumulates:  # the devices sort them
-        found += [("row_ids", (n,), index)] if shards > 1 else []
-        found += [("blocks", (n,), INT32)] if view.needs_blocks else []
-    if not view.routes_update:
-        return found
-    found += [("sum_index", (n,), INT32), ("sum_segments", (n,), INT32)]
-    if view.has_gains:
-        found.append(("sum_gains", (n,), stack.compute_dtype))
-    # For the merge at the owner, or for the owner to route it.
-    if not view.merges_on_host:
-        return found if view.by_psum else [*found, ("sent", (shards, view.parcel_size), index)]
-    if not view.by_psum and not view.is_local:
-        found.append(("merge_index", (view.num_partials,), INT32))
-    if not view.by_psum:
-        found.append(("merge_segments", (view.num_partials,), INT32))
-    return [*found, ("merged", (view.num_merged,), index)]
+def _fields(view: StackView) -> list[Any]:
+    """Return name, shape and dtype of the fields of a stack."""
+    ids, stack, room = (view.num_ids,), view.stack, view.room
+    shards, index, gains = stack.num_shards, stack.index_dtype, stack.compute_dtype
+    routed, sums, merges = view.is_routed, view.routes_update, view.merges_on_host
+    asks, parcels = routed and shards > 1, sums and not view.by_psum
+    # Where the update is not routed, the devices sort the physical rows.
+    sorts = asks and view.updates and not view.accumulates
+    # Whether a stack has a field; its name, shape and dtype.
+    found: list[tuple[bool, str, tuple[int, ...], Any]] = [
+        (routed, "index", ids, INT32 if asks else index),
+        (asks, "asked", (shards, max(1, room.row_capacity)), index),
+        (sorts or not routed, "row_ids", ids, index),
+        (not view.is_dense, "bags", ids, INT32),
+        (view.has_gains, "gains", ids, gains),
+        (view.needs_blocks and not sums, "blocks", ids, INT32),
+        (sums, "sum_index", ids, INT32),
+        (sums, "sum_segments", ids, INT32),
+        (sums and view.has_gains, "sum_gains", ids, gains),
+        (parcels and not merges, "sent", (shards, view.parcel_size), index),
+        (parcels and merges and not view.is_local, "merge_index", (view.num_partials,), INT32),
+        (parcels and merges, "merge_segments", (view.num_partials,), INT32),
+        (merges, "merged", (view.num_merged,), index),
+    ]
+    each = zip(view.features, view.sizes, view.shapes, strict=True)
+    found += [(own.has_places, f"{ROW_SPLITS}{f}", (n + 1,), INT32) for f, n, own in each]
+    return [field for there, *field in found if there]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -147,48 +148,45 @@ class BatchSpec:
 
         It is at least 1, so that no array of a compiled program is empty.
         """
-        shapes = [self.feature_shapes[f] for f in self.stacks[stack].features]
-        if any(shape.room_per_bag is None for shape in shapes):
-            places = sum(shape.capacity or 0 for shape in shapes if shape.has_places)
-            return max(1, self.stacks[stack].ids + places)
-        rooms = (s.bags_of(s.batch // self.replicas) * (s.room_per_bag or 0) for s in shapes)
-        return max(1, sum(rooms))
+        one = self.stacks[stack]
+        shapes = [self.feature_shapes[f] for f in one.features]
+        flat = any(shape.room_per_bag is None for shape in shapes)
+        # Bags that are packed flat share the room of the stack; jagged features have their own.
+        rooms = (
+            shape.bags_of(shape.batch // self.replicas) * (shape.room_per_bag or 0)
+            for shape in shapes
+            if shape.has_places or not flat
+        )
+        return max(1, sum(rooms, one.ids if flat else 0))
 
 
 def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
     """Return the smallest spec that the batches of both specs fit: the maximum of every size."""
     if a == b:
         return a
-    if _of_engine(a) != _of_engine(b):
+    # What the specs of one engine's batches have in common.
+    kinds = [
+        (one.replicas, one.routed, len(one.feature_shapes), [g.features for g in one.stacks])
+        for one in (a, b)
+    ]
+    if kinds[0] != kinds[1]:
         raise ValueError(
             message("BatchSpec.union", expected="specs of one engine", got=f"{a} and {b}")
         )
-    return BatchSpec(
-        a.replicas,
-        tuple(
-            _union_shape(i, f, g)
-            for i, (f, g) in enumerate(zip(a.feature_shapes, b.feature_shapes, strict=True))
-        ),
-        tuple(
-            StackSpec(g.features, *map(max, g.sizes, h.sizes))
-            for g, h in zip(a.stacks, b.stacks, strict=True)
-        ),
-        a.routed,
+    stacks = (
+        StackSpec(g.features, *map(max, g.sizes, h.sizes))
+        for g, h in zip(a.stacks, b.stacks, strict=True)
     )
-
-
-def _of_engine(spec: BatchSpec) -> tuple[object, ...]:
-    """Return what the specs of one engine's batches have in common."""
-    features = [stack.features for stack in spec.stacks]
-    return spec.replicas, features, len(spec.feature_shapes), spec.routed
+    shapes = map(_union_shape, itertools.count(), a.feature_shapes, b.feature_shapes)
+    return dataclasses.replace(a, feature_shapes=tuple(shapes), stacks=tuple(stacks))
 
 
 def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
     """Return the smallest shape of feature i that fits both shapes."""
     if a == b:
         return a
-    jagged = a.capacity is not None, b.capacity is not None
-    if (a.batch, a.inner, a.combines) != (b.batch, b.inner, b.combines) or len({*jagged}) > 1:
+    kinds = [(one.batch, one.inner, one.combines, one.capacity is None) for one in (a, b)]
+    if kinds[0] != kinds[1]:
         raise ValueError(
             message(
                 f"BatchSpec: feature {i}",
@@ -199,8 +197,14 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
         )
     # A dense batch can be packed flat, but not the other way round. Of two dense ones, the
     # narrower gets padding.
-    flat = a.width is None or b.width is None
-    width = None if flat else max(a.width or 0, b.width or 0)
-    capacity = max(a.capacity or 0, b.capacity or 0) if all(jagged) else None
-    weighted = a.weighted or b.weighted
-    return dataclasses.replace(a, width=width, weighted=weighted, capacity=capacity)
+    return dataclasses.replace(
+        a,
+        width=_larger(a.width, b.width),
+        weighted=a.weighted or b.weighted,
+        capacity=_larger(a.capacity, b.capacity),
+    )
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    """Return the larger of two sizes; None if one is unknown."""
+    return None if a is None or b is None else max(a, b)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,100 +34,7 @@ from tpu_embed._types import Array
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, Stack, round_up
-from tpu_embed.kernels.operands import GradientLayout, SumLayout
-
-# -- how bags are numbered -------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Bags:
-    """The bags of one stack in a batch.
-
-    What takes a loop over the features is computed once.
-
-    Attributes:
-      shapes: the shapes of the features that look the stack up.
-      combiners: how the table of each combines rows.
-      replicas: the number of parts into which the batch is split: those of this process, perhaps.
-    """
-
-    shapes: tuple[FeatureShape, ...]
-    combiners: tuple[str, ...]
-    replicas: int
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The examples of each feature on one device."""
-        return tuple(shape.batch // self.replicas for shape in self.shapes)
-
-    @functools.cached_property
-    def counts(self) -> tuple[int, ...]:
-        """The bags of each feature on one device."""
-        return tuple(s.bags_of(size) for s, size in zip(self.shapes, self.sizes, strict=True))
-
-    @functools.cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The first bag of each feature, and the end of all bags."""
-        return tuple(itertools.accumulate(self.counts, initial=0))
-
-    @functools.cached_property
-    def is_dense(self) -> bool:
-        """Whether all features have a width, so that ids have places, padding included."""
-        return all(shape.room_per_bag is not None for shape in self.shapes)
-
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """The ids of each bag of each feature of a dense stack; () if there are no ids at all."""
-        widths = [shape.room_per_bag or 0 for shape in self.shapes] if self.is_dense else []
-        return tuple(widths) if any(map(np.multiply, widths, self.counts)) else ()
-
-    @property
-    def sums(self) -> SumLayout:
-        """The bags as a kernel takes them that sums the rows of each."""
-        return SumLayout(self.counts, self.widths)
-
-    @property
-    def gradients(self) -> GradientLayout:
-        """The bags as a kernel takes them that sums their gradients by row."""
-        return GradientLayout(self.counts)
-
-    def dense_bags(self, xp: Any = jnp) -> Any:
-        """Return the bag of every id of a dense stack on one device, int32 `[N]`.
-
-        Args:
-          xp: `jnp` in a program, `np` on the host.
-        """
-        if not self.widths:
-            return xp.zeros(1, xp.int32)
-        # Widths 2 2 1 and counts 1 1 2: features of equal width are one range, 0 0 1 1 | 2 3.
-        parts, first = [], 0
-        each = zip(self.widths, self.counts, strict=True)
-        for width, some in itertools.groupby(each, key=lambda pair: pair[0]):
-            count = sum(count for _, count in some)
-            if width:
-                parts.append(first + xp.arange(count * width, dtype=xp.int32) // width)
-            first += count
-        return xp.concatenate(parts) if len(parts) > 1 else parts[0]
-
-    def block_starts(self, number: int, blocks: int, row_splits: Array | None) -> Any:
-        """Return the first bag of the second and all later blocks of the only device, `[G - 1]`.
-
-        It is a NumPy array unless it depends on row splits.
-
-        Args:
-          number: of the feature, among those of the stack.
-          blocks: G, the blocks of the batch: example e of B is in block ⌊e · G / B⌋.
-          row_splits: of a jagged feature, whose places are its bags.
-        """
-        # The first example of block k is ⌈k · B / G⌉: of 10 examples in 4 blocks 3, 5 and 8.
-        size, start = self.sizes[number], self.starts[number]
-        examples = np.array([-(-k * size // blocks) for k in range(1, blocks)], np.int32)
-        if row_splits is not None:
-            return start + row_splits[examples]
-        return (start + examples * self.shapes[number].bags).astype(np.int32)
-
-
-# -- the view of a stack ---------------------------------------------------------------------------
+from tpu_embed.kernels.operands import SumLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +69,11 @@ class StackView:
         return self.room.features
 
     @functools.cached_property
+    def shapes(self) -> tuple[FeatureShape, ...]:
+        """The shapes of these features."""
+        return tuple(self.spec.feature_shapes[f] for f in self.features)
+
+    @functools.cached_property
     def num_ids(self) -> int:
         """N, the ids that one device has room for, padding included; at least 1."""
         return self.spec.ids(self.number)
@@ -168,8 +81,74 @@ class StackView:
     @functools.cached_property
     def has_gains(self) -> bool:
         """Whether some ids may have another gain than 1 (`ids/gains.py`)."""
-        pairs = zip(self.bags.shapes, self.bags.combiners, strict=True)
-        return any(s.weighted or (s.combines and combiner != "sum") for s, combiner in pairs)
+        configs = (self.layout.features[f].config for f in self.features)
+        pairs = zip(self.shapes, configs, strict=True)
+        return any(s.weighted or (s.combines and one.table.combiner != "sum") for s, one in pairs)
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The examples of each feature on one device."""
+        return tuple(shape.batch // self.spec.replicas for shape in self.shapes)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The bags of each feature on one device."""
+        return tuple(s.bags_of(size) for s, size in zip(self.shapes, self.sizes, strict=True))
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first bag of each feature, and the end of all bags."""
+        return tuple(itertools.accumulate(self.counts, initial=0))
+
+    @functools.cached_property
+    def is_dense(self) -> bool:
+        """Whether all features have a width, so that ids have places, padding included."""
+        return all(shape.room_per_bag is not None for shape in self.shapes)
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The ids of each bag of each feature of a dense stack; () if there are no ids at all."""
+        widths = [shape.room_per_bag or 0 for shape in self.shapes] if self.is_dense else []
+        return tuple(widths) if any(map(np.multiply, widths, self.counts)) else ()
+
+    @property
+    def sum_layout(self) -> SumLayout:
+        """The bags as a kernel takes them that sums the rows of each."""
+        return SumLayout(self.counts, self.widths)
+
+    def dense_bags(self, xp: Any = jnp) -> Any:
+        """Return the bag of every id of a dense stack on one device, int32 `[N]`.
+
+        Args:
+          xp: `jnp` in a program, `np` on the host.
+        """
+        if not self.widths:
+            return xp.zeros(1, xp.int32)
+        # Widths 2 2 1 and counts 1 1 2: features of equal width are one range, 0 0 1 1 | 2 3.
+        parts, first = [], 0
+        each = zip(self.widths, self.counts, strict=True)
+        for width, some in itertools.groupby(each, key=lambda pair: pair[0]):
+            count = sum(count for _, count in some)
+            if width:
+                parts.append(first + xp.arange(count * width, dtype=xp.int32) // width)
+            first += count
+        return xp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def block_starts(self, number: int, row_splits: Mapping[int, Array]) -> Any:
+        """Return the first bag of the second and all later blocks of the only device, `[G - 1]`.
+
+        It is a NumPy array unless it depends on row splits.
+
+        Args:
+          number: of the feature, among those of the stack.
+          row_splits: `[1, B/S + 1]` of every jagged feature, whose places are its bags.
+        """
+        # The first example of block k is ⌈k · B / G⌉: of 10 examples in 4 blocks 3, 5 and 8.
+        size, start, blocks = self.sizes[number], self.starts[number], self.layout.blocks
+        examples = np.array([-(-k * size // blocks) for k in range(1, blocks)], np.int32)
+        if self.shapes[number].has_places:
+            return start + row_splits[self.features[number]][0, examples]
+        return (start + examples * self.shapes[number].bags).astype(np.int32)
 
     @property
     def accumulates(self) -> bool:
@@ -240,24 +219,9 @@ class StackView:
         return round_up(most, ROW_MULTIPLE)
 
     @functools.cached_property
-    def bags(self) -> Bags:
-        """Its bags, and how they are numbered."""
-        tables = (self.layout.features[f].config.table for f in self.features)
-        combiners = tuple(table.combiner for table in tables)
-        shapes = tuple(self.spec.feature_shapes[f] for f in self.features)
-        return Bags(shapes, combiners, self.spec.replicas)
-
-    @functools.cached_property
     def blocks_per_device(self) -> int:
         """The largest number of blocks that one device's examples fall into."""
-        return self.layout.blocks_per_device(self.bags.sizes)
-
-    def joined(self, sources: int) -> StackView:
-        """Return the stack in the batch whose devices have the ids of n devices of this batch."""
-        spec = self.spec
-        shapes = tuple(s.with_capacity(sources * (s.capacity or 0)) for s in spec.feature_shapes)
-        fewer = dataclasses.replace(spec, replicas=spec.replicas // sources, feature_shapes=shapes)
-        return dataclasses.replace(self, spec=fewer)
+        return self.layout.blocks_per_device(self.sizes)
 
 
 def view_stacks(spec: BatchSpec, layout: Layout) -> tuple[StackView, ...]:

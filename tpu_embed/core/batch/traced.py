@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,6 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
 from tpu_embed.core.batch.stack_view import view_stacks
-from tpu_embed.core.exchange import RowRoute
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,
@@ -43,7 +42,7 @@ class TracedIds:
     """The dense ids of every feature, inside a jit.
 
     Attributes:
-      ids: one integer array `[B, …]` per feature, in flattening order.
+      ids: one array `[B, …]` of signed integers per feature, in flattening order.
       weights: one array of floats or integers per feature, of the ids' shape; or None.
       spec: the static shape of the batch; its stacks have no capacities.
     """
@@ -60,39 +59,34 @@ class TracedIds:
         """Return the ids of every stack, and bad ids; see `Batch.locate`."""
         located, numbers, counts = [], [], []
         for view in view_stacks(self.spec, layout):
-            dtype = view.stack.index_dtype
-            given = {
-                f: self._in_bags(_signed(self.ids[f], dtype), f, PADDING_ID) for f in view.features
-            }
+            given = {f: self._in_bags(self.ids[f], f, PADDING_ID) for f in view.features}
             rows, gains = [], None
             # Features with as many ids are rows of one array: of 2, 2 and 3 ids, the first two are
             # [2, 2] and the third [1, 3]; flattened, they stand one after the other, 4 and 3 ids.
             for _, some in itertools.groupby(view.features, key=lambda f: given[f].size):
                 features = tuple(some)
-                rules = _FeatureRules.of(features, layout, dtype)
                 wide = np.result_type(*(given[f].dtype for f in features))
                 ids = jnp.stack([given[f].reshape(-1).astype(wide) for f in features])
-                valid, count = _resolve(ids, rules)
+                found, count = _resolve(ids, [layout.features[f] for f in features], view.stack)
+                rows.append(found.reshape(-1))
                 numbers, counts = [*numbers, *features], [*counts, count]
-                rows.append(_physical(valid, rules, view.stack).reshape(-1))
             row_ids = _at_least_one(jnp.concatenate(rows), PADDING_ID)
             if view.has_gains:
                 each = [self._gains(f, layout, view.stack.compute_dtype) for f in view.features]
                 gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
-            located.append(LocalIds(RowRoute(None, row_ids), view.bags.dense_bags(), gains))
+            located.append(LocalIds(row_ids, view.dense_bags(), gains))
         bad = jnp.zeros(len(layout.features), jnp.int32)
         return located, bad.at[np.array(numbers)].set(jnp.concatenate(counts))
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
-        """Return the row splits `[B/S + 1]` of every jagged feature, inside `shard_map`."""
+        """Return the row splits `[1, B/S + 1]` of every jagged feature; see `Batch.row_splits`."""
         found = {}
         for f, (ids, shape) in enumerate(zip(self.ids, self.spec.feature_shapes, strict=True)):
             if shape.capacity is None:
                 continue
-            dtype = layout.stacks[layout.features[f].stack].index_dtype
-            lengths = padded_lengths(_signed(ids, dtype), shape.bags)
-            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
+            lengths = padded_lengths(ids, shape.bags)
+            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])[None]
         return found
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
@@ -115,8 +109,7 @@ class TracedIds:
 
     def _gains(self, f: int, layout: Layout, dtype: np.dtype) -> Array:
         """Return the gains of a feature's ids, of the shape that `_in_bags` gives them."""
-        given, config = self.weights[f], layout.features[f].config
-        ids = _signed(self.ids[f], layout.stacks[layout.features[f].stack].index_dtype)
+        ids, given, config = self.ids[f], self.weights[f], layout.features[f].config
         weights = jnp.ones(ids.shape, dtype) if given is None else given.astype(dtype)
         if not self.spec.feature_shapes[f].combines:
             return self._in_bags(weights, f, 0)
@@ -127,44 +120,6 @@ class TracedIds:
             kept = (ids >= 0) & (ids < config.table.vocabulary_size)
         kept_weights = jnp.where(kept, weights, jnp.zeros_like(weights))
         return gains_in_program(kept_weights, config.table.combiner)
-
-
-class _FeatureRules(NamedTuple):
-    """What is needed of the tables of some features: one number per feature, `[features, 1]`.
-
-    If all features have the same number, it is stored once, as an array `[]`: XLA can optimize
-    arithmetic with one constant better than with an array of them.
-
-    Attributes:
-      last: the last logical row of the feature's table.
-      clips: whether bad ids are clipped.
-      counts: whether bad ids are counted, that is, are errors.
-      offset: the offset of the feature's table in its stack.
-      rows_per_shard: the rows per shard of the feature's table.
-    """
-
-    last: np.ndarray
-    clips: np.ndarray
-    counts: np.ndarray
-    offset: np.ndarray
-    rows_per_shard: np.ndarray
-
-    @classmethod
-    def of(cls, numbers: Sequence[int], layout: Layout, dtype: np.dtype) -> _FeatureRules:
-        """Return the rules of the features with some numbers."""
-        features = [layout.features[f] for f in numbers]
-
-        def each(values: Sequence[int], dtype: Any = dtype) -> np.ndarray:
-            same = len(set(values)) == 1
-            return np.asarray(values[0] if same else [[value] for value in values], dtype)
-
-        return cls(
-            each([feature.table.vocabulary_size - 1 for feature in features]),
-            each([feature.config.on_bad_id == "clip" for feature in features], bool),
-            each([feature.config.on_bad_id == "error" for feature in features], bool),
-            each([feature.table.offset for feature in features]),
-            each([feature.table.rows_per_shard for feature in features]),
-        )
 
 
 def make_traced(
@@ -187,21 +142,16 @@ def make_traced(
             "spec: ids traced inside a jit need no capacities any more, so it is not used; leave "
             "it out, as a later release will refuse it"
         )
-    arrays, scales = _checked_arrays(ids, weights, layout)
-    shapes = [
-        _feature_shape(feature.path, feature.config, array, scale)
-        for feature, array, scale in zip(layout.features, arrays, scales, strict=True)
-    ]
-    arrays, scales = _after_cuts(arrays, scales, layout)
-    stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    own = BatchSpec(layout.axes.replicas, tuple(shapes), stacks)
-    own.check_batch([feature.path for feature in layout.features])
+    given = zip(layout.features, ids, weights, strict=True)
+    checked = [_checked(*one, layout.stacks[one[0].stack].index_dtype) for one in given]
+    arrays, scales, shapes = zip(*checked, strict=True)
     # Of a jagged feature any example may have all its ids, or its first L: C = min(H, L) · B/S.
-    shapes = [
-        shape.with_capacity(size * shape.bags)
-        for shape, size in zip(shapes, own.local_sizes, strict=True)
-    ]
-    return TracedIds(arrays, scales, dataclasses.replace(own, feature_shapes=tuple(shapes)))
+    replicas = layout.axes.replicas
+    shapes = tuple(one.with_capacity(one.batch // replicas * one.bags) for one in shapes)
+    stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
+    own = BatchSpec(replicas, shapes, stacks)
+    own.check_batch([feature.path for feature in layout.features])
+    return TracedIds(arrays, scales, own)
 
 
 def padded_lengths(ids: Array, longest: int) -> Array:
@@ -218,60 +168,35 @@ def padded_lengths(ids: Array, longest: int) -> Array:
     return jnp.minimum(lengths, longest)
 
 
-def _checked_arrays(ids: Sequence[Any], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
-    """Return the arrays of all features, ids and weights; None where there are no weights."""
-    paths = [f"feature {feature.path!r}" for feature in layout.features]
-    arrays = tuple(_ids(*leaf) for leaf in zip(paths, ids, strict=True))
-    return arrays, tuple(_weights(*leaf) for leaf in zip(paths, weights, strict=True))
+def _checked(
+    feature: FeatureLayout, ids: Any, weights: Any, dtype: np.dtype
+) -> tuple[Array, Array | None, FeatureShape]:
+    """Return ids, weights and static shape of a feature; see `make_traced`.
 
-
-def _after_cuts(ids: Sequence[Array], weights: Sequence[Any], layout: Layout) -> tuple[Any, Any]:
-    """Return ids and weights of all features; see `_after_cut`."""
-    given = zip(layout.features, ids, weights, strict=True)
-    found = [_after_cut(feature, x, scale, layout) for feature, x, scale in given]
-    return tuple(x for x, _ in found), tuple(scale for _, scale in found)
-
-
-def _after_cut(
-    feature: FeatureLayout, ids: Array, weights: Array | None, layout: Layout
-) -> tuple[Array, Array | None]:
-    """Return ids and weights of a feature, cut at the beginning where it keeps the last ids."""
-    config = feature.config
-    if config.keep == "first" or ids.ndim != 2 or ids.shape[1] <= config.max_sequence_length:
-        return ids, weights
-    ids = _signed(ids, layout.stacks[feature.stack].index_dtype)
-    return shift_rows(ids, weights, config.max_sequence_length)
-
-
-def _feature_shape(path: str, config: Any, ids: Array, weights: Array | None) -> FeatureShape:
-    """Return the static shape of a feature, after comparing the weights' shape with the ids'."""
-    if weights is not None and ids.ndim == 1:
-        what = f"weights of feature {path!r}"
-        raise ValueError(message(what, expected="None for one id per example", got="an array"))
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(
-            message(
-                f"weights of feature {path!r}",
-                expected=f"shape {ids.shape}",
-                got=f"{weights.shape}",
-            )
-        )
-    return dense_shape(f"feature {path!r}", config, ids.shape, weighted=weights is not None)
-
-
-def _ids(path: str, value: Any) -> Array:
-    ids = _array(path, value)
+    The ids are in a signed dtype, which holds -1 and every row: in `dtype`, or in their own if that
+    is signed and no narrower. Where the feature keeps the last ids, they are at the beginning.
+    """
+    what, config = f"feature {feature.path!r}", feature.config
+    ids = _array(what, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(message(path, expected="ids of an integer dtype", got=f"{ids.dtype}"))
-    return ids
-
-
-def _weights(path: str, value: Any) -> Array | None:
-    what = f"weights of {path}"
-    weights = None if value is None else _array(what, value)
-    if weights is not None and not is_real(weights.dtype):
-        raise ValueError(message(what, expected="real numbers", got=f"{weights.dtype}"))
-    return weights
+        raise TypeError(message(what, expected="ids of an integer dtype", got=f"{ids.dtype}"))
+    if weights is not None:
+        scales = f"weights of {what}"
+        weights = _array(scales, weights)
+        if not is_real(weights.dtype):
+            raise ValueError(message(scales, expected="real numbers", got=f"{weights.dtype}"))
+        if ids.ndim == 1 or weights.shape != ids.shape:
+            one_each = "None for one id per example"
+            expected = one_each if ids.ndim == 1 else f"shape {ids.shape}"
+            raise ValueError(message(scales, expected=expected, got=f"{weights.shape}"))
+    shape = dense_shape(what, config, ids.shape, weighted=weights is not None)
+    # An unsigned id that is too large becomes the largest number of the dtype, which is not a row.
+    if not (jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= dtype.itemsize):
+        ids = narrow_ids(ids, dtype)
+    length = config.max_sequence_length
+    if config.keep != "first" and ids.ndim == 2 and ids.shape[1] > length:
+        ids, weights = shift_rows(ids, weights, length)
+    return ids, weights, shape
 
 
 def _array(what: str, value: Any) -> Array:
@@ -287,35 +212,36 @@ def _array(what: str, value: Any) -> Array:
     return as_array(value)
 
 
-def _signed(ids: Array, dtype: np.dtype) -> Array:
-    """Return ids in a signed dtype that can hold -1 and every row.
+def _resolve(ids: Array, features: Sequence[FeatureLayout], stack: Stack) -> tuple[Array, Array]:
+    """Clip bad ids, or turn them into padding, and compute the physical rows of all others.
 
-    The dtype is `dtype`, or the ids' own if that is signed and no narrower. An unsigned id that is
-    too large for `dtype` becomes the largest number of `dtype`, which is not a row.
-    """
-    if jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= dtype.itemsize:
-        return ids
-    return narrow_ids(ids, dtype)
-
-
-def _resolve(ids: Array, rules: _FeatureRules) -> tuple[Array, Array]:
-    """Resolve bad ids: clip them, or turn them into padding.
+    Args:
+      ids: of some features of the stack, `[features, n]`.
+      features: these features.
+      stack: the stack.
 
     Returns:
-      The ids `[features, n]`; and int32 `[features]`, the number of bad ids that are errors.
+      the physical rows `[features, n]`; and int32 `[features]`, the number of bad ids that are
+      errors.
     """
+
+    def each(values: Sequence[int], dtype: Any = stack.index_dtype) -> np.ndarray:
+        # A number per feature, [features, 1]; if all are the same, one []: XLA can optimize
+        # arithmetic with one constant better than with an array of them.
+        same = len(set(values)) == 1
+        return np.asarray(values[0] if same else [[value] for value in values], dtype)
+
+    tables, policies = zip(*((one.table, one.config.on_bad_id) for one in features), strict=True)
     # An error cannot be raised inside a program: such an id becomes padding, and is counted.
-    last = rules.last.astype(ids.dtype)
+    last = each([table.vocabulary_size - 1 for table in tables]).astype(ids.dtype)
     bad = (ids < PADDING_ID) | (ids > last)
-    instead = jnp.where(rules.clips, jnp.clip(ids, 0, last), PADDING_ID)
-    return jnp.where(bad, instead, ids), jnp.sum(bad & rules.counts, axis=1, dtype=jnp.int32)
-
-
-def _physical(ids: Array, rules: _FeatureRules, stack: Stack) -> Array:
-    """Return the physical rows of valid ids `[features, n]`; padding stays padding."""
-    ids = ids.astype(stack.index_dtype)
-    physical = stack.physical_in(ids, rules.offset, rules.rows_per_shard)
-    return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), physical)
+    clips, errors = (each([p == one for p in policies], bool) for one in ("clip", "error"))
+    instead = jnp.where(clips, jnp.clip(ids, 0, last), PADDING_ID)
+    count = jnp.sum(bad & errors, axis=1, dtype=jnp.int32)
+    ids = jnp.where(bad, instead, ids).astype(stack.index_dtype)
+    offsets = each([table.offset for table in tables])
+    rows = stack.physical_in(ids, offsets, each([table.rows_per_shard for table in tables]))
+    return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), rows), count
 
 
 def _at_least_one(numbers: Array, padding: int) -> Array:

@@ -344,7 +344,8 @@ class EmbeddingEngine(LogicalRows):
           kwargs: its keyword arguments.
 
         Raises:
-          ValueError: tables or slots would be copied; the message says which, why, and the remedy.
+          ValueError: tables or slots would be copied; the message names those of a copy's shape,
+            and the remedy.
         """
         check_in_place(step, args, kwargs, self.layout)
 

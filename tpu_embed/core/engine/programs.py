@@ -63,7 +63,7 @@ class Programs:
         self._history = np.int32(0 if vocabularies is None else vocabularies.first_history)
         self.traces: collections.Counter[str] = collections.Counter()
         self._made = jax.jit(self._init)
-        # `check_in_place` finds these programs in a user's jaxpr by their names.
+        # A user finds these programs in a jaxpr or a profile by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
         self.visit = jax.jit(named(self._visit, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
@@ -123,12 +123,12 @@ class Programs:
             operands = operands._replace(skip=skip if refused is None else skip | refused)
         rows, gradients = _not_differentiable(((state.tables, state.slots), operands.gradients))
         operands = operands._replace(gradients=gradients)
-        new = update(*rows, source, operands, self._layout)
+        tables, slots, bad_ids = update(*rows, source, operands, self._layout)
         # Inside a jit nothing can raise: both reports reach a user through `checkify`.
-        source.report(new.bad_ids, self._layout)
+        source.report(bad_ids, self._layout)
         self._guard.report(bad)
-        counters = self._guard.counted(state.counters, new.bad_ids, bad, refused)
+        counters = self._guard.counted(state.counters, bad_ids, bad, refused)
         trained = [stack.name for stack in self._layout.stacks if stack.optimizer is not None]
         held = jax.tree.leaves([(state.tables[name], state.slots[name]) for name in trained])
         steps_done = note_copies(operands.steps_done, held)
-        return TableState(new.tables, new.slots, steps_done, counters)
+        return TableState(tables, slots, steps_done, counters)

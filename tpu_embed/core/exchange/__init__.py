@@ -3,27 +3,15 @@
 from tpu_embed.core.exchange import collectives, device_route, host_route, route
 from tpu_embed.core.exchange.collectives import axis_index, psum
 from tpu_embed.core.exchange.device_route import number_runs
-from tpu_embed.core.exchange.route import (
-    FetchedRows,
-    MergeRoute,
-    RowRoute,
-    RowSums,
-    SumRoute,
-    padded,
-)
+from tpu_embed.core.exchange.route import RowSums
 
 __all__ = [
-    "FetchedRows",
-    "MergeRoute",
-    "RowRoute",
     "RowSums",
-    "SumRoute",
     "axis_index",
     "collectives",
     "device_route",
     "host_route",
     "number_runs",
-    "padded",
     "psum",
     "route",
 ]

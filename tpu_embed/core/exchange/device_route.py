@@ -13,33 +13,19 @@ Input: inside `shard_map`, rows of one device. Output: their order, and routes.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
-from tpu_embed.core.exchange.route import MergeRoute
+from tpu_embed.core.exchange.route import RowSums
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, round_up
 from tpu_embed.kernels import dispatch
 
 # -- runs of sorted rows ---------------------------------------------------------------------------
 
 
-class Runs(NamedTuple):
-    """Runs of equal row ids.
-
-    Attributes:
-      run: int32 `[N]`, the number of the run of each entry, from 0.
-      run_row_ids: `[N]`, the row id of each run; `absent` after the last run.
-    """
-
-    run: Array
-    run_row_ids: Array
-
-
-def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> Runs:
+def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> tuple[Array, Array]:
     """Number the runs of sorted row ids.
 
     Args:
@@ -47,11 +33,15 @@ def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> Runs
       absent: the id of absent rows.
       parts: integer `[N]`, or None. Entries with the same row id but different parts belong to
         different runs. Entries of the same part must be neighbours among those of a row.
+
+    Returns:
+      int32 `[N]`, the number of the run of each entry, from 0; `[N]`, the row id of each run, and
+      `absent` after the last run.
     """
     # row_ids 3 7 7 9: first 1 1 0 1, run 0 1 1 2; the first entries of the runs have the ids 3 7 9.
     first = changes(row_ids) if parts is None else changes(row_ids) | changes(parts)
     run = jnp.cumsum(first.astype(jnp.int32)) - 1
-    return Runs(run, dispatch.compact(row_ids, first, absent))
+    return run, dispatch.compact(row_ids, first, absent)
 
 
 def changes(x: Array) -> Array:
@@ -62,22 +52,6 @@ def changes(x: Array) -> Array:
 # -- sorts and merges ------------------------------------------------------------------------------
 
 
-class SortedIds(NamedTuple):
-    """Ids sorted by row, then by block.
-
-    Attributes:
-      row_ids: `[N]`, ascending; the number of all rows in place of absent ones.
-      blocks: int32 `[N]`, their blocks.
-      bags: int32 `[N]`, their bags; of one row and block, in their order.
-      gains: `[N]`, their gains; None: all ones.
-    """
-
-    row_ids: Array
-    blocks: Array
-    bags: Array
-    gains: Array | None
-
-
 def sort_ids(
     row_ids: Array,
     num_rows: int,
@@ -85,7 +59,7 @@ def sort_ids(
     num_blocks: int,
     bags: Array,
     gains: Array | None,
-) -> SortedIds:
+) -> tuple[Array, Array, Array | None, Array]:
     """Sort ids by row, then by block, and what belongs to them with them.
 
     Args:
@@ -95,6 +69,10 @@ def sort_ids(
       num_blocks: G.
       bags: int32 `[N]`, non-decreasing.
       gains: `[N]`, or None.
+
+    Returns:
+      rows, with R in place of absent ones; bags, those of one row and block in their order; gains;
+      blocks.
     """
     # Absent ids sort to the end if their row is the largest number.
     absent, limit = jnp.asarray(num_rows, row_ids.dtype), np.iinfo(row_ids.dtype).max
@@ -102,8 +80,9 @@ def sort_ids(
     if (num_rows + 1) * num_blocks > limit:
         # A key would not fit: sort by block, then, stably, by row.
         blocks, _, carried = dispatch.sort_with(blocks, (rows, bags, gains))
-        rows, _, carried = dispatch.sort_with(carried[0], (blocks, *carried[1:]))
-        return SortedIds(rows, *carried)
+        rows, *carried = carried
+        rows, _, (bags, gains, blocks) = dispatch.sort_with(rows, (*carried, blocks))
+        return rows, bags, gains, blocks
     # Row 3 in block 1 of 8 has the key 25.
     # Row and block are read back from it, so that they need not take part in the sort.
     keys = rows * num_blocks + blocks.astype(rows.dtype)
@@ -111,13 +90,17 @@ def sort_ids(
         keys, bags = dispatch.sort_pairs(keys, bags)
     else:
         keys, _, (bags, gains) = dispatch.sort_with(keys, (bags, gains))
-    return SortedIds(keys // num_blocks, (keys % num_blocks).astype(jnp.int32), bags, gains)
+    return keys // num_blocks, bags, gains, (keys % num_blocks).astype(jnp.int32)
 
 
-def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
-    """Return how an owner merges the partial sums that it receives.
+def route_merge(
+    sums: Array, packed: Array | None, received: Array, stack: Stack, axes: MeshAxes
+) -> RowSums:
+    """Return the partial sums that an owner receives, with the order to merge them in.
 
     Args:
+      sums: what `route.send_sums` returned.
+      packed: likewise.
       received: local rows `[rest * S, C]`, what `route.send_rows` returned.
       stack: the stack.
       axes: the mesh, and which of its axes split the batch.
@@ -136,28 +119,29 @@ def route_merge(received: Array, stack: Stack, axes: MeshAxes) -> MergeRoute:
     elif order.size > 1:
         places = (order[:, None] * size + np.arange(size)).astype(np.int32).reshape(-1)
         rows, _, index = dispatch.sort_with(rows, jnp.asarray(places))
-    return merge_sorted(rows, index, stack.num_rows)
+    return merge_sorted(sums, rows, index, stack.num_rows)._replace(packed=packed)
 
 
-def merge_sorted(rows: Array, index: Array | None, num_rows: int) -> MergeRoute:
-    """Return how partial sums are merged whose rows are sorted.
+def merge_sorted(sums: Array, rows: Array, index: Array | None, num_rows: int) -> RowSums:
+    """Return partial sums whose rows are sorted, with the order to merge them in.
 
     Args:
+      sums: partial sums.
       rows: local rows `[P]`, ascending; R for absent ones.
-      index: the `index` of the route.
+      index: the partial sum of each; None: they are in this order.
       num_rows: R.
     """
-    runs = number_runs(rows, num_rows)
+    run, run_rows = number_runs(rows, num_rows)
     # There are at most as many distinct rows as partial sums, and as rows in the shard, so there is
     # room for all. Run i is summed into segment i; segment `most` is out of range, so absent ones
     # are left out.
     most = round_up(min(rows.shape[0], num_rows), ROW_MULTIPLE)
-    segments = jnp.where(rows < num_rows, runs.run, most)
-    run_rows = runs.run_row_ids[:most]
+    segments = jnp.where(rows < num_rows, run, most)
+    run_rows = run_rows[:most]
     missing = (0, most - run_rows.shape[0])
     run_rows = jnp.pad(run_rows, missing, constant_values=num_rows)
     merged = jnp.where(run_rows < num_rows, run_rows, PADDING_ID)
-    return MergeRoute(index, segments, merged)
+    return RowSums(merged, sums, segments, index)
 
 
 def only_mine(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:

@@ -26,84 +26,34 @@ import jax.numpy as jnp
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
-    ROW_MULTIPLE,
     MeshAxes,
     Stack,
     sent_rows_format,
     sent_sums_format,
 )
-from tpu_embed.kernels import dispatch, rounded, storage
+from tpu_embed.kernels import dispatch, rounded
 from tpu_embed.kernels.formats import LINE
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
-class RowRoute(NamedTuple):
-    """How each id of a device gets its row.
-
-    Attributes:
-      asked: `[S, C]`, the local rows that the devices ask this owner for, by source; `PADDING_ID`
-        where nothing is asked. None with one shard: every row is here.
-      index: `[N]`, the position of each id's row among the `[S * C]` fetched ones (with one shard:
-        in the table); out of range for an absent id.
-    """
-
-    asked: Array | None
-    index: Array
-
-
-class SumRoute(NamedTuple):
-    """How sums of gradients are made: the gradients in order, and the sum that each is added to.
-
-    Attributes:
-      index: int32 `[N]`, the bag that each gradient is of.
-      gains: `[N]`, what each is multiplied with; None: all ones.
-      segments: int32 `[N]`, its sum, non-decreasing; past the last sum for what is left out.
-    """
-
-    index: Array
-    gains: Array | None
-    segments: Array
-
-
-class MergeRoute(NamedTuple):
-    """How an owner merges the partial sums that it has.
-
-    Attributes:
-      index: int32 `[P]`, the partial sums in the order in which they are added; None: as they are.
-      segments: int32 `[P]`, the merged sum that each is added to, non-decreasing from 0 on without
-        gaps; U or more for what is left out. None: the sums are merged already.
-      row_ids: `[U]`, the local row of each merged sum, ascending, `PADDING_ID` where there is none.
-    """
-
-    index: Array | None
-    segments: Array | None
-    row_ids: Array
-
-
-class FetchedRows(NamedTuple):
-    """The rows that a device's ids need, as stored, and which of them belongs to which id.
-
-    Attributes:
-      source: `[M, D]`, stored rows; if the exchange rounds them, bfloat16 as uint16.
-      index: `[N]`, the position in `source` of each id's row; out of range for an absent id.
-      packed: the source as it arrived, if it was rounded and SparseCores sum it (`RowsToSum`).
-    """
-
-    source: Array
-    index: Array
-    packed: Array | None = None
-
-
 class RowSums(NamedTuple):
-    """Rows that an owner must update, with the sums of their gradients.
+    """Sums of the gradients of rows, at the owner of the rows.
 
     Attributes:
-      row_ids: `[M]`, local row ids, `PADDING_ID` where there is no row.
-      sums: `[M, D]`, the summed gradient of each row.
+      row_ids: `[U]`, distinct local rows, ascending, `PADDING_ID` where there is none.
+      sums: `[U, D]`, the whole gradient of each row. Before they are merged `[P, D]`, partial sums,
+        float, or bfloat16 as uint16 if the exchange rounds them.
+      segments: int32 `[P]`, the row that each partial sum is of, by its place in `row_ids`,
+        non-decreasing from 0 on without gaps; U or more for what is left out. None: merged.
+      index: int32 `[P]`, the partial sums in the order in which they are added; None: as they are.
+      packed: the partial sums packed for SparseCores, if they are so already.
     """
 
     row_ids: Array
     sums: Array
+    segments: Array | None = None
+    index: Array | None = None
+    packed: Array | None = None
 
 
 def rows_of_shard(row_ids: Array, stack: Stack) -> Array:
@@ -122,38 +72,48 @@ def rows_of_shard(row_ids: Array, stack: Stack) -> Array:
     return jnp.where(row_ids // stack.num_rows == here, row_ids % stack.num_rows, absent)
 
 
-def fetch(table: Array, route: RowRoute, stack: Stack) -> FetchedRows:
+def fetch(rows: RowsToSum, asked: Array | None, stack: Stack) -> RowsToSum:
     """Fetch the row of each id from its owner shard.
 
     Args:
-      table: this device's shard, R rows in the stack's row format.
-      route: how each id gets its row.
+      rows: this device's shard, R rows in the stack's row format; and with `asked`, the position of
+        each id's row among those that come back.
+      asked: `[S, C]`, the local rows that the devices ask this owner for, by source. None: every
+        row is here.
       stack: the stack.
+
+    Returns:
+      The rows as stored, `[M, D]`, and which of them belongs to which id; if the exchange rounds
+      them, they are bfloat16 as uint16, and packed if SparseCores sum them.
     """
-    # One shard: every row is here, and the physical rows are positions in the table itself.
-    sent_format = sent_rows_format(stack)
-    if route.asked is None and stack.packing == "none" and sent_format == stack.row_format:
-        return FetchedRows(table, route.index)
-    # SparseCores sum packed rows where they lie, unless they are quantized first. Only of rows that
-    # fill whole lines: to unpack others, as the derivative by weights asks, would copy the table.
-    whole_lines = sent_format.packed and sent_format.words == stack.dim and stack.dim % LINE == 0
-    as_stored = stack.packing == "words" and whole_lines and stack.quantization is None
-    if route.asked is None and as_stored and sent_format == stack.row_format:
-        packed = sent_format.by_row(table)
-        return FetchedRows(packed, route.index, packed)
+    table, index, sent_format = rows.source, rows.index, sent_rows_format(stack)
+    if asked is None and sent_format == stack.row_format:
+        # Every row is here, and the physical rows are positions in the table itself.
+        if stack.packing == "none":
+            return rows
+        # SparseCores sum packed rows where they lie, unless they are quantized first. Only of rows
+        # that fill whole lines: to unpack others, as the derivative by weights asks, would copy the
+        # table.
+        whole_lines = sent_format.packed and sent_format.words == stack.dim and not stack.dim % LINE
+        if stack.packing == "words" and whole_lines and stack.quantization is None:
+            packed = sent_format.by_row(table)
+            return rows._replace(source=packed, packed=packed)
     # One shard of packed or rounded rows: read the row of each id, duplicates included, and unpack
     # or round it.
-    if route.asked is None:
-        numbers = jax.lax.iota(route.index.dtype, route.index.shape[0])
-        index = jnp.where(route.index < 0, jnp.asarray(PADDING_ID, numbers.dtype), numbers)
-        found = _read_as_sent(table, route.index, stack)
-        return FetchedRows(sent_format.unpack(found), index, _for_sums(found, stack))
-    with jax.named_scope("route"):
-        # The owner reads the rows that all sources asked for, [S * C], and sends [S, C, D] back.
-        found = _read_as_sent(table, route.asked.reshape(-1), stack)
-        sent = sent_format.for_exchange(found, stack.num_shards)
-        back = collectives.all_to_all(sent, stack.shard_axes).reshape(found.shape)
-        return FetchedRows(sent_format.unpack(back), route.index, _for_sums(back, stack))
+    if asked is None:
+        found = _read_as_sent(table, index, stack)
+        numbers = jax.lax.iota(index.dtype, index.shape[0])
+        index = jnp.where(index < 0, jnp.asarray(PADDING_ID, numbers.dtype), numbers)
+    else:
+        with jax.named_scope("route"):
+            # The owner reads the rows that all sources asked for, [S * C], and sends [S, C, D]
+            # back.
+            own = _read_as_sent(table, asked.reshape(-1), stack)
+            sent = sent_format.for_exchange(own, stack.num_shards)
+            found = collectives.all_to_all(sent, stack.shard_axes).reshape(own.shape)
+    rounded_words = stack.exchange_dtype is not None and stack.packing == "words"
+    packed = found if rounded_words else None
+    return rows._replace(source=sent_format.unpack(found), index=index, packed=packed)
 
 
 def _read_as_sent(table: Array, row_ids: Array, stack: Stack) -> Array:
@@ -168,12 +128,6 @@ def _read_as_sent(table: Array, row_ids: Array, stack: Stack) -> Array:
     if sent_format == stack.row_format:
         return dispatch.read_rows(table, row_ids, stack.row_format)
     return rounded.read_rows(table, row_ids, stack.row_format, sent_format)
-
-
-def _for_sums(packed: Array, stack: Stack) -> Array | None:
-    """Return rounded rows as SparseCores sum them; None if they are not packed for that."""
-    suits = stack.exchange_dtype is not None and stack.packing == "words"
-    return packed if suits else None
 
 
 def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array | None]:
@@ -216,33 +170,14 @@ def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
     return rows.reshape(-1, row_ids.shape[-1])
 
 
-def merge(sums: Array, route: MergeRoute, packed: Array | None = None) -> RowSums:
-    """Add up the partial sums of each row, in the order of the blocks.
-
-    Args:
-      sums: `[P, D]` partial sums, float, or bfloat16 as uint16.
-      route: their order, and the merged sum that each is added to.
-      packed: the sums packed for SparseCores, if they are so already.
-
-    Returns:
-      Distinct rows and their sums, `[U]` and `[U, D]`.
-    """
-    if route.segments is None:
-        return RowSums(route.row_ids, storage.widened(sums))
-    index = route.index
+def merge(given: RowSums) -> RowSums:
+    """Add up the partial sums of each row, in the order of the blocks."""
+    segments, index = given.segments, given.index
+    assert segments is not None, "only partial sums are merged"
     if index is None:
-        index = jax.lax.iota(jnp.int32, sums.shape[0])
+        index = jax.lax.iota(jnp.int32, given.sums.shape[0])
     # Merged sums beyond the last row are not applied, nor are partial sums read that nobody made.
-    layout = SumLayout((route.row_ids.shape[0],), filled=False)
-    rows = RowsToSum(sums, index, route.segments, packed=packed)
+    layout = SumLayout((given.row_ids.shape[0],), filled=False)
+    rows = RowsToSum(given.sums, index, segments, packed=given.packed)
     (merged,) = dispatch.gather_sum(rows, layout)
-    return RowSums(route.row_ids, merged)
-
-
-def padded(sums: RowSums) -> RowSums:
-    """Return the same rows, padded with absent ones to a multiple of `ROW_MULTIPLE`."""
-    missing = -sums.row_ids.shape[0] % ROW_MULTIPLE
-    return RowSums(
-        jnp.pad(sums.row_ids, (0, missing), constant_values=PADDING_ID),
-        jnp.pad(sums.sums, ((0, missing), (0, 0))),
-    )
+    return RowSums(given.row_ids, merged)

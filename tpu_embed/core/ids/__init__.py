@@ -6,7 +6,6 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse
 from tpu_embed.core.ids.feature_ids import (
     FeatureShape,
     HostIds,
-    JaggedRows,
     dense_shape,
     part_of_feature,
 )
@@ -16,25 +15,22 @@ from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.host_ids import host_ids
 from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
 from tpu_embed.core.ids.padding import collect_leaves, count_rows, pad_batch, rebuild_nest
-from tpu_embed.core.ids.structure import Structure, children, flatten
+from tpu_embed.core.ids.structure import Structure
 from tpu_embed.core.ids.weights import is_real
 
 __all__ = [
     "FeatureRules",
     "FeatureShape",
     "HostIds",
-    "JaggedRows",
     "RaggedIds",
     "SparseIds",
     "Structure",
     "batch_order",
     "check_coordinates",
     "check_dtype",
-    "children",
     "collect_leaves",
     "count_rows",
     "dense_shape",
-    "flatten",
     "gains_in_program",
     "give_rows",
     "hash_ids",

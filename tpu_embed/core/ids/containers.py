@@ -11,13 +11,13 @@ Output: NumPy arrays inside a container; ids that are missing are masked (see `c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tpu_embed import _checks
-from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists
+from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists, to_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,22 +47,18 @@ class SparseIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        indices, shape = _to_array("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
+        indices, shape = _unmasked("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
         if shape.ndim != 1:
             expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
             raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
         # No entries at all: an empty list has shape [0], but `indices` must be [0, rank].
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
-        object.__setattr__(self, "indices", indices)
-        object.__setattr__(self, "values", read_column("SparseIds.values", self.values))
         sizes = tuple(
             _checks.check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
             for i, n in enumerate(shape.tolist())
         )
-        object.__setattr__(self, "dense_shape", sizes)
-        if self.weights is not None:
-            object.__setattr__(self, "weights", _to_array("SparseIds.weights", self.weights))
+        _store(self, indices=indices, dense_shape=sizes)
 
     @classmethod
     def from_lists(
@@ -87,14 +83,11 @@ class SparseIds:
           [[0, 0], [0, 1], [2, 0]]
         """
         ragged = RaggedIds.from_lists(bags, weights=weights)
-        # Bags of lengths 2, 0, 1: examples 0 0 2; columns 0 1 2 - 0 0 2 = 0 1 0, because the
-        # column is the entry's number minus the number of its bag's first entry.
         lengths = np.diff(ragged.row_splits)
-        rows = np.repeat(np.arange(len(lengths)), lengths)
-        columns = np.arange(len(rows)) - np.repeat(ragged.row_splits[:-1], lengths)
-        longest = int(lengths.max(initial=1))
-        shape = (len(lengths), longest if width is None else width)
-        return cls(np.stack([rows, columns], axis=1), ragged.values, shape, ragged.weights)
+        rows = np.repeat(np.arange(len(lengths)), lengths)  # lengths 2 0 1: examples 0 0 2
+        indices = np.stack([rows, positions_in_rows(ragged.row_splits)], axis=1)
+        width = int(lengths.max(initial=1)) if width is None else width
+        return cls(indices, ragged.values, (len(lengths), width), ragged.weights)
 
     @classmethod
     def from_scipy(cls, ids: Any, *, weights: Any = None) -> SparseIds:
@@ -117,18 +110,13 @@ class SparseIds:
           [7, 5]
         """
         indices, values = _scipy_entries(ids)
-        if weights is None:
-            return cls(indices, values, tuple(ids.shape))
-        # Both lists of entries are sorted, so equal places stand at equal positions.
-        places, data = _scipy_entries(weights)
-        if weights.shape != ids.shape or not np.array_equal(places, indices):
-            raise ValueError(
-                _checks.message(
-                    "SparseIds.from_scipy: weights",
-                    expected="entries where the ids are",
-                    got="others",
-                )
-            )
+        data = None
+        if weights is not None:
+            # Both lists of entries are sorted, so equal places stand at equal positions.
+            places, data = _scipy_entries(weights)
+            if weights.shape != ids.shape or not np.array_equal(places, indices):
+                what, expected = "SparseIds.from_scipy: weights", "entries where the ids are"
+                raise ValueError(_checks.message(what, expected=expected, got="others"))
         return cls(indices, values, tuple(ids.shape), data)
 
     @classmethod
@@ -179,10 +167,7 @@ class RaggedIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", read_column("RaggedIds.values", self.values))
-        object.__setattr__(self, "row_splits", _to_array("RaggedIds.row_splits", self.row_splits))
-        if self.weights is not None:
-            object.__setattr__(self, "weights", _to_array("RaggedIds.weights", self.weights))
+        _store(self, row_splits=_unmasked("RaggedIds.row_splits", self.row_splits))
 
     @classmethod
     def from_lists(
@@ -201,11 +186,7 @@ class RaggedIds:
           >>> RaggedIds.from_lists([[7, 3], [], [5]]).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        found, scales = chain_lists("RaggedIds.from_lists", bags), None
-        if weights is not None:
-            scales = chain_lists("RaggedIds.from_lists: weights", weights)
-            _check_lengths("RaggedIds.from_lists", scales.lengths, found.lengths)
-        return cls(found.items, found.row_splits, None if scales is None else scales.items)
+        return cls(*_read_bags("RaggedIds.from_lists", chain_lists, bags, weights))
 
     @classmethod
     def from_multi_hot(cls, matrix: Any) -> RaggedIds:
@@ -220,10 +201,10 @@ class RaggedIds:
           >>> bags.values.tolist(), bags.row_splits.tolist(), bags.weights.tolist()
           ([1, 2], [0, 2, 2], [2.0, 1.0])
         """
-        # The entries are sorted by row, so the number of entries per row gives the row splits.
+        # Entries in the rows 0 0 2, which are sorted: row r begins where r would, at 0 2 2 3.
         indices, data = _scipy_entries(matrix)
-        counts = np.bincount(indices[:, 0], minlength=matrix.shape[0])
-        return cls(indices[:, 1], np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), data)
+        splits = np.searchsorted(indices[:, 0], np.arange(matrix.shape[0] + 1))
+        return cls(indices[:, 1], splits, data)
 
     @classmethod
     def from_arrow(cls, bags: Any, *, weights: Any = None) -> RaggedIds:
@@ -243,11 +224,7 @@ class RaggedIds:
           >>> RaggedIds.from_arrow(pyarrow.array([[7, 3], None, [5]])).row_splits.tolist()
           [0, 2, 2, 3]
         """
-        found, scales = _arrow_bags(bags), None
-        if weights is not None:
-            scales = _arrow_bags(weights)
-            _check_lengths("RaggedIds.from_arrow", scales.lengths, found.lengths)
-        return cls(found.items, found.row_splits, None if scales is None else scales.items)
+        return cls(*_read_bags("RaggedIds.from_arrow", _arrow_lists, bags, weights))
 
 
 def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
@@ -265,30 +242,22 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
       >>> read_ids("x", [[7, 3], [], [5]]).row_splits.tolist()
       [0, 2, 2, 3]
     """
-    if isinstance(value, (SparseIds, RaggedIds)):
+    if values_of(value) is not value:
         return value
     bags = read_lists(what, value)
     return read_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
 
 
-def _to_array(what: str, value: Any) -> np.ndarray:
-    """Return `value` as a NumPy array; an empty list becomes an array of integers.
+def positions_in_rows(row_splits: np.ndarray) -> np.ndarray:
+    """Return the position of every id in its row, int64 `[N]`; the splits are `[R + 1]`."""
+    # Splits 0 2 2 3: positions 0 1 2 - 0 0 2 = 0 1 0.
+    splits = row_splits.astype(np.int64, copy=False)
+    return np.arange(splits[-1]) - np.repeat(splits[:-1], np.diff(splits))
 
-    Raises:
-      TypeError: `value` is a masked array.
-      ValueError: `value` is nested lists of different lengths.
-    """
-    refuse_masked(what, value)
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        remedy = "from_lists takes one flat list per example"
-        expected, got = "an array", "lists of different lengths"
-        raise ValueError(
-            _checks.message(what, expected=expected, got=got, remedy=remedy)
-        ) from error
-    # np.asarray([]) is float64, but an empty list of ids has to count as integers.
-    return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
+
+def values_of(ids: Any) -> Any:
+    """Return the values of a container; an array as it is."""
+    return ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
 
 
 def refuse_masked(what: str, value: Any) -> None:
@@ -302,16 +271,42 @@ def refuse_masked(what: str, value: Any) -> None:
         raise TypeError(_checks.message(what, expected="an array", got=got, remedy=remedy))
 
 
-def _check_lengths(what: str, counts: np.ndarray, lengths: np.ndarray) -> None:
-    """Check that the lists of weights, `counts` long, are as long as the bags (`lengths`)."""
-    if np.array_equal(counts, lengths):
-        return
-    if len(counts) != len(lengths):
-        expected, got = f"{len(lengths)} lists", f"{len(counts)}"
-    else:
-        row = int(np.argmax(counts != lengths))
-        expected, got = f"{lengths[row]} weights for bag {row}", f"{counts[row]}"
-    raise ValueError(_checks.message(f"{what}: weights", expected=expected, got=got))
+def _unmasked(what: str, value: Any) -> np.ndarray:
+    refuse_masked(what, value)
+    return to_array(what, value)
+
+
+def _store(ids: SparseIds | RaggedIds, **fields: Any) -> None:
+    """Set fields of a container that is being made, and those that both kinds have."""
+    kind = type(ids).__name__
+    fields["values"] = read_column(f"{kind}.values", ids.values)
+    if ids.weights is not None:
+        fields["weights"] = _unmasked(f"{kind}.weights", ids.weights)
+    for name, value in fields.items():
+        object.__setattr__(ids, name, value)
+
+
+def _read_bags(
+    what: str, read: Callable[[str, Any], Lists], bags: Any, weights: Any
+) -> tuple[Any, np.ndarray, Any]:
+    """Return the ids of bags `[N]`, their row splits `[B + 1]`, and their weights `[N]` or None.
+
+    Raises:
+      ValueError: a list of weights is not as long as its bag.
+    """
+    found = read(what, bags)
+    if weights is None:
+        return found.items, found.row_splits, None
+    what = f"{what}: weights"
+    scales = read(what, weights)
+    counts, lengths = scales.lengths, found.lengths
+    if not np.array_equal(counts, lengths):
+        expected, got = f"{len(lengths)} lists", len(counts)
+        if len(counts) == len(lengths):
+            row = (counts != lengths).argmax()
+            expected, got = f"{lengths[row]} weights for bag {row}", counts[row]
+        raise ValueError(_checks.message(what, expected=expected, got=got))
+    return found.items, found.row_splits, scales.items
 
 
 def _scipy_entries(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -327,15 +322,14 @@ def _sorted(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.nda
     return indices[order], values[order]
 
 
-def _arrow_bags(lists: Any) -> Lists:
-    """Return the bags of a pyarrow list array.
+def _arrow_lists(what: str, lists: Any) -> Lists:
+    """Return the lists of a pyarrow list array.
 
     Raises:
       TypeError: it is none.
     """
-    bags = None if as_arrow(lists) is None else read_lists("", lists)
-    if bags is None:
-        got = str(getattr(lists, "type", type(lists).__name__))
-        expected = "a pyarrow array of lists"
-        raise TypeError(_checks.message("RaggedIds.from_arrow", expected=expected, got=got))
-    return bags
+    found = None if as_arrow(lists) is None else read_lists(what, lists)
+    if found is None:
+        expected, got = "a pyarrow array of lists", getattr(lists, "type", type(lists).__name__)
+        raise TypeError(_checks.message(what, expected=expected, got=got))
+    return found

@@ -115,6 +115,26 @@ class HostIds:
     keys: np.ndarray | None = None
     first: np.ndarray | None = None
 
+    def only(self, kept: np.ndarray) -> HostIds:
+        """Return the feature with some of its ids, and the weights of these.
+
+        Args:
+          kept: bool, in the shape of the ids; dense ids that are not kept are -1 already.
+        """
+        weights, rows = self.weights, self.rows
+        if self.bags is None:
+            # A weight at a padded position may be any number; it must not count in its bag.
+            if weights is not None:
+                weights = np.where(kept, weights, weights.dtype.type(0))
+            return dataclasses.replace(self, weights=weights, padded=True)
+        return dataclasses.replace(
+            self,
+            ids=self.ids[kept],
+            bags=self.bags[kept],
+            weights=None if weights is None else weights[kept],
+            rows=rows and rows._replace(places=rows.places[kept]),
+        )
+
 
 def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConfig:
     """Return the config of a feature for `part` of `whole` equal parts of the batch.
@@ -149,12 +169,12 @@ def dense_shape(
     # A sequence [B, H] is cut or padded to L bags of one id each: inner (L,), width 1.
     combines = len(shape) > 1 and not sequence
     feature.check_output_shape(tuple(shape[: max(1, len(shape) - 1)]))
-    inner = (length,) if length else tuple(shape[1:-1])
+    inner, capacity = (length,) if length else tuple(shape[1:-1]), None
     if config.jagged:
         # Every example gets room for all H ids; what is left of it is taken out at the end.
-        inner = (min(length or shape[1], shape[1]),)
-        return _shared_shape(shape[0], inner, False, 1, weighted, 0)
-    return _shared_shape(shape[0], inner, combines, shape[-1] if combines else 1, weighted)
+        inner, capacity = (min(length or shape[1], shape[1]),), 0
+    width = shape[-1] if combines else 1
+    return _shared_shape(shape[0], inner, combines, width, weighted, capacity)
 
 
 _shared_shape = functools.lru_cache(4096)(FeatureShape)

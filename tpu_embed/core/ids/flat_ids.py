@@ -1,8 +1,12 @@
 """Validate sparse, ragged and jagged ids on the host, and bring them into the flat layout.
 
-Rows of sequences that are too long are cut, at their end or at their beginning, as
-`FeatureConfig.keep` says. With L = 2, of the row [7, 3, 5] the first ids 7 3 are kept, or the last
-ids 3 5, which then stand at the positions 0 1.
+All forms become one: the ids in batch order, the row of each, and its position in that row. A row
+is a bag whose ids are combined, or a sequence, in which every id has a bag of its own: position p
+of row r is bag r * L + p. So it is with ragged rows that give their first L ids.
+
+Sequences that are too long are cut, at their end or at their beginning, as `FeatureConfig.keep`
+says. With L = 2, of the row [7, 3, 5] the first ids 7 3 are kept, or the last ids 3 5, which then
+stand at the positions 0 1.
 
 A jagged feature has a row of ids per example, and each id has a place of its own, with room for ids
 that are left out; rows have no common length.
@@ -14,7 +18,7 @@ flat `HostIds`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,63 +26,193 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.config import FeatureConfig
-from tpu_embed.core.ids import weights as weights_of
-from tpu_embed.core.ids.bad_ids import (
-    FeatureRules,
-    check_dtype,
-    dense_position,
-    resolve_dense,
-    resolve_flat,
-)
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.bad_ids import FeatureRules, resolve_ids
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, positions_in_rows, values_of
 from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
+from tpu_embed.core.ids.weights import read_weights
 
-# -- rows that are cut -----------------------------------------------------------------------------
-
-
-def dense_lengths(present: np.ndarray) -> np.ndarray:
-    """Return the lengths of rows, int64 `[B]`: a row ends after its last id that is present.
-
-    Args:
-      present: bool `[B, H]`.
-    """
-    examples, width = present.shape
-    if not width:
-        return np.zeros(examples, np.int64)
-    # [0, 1, 1, 0]: reversed 0 1 1 0, whose first 1 is at 1, so the length is 4 - 1.
-    lengths = width - present[:, ::-1].argmax(axis=1)
-    return np.where(present.any(axis=1), lengths, 0).astype(np.int64)
+_INT32_MAX = int(np.iinfo(np.int32).max)
+_PLACES_PER_ID, _FEW_PLACES = 1000, 2**20
+"""Rows with more places than so many for each id, and than so many in all, are a mistake."""
 
 
-def ids_before(config: FeatureConfig, lengths: np.ndarray) -> np.ndarray:
-    """Return how many positions are cut off the beginning of each row, int64 `[B]`.
+def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
+    """Return the flat `HostIds` of a feature.
 
     Args:
-      config: of a sequence.
-      lengths: int64 `[B]`, of the rows.
+      feature: the feature.
+      ids: `SparseIds` or `RaggedIds` of integers; or integers `[B, H]` if the feature is jagged.
+      weights: one per id, inside the container or beside it.
+
+    Raises:
+      TypeError, ValueError: as `host_ids`, but for ids that are not integers.
     """
-    if config.keep == "first" or not config.max_sequence_length:
-        return np.zeros_like(lengths)
-    return np.maximum(lengths - config.max_sequence_length, 0)
+    config, length, jagged = feature.config, feature.length, feature.config.jagged
+    values = values_of(ids)
+    read = {SparseIds: _of_sparse, RaggedIds: _of_ragged}.get(type(ids), _of_dense)
+    counts, rows, positions_of, lengths = read(feature, ids)
+    numbers = read_weights(feature.path, config.table.dtype, ids, weights)
+    if values is ids:
+        at = rows, positions_of()
+        values, numbers = ids[at], None if numbers is None else numbers[at]
+    # The activation's shape without D; one row of a jagged feature counts as one.
+    shape = counts if jagged else (*counts, length) if length else config.output_shape or counts
+    num_rows, num_bags = math.prod(counts), math.prod(shape)
+    if num_bags > _INT32_MAX:
+        got = f"{shape[0]} x {math.prod(shape[1:])}"
+        raise feature.error(expected=f"at most {_INT32_MAX} bags in a batch", got=got)
+
+    def where(at: int) -> Iterable[Any]:
+        return *np.unravel_index(rows[at], counts), positions_of()[at]
+
+    of_row = "example" if counts[0] == shape[0] else "row"
+    valid, absent = resolve_ids(feature, values, where, lowest=0, first=of_row)
+    bags, places, kept = rows, None, valid >= 0 if absent else True
+    combines = not (length or jagged) and num_bags == num_rows
+    if not combines:
+        positions = positions_of()
+        if lengths is None:
+            # Positions ascend in a row, and of repeated numbers the last assignment counts.
+            lengths = np.zeros(num_rows, np.int64)
+            lengths[rows] = positions + 1
+        limit = length or (_INT32_MAX if jagged else num_bags // max(1, num_rows))
+        if lengths.max(initial=0) > limit:
+            inside = positions < limit
+            if config.keep == "last":
+                positions = positions - np.maximum(lengths - limit, 0)[rows]
+                inside = positions >= 0
+            kept = kept & inside
+        if jagged:
+            splits = _row_splits(feature, np.minimum(lengths, limit), values.size)
+            places = JaggedRows(splits, (splits[rows] + positions).astype(np.int32))
+        else:
+            bags = rows * np.int64(limit) + positions
+    # The number of places on a device is counted when the number of devices is known.
+    capacity = 0 if jagged else None
+    form = FeatureShape(shape[0], shape[1:], combines, None, numbers is not None, capacity)
+    bags = bags.astype(np.int32, copy=False)
+    host = HostIds(form, valid, bags, numbers, padded=False, rows=places)
+    return host if kept is True else host.only(kept)
 
 
-def after_cut(
-    config: FeatureConfig, positions: np.ndarray, lengths: np.ndarray, rows: np.ndarray, limit: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the positions of ids after their rows are cut, and which of them are kept, bool `[N]`.
+def _row_splits(feature: FeatureRules, lengths: np.ndarray, num_ids: int) -> np.ndarray:
+    """Return where the rows of a jagged feature begin and end among its places, int64 `[B + 1]`."""
+    splits = np.concatenate([[0], np.cumsum(lengths)])
+    most = min(_INT32_MAX, max(_FEW_PLACES, _PLACES_PER_ID * num_ids))
+    if splits[-1] > most:
+        longest = int(lengths.argmax())
+        raise feature.error(
+            expected=f"at most {most} places, as every place takes memory",
+            got=f"{splits[-1]} places for {num_ids} ids: example {longest} has an id in "
+            f"column {lengths[longest] - 1}",
+            remedy="max_sequence_length=L of the FeatureConfig cuts rows; columns are positions in "
+            "a history, not other numbers such as times",
+        )
+    return splits
 
-    Args:
-      config: of a sequence.
-      positions: int64 `[N]`, the position of each id in its row.
-      lengths: int64 `[B]`, of the rows.
-      rows: integers `[N]`, the row of each id.
-      limit: how many positions a row may have.
+
+# -- forms -----------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """The rows of a feature's ids, before they are cut.
+
+    Attributes:
+      counts: how the rows are numbered, row-major: (B,), or (B, K, …) with K rows per example.
+      rows: integers `[N]`, the row of each id, ascending.
+      positions_of: returns the position of each id in its row, int64 `[N]`.
+      lengths: int64 `[R]`; None: each row ends after its last id.
     """
-    if config.keep == "first":
-        return positions, positions < limit
-    positions = positions - ids_before(config, lengths)[rows]
-    return positions, (positions >= 0) & (positions < limit)
+
+    counts: tuple[int, ...]
+    rows: np.ndarray
+    positions_of: Callable[[], np.ndarray]
+    lengths: np.ndarray | None
+
+
+def _of_dense(feature: FeatureRules, ids: np.ndarray) -> _Rows:
+    """Return the rows of a jagged feature's array `[B, H]`, without padding."""
+    dense_shape(feature.path, feature.config, ids.shape, weighted=False)  # checks the rank
+    rows, positions = np.nonzero(np.ma.filled(ids != PADDING_ID, False))
+    return _Rows((len(ids),), rows, lambda: positions, None)
+
+
+def _of_sparse(feature: FeatureRules, ids: SparseIds) -> _Rows:
+    """Return the rows of coordinates; see `check_coordinates`."""
+    check_coordinates(feature.path, ids)
+    shape, indices = ids.dense_shape, ids.indices
+    if (feature.length or feature.config.jagged) and len(shape) != 2:
+        raise feature.error(expected="a sequence's dense_shape as (B, H)", got=f"{shape}")
+    feature.check_output_shape(shape[:-1])
+    # In dense_shape (B, K, H) the entry (e, k, h) belongs to row e * K + k. Numbers are signed
+    # here: a difference of unsigned ones is never negative, and would hide a wrong order.
+    rows, *_, columns = indices.T.astype(np.int64)
+    for size, column in zip(shape[1:-1], indices.T[1:-1], strict=True):
+        rows = rows * size + column
+    steps = np.diff(rows)
+    ascend = (steps > 0) | ((steps == 0) & (np.diff(columns) > 0))
+    if not ascend.all():
+        first, second = indices[ascend.argmin() :][:2].tolist()
+        expected = "SparseIds.indices sorted by row, then column, none twice"
+        raise feature.error(
+            expected=expected, got=f"{first} before {second}", remedy="SparseIds.from_scipy sorts"
+        )
+    return _Rows(shape[:-1], rows, lambda: columns, None)
+
+
+def check_coordinates(path: str, ids: SparseIds) -> None:
+    """Check the shapes and dtype of coordinates, and that they lie inside `dense_shape`."""
+    shape, indices = ids.dense_shape, ids.indices
+    if len(shape) < 2:
+        raise _error(path, ids, "dense_shape (B, H) or longer", shape)
+    wanted = _num_values(path, ids), len(shape)
+    if indices.shape != wanted or indices.dtype.kind not in "iu":
+        got = f"{indices.dtype} of shape {indices.shape}"
+        raise _error(path, ids, f"indices {list(wanted)} of integers", got)
+    outside = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
+    if outside.any():
+        raise _error(path, ids, f"indices inside dense_shape {shape}", indices[outside][0].tolist())
+
+
+def _of_ragged(feature: FeatureRules, ids: RaggedIds) -> _Rows:
+    """Return the rows of `RaggedIds`; see `check_row_splits`."""
+    lengths, shape = check_row_splits(feature.path, ids), feature.config.output_shape
+    # With 6 rows, output_shape (3, 2) makes each row a bag, and (3, 2, 4) takes its first 4 ids.
+    if shape and (not lengths.size or math.prod(shape) % lengths.size):
+        raise feature.error(
+            expected=f"output_shape with a product of R or kR for {lengths.size} rows",
+            got=f"{shape}, product {math.prod(shape)}",
+        )
+    # Row splits 0 2 2 3, that is lengths 2 0 1: rows of the ids 0 0 2.
+    rows = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+    return _Rows((lengths.size,), rows, lambda: positions_in_rows(ids.row_splits), lengths)
+
+
+def check_row_splits(path: str, ids: RaggedIds) -> np.ndarray:
+    """Check the row splits `[R + 1]`, and return the lengths `[R]` of the rows."""
+    splits, n = ids.row_splits, _num_values(path, ids)
+    if splits.ndim != 1 or not splits.size or splits.dtype.kind not in "iu":
+        got = f"{splits.dtype} of shape {splits.shape}"
+        raise _error(path, ids, "row_splits [B + 1] of integers", got)
+    lengths = np.diff(splits.astype(np.int64, copy=False))
+    if splits[0] != 0 or splits[-1] != n or (lengths < 0).any():
+        got = np.array2string(splits, threshold=8, edgeitems=3)
+        raise _error(path, ids, f"row_splits that rise from 0 to {n}", got)
+    return lengths
+
+
+def _num_values(path: str, ids: SparseIds | RaggedIds) -> int:
+    """Return the number of ids in a container, after checking that they are a list."""
+    if ids.values.ndim != 1:
+        raise _error(path, ids, "values [N]", f"shape {ids.values.shape}")
+    return ids.values.size
+
+
+def _error(path: str, ids: SparseIds | RaggedIds, expected: str, got: Any) -> ValueError:
+    return ValueError(message(path, expected=f"{type(ids).__name__}.{expected}", got=got))
+
+
+# -- inside a jit ----------------------------------------------------------------------------------
 
 
 def shift_rows(ids: Array, weights: Array | None, length: int) -> tuple[Array, Array | None]:
@@ -110,307 +244,3 @@ def shift_rows(ids: Array, weights: Array | None, length: int) -> tuple[Array, A
 def _shifted(rows: Array, step: int, fill: int) -> Array:
     """Return rows `[B, H]` moved to the left by a number of places."""
     return jnp.pad(rows[:, step:], ((0, 0), (0, min(step, rows.shape[1]))), constant_values=fill)
-
-
-# -- sparse and ragged ids -------------------------------------------------------------------------
-
-
-_INT32_MAX = int(np.iinfo(np.int32).max)
-
-
-def sparse_ids(feature: FeatureRules, ids: SparseIds, weights: Any) -> HostIds:
-    """Return the flat `HostIds` of coordinates."""
-    check_dtype(feature, ids.values)
-    shape, indices = ids.dense_shape, ids.indices
-    check_coordinates(feature.path, ids)
-    if feature.length and len(shape) != 2:
-        raise feature.error(expected="a sequence's dense_shape as (B, H)", got=f"{shape}")
-    feature.check_output_shape(shape[:-1])
-    # The bag is the row-major number of all coordinates but the last. In dense_shape (B, K, H)
-    # the entry (e, k, h) belongs to bag e * K + k.
-    bags = indices[:, 0].astype(np.int64)
-    for size, column in zip(shape[1:-1], indices.T[1:-1], strict=True):
-        bags = bags * size + column
-    columns = indices[:, -1].astype(np.int64)
-    check_order(feature, indices, bags, columns)
-    numbers = weights_of.beside_sparse(feature.path, feature.config.table.dtype, ids, weights)
-
-    def where(at: int) -> str:
-        bag = tuple(indices[at, 1:-1].tolist())
-        words = f", bag {bag[0] if len(bag) == 1 else bag}" if bag else ""
-        return f"example {indices[at, 0]}{words}, position {indices[at, -1]}"
-
-    if feature.length:
-        # Each position of a sequence is a bag of its own; positions outside of [0, L) are cut off.
-        feature_shape = FeatureShape(shape[0], (feature.length,), False, None, numbers is not None)
-        lengths = np.zeros(shape[0], np.int64)
-        # Columns ascend in a row, and of repeated numbers the last assignment counts.
-        lengths[bags] = columns + 1
-        columns, keep = after_cut(feature.config, columns, lengths, bags, feature.length)
-        return flat_ids(
-            feature,
-            feature_shape,
-            ids.values,
-            bags * feature.length + columns,
-            numbers,
-            where,
-            keep,
-        )
-    feature_shape = FeatureShape(shape[0], shape[1:-1], True, None, numbers is not None)
-    return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, None)
-
-
-def check_order(
-    feature: FeatureRules, indices: np.ndarray, bags: np.ndarray, columns: np.ndarray
-) -> None:
-    """Check that the entries are sorted by bag, then by column, without duplicates.
-
-    `bags` and `columns` are signed: the difference of unsigned numbers is never negative, so
-    `np.diff` of unsigned ones would hide a wrong order.
-    """
-    order = (np.diff(bags) > 0) | ((np.diff(bags) == 0) & (np.diff(columns) > 0))
-    if not order.all():
-        entry = int(np.argmin(order))
-        got = f"{indices[entry].tolist()} before {indices[entry + 1].tolist()}"
-        raise feature.error(
-            expected="SparseIds.indices sorted by row, then column, none twice",
-            got=got,
-            remedy="SparseIds.from_scipy sorts",
-        )
-
-
-def check_coordinates(path: str, ids: SparseIds) -> None:
-    """Check the shapes and dtype of coordinates, and that they lie inside `dense_shape`."""
-    shape, indices, n = ids.dense_shape, ids.indices, ids.values.size
-    if len(shape) < 2:
-        expected = "SparseIds.dense_shape (B, H) or longer"
-        raise ValueError(message(path, expected=expected, got=f"{shape}"))
-    if ids.values.ndim != 1:
-        got = f"shape {ids.values.shape}"
-        raise ValueError(message(path, expected="SparseIds.values [N]", got=got))
-    if indices.shape != (n, len(shape)) or indices.dtype.kind not in "iu":
-        expected = f"SparseIds.indices [{n}, {len(shape)}] of integers"
-        got = f"{indices.dtype} of shape {indices.shape}"
-        raise ValueError(message(path, expected=expected, got=got))
-    outside = (indices < 0).any(axis=1) | (indices >= np.asarray(shape)).any(axis=1)
-    if outside.any():
-        got = f"{indices[np.argmax(outside)].tolist()}"
-        expected = f"SparseIds.indices inside dense_shape {shape}"
-        raise ValueError(message(path, expected=expected, got=got))
-
-
-def ragged_ids(feature: FeatureRules, ids: RaggedIds, weights: Any) -> HostIds:
-    """Return the flat `HostIds` of ragged rows."""
-    check_dtype(feature, ids.values)
-    lengths = check_row_splits(feature.path, ids)
-    rows, n = len(lengths), ids.values.size
-    numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
-    batch, inner, first = _ragged_shape(feature, rows)
-    # Row splits 0 2 2 3, that is lengths 2 0 1: rows of the ids 0 0 2.
-    row = np.repeat(np.arange(rows, dtype=np.int32), lengths)
-
-    def where(at: int) -> str:
-        word = "example" if batch == rows else "row"
-        return f"{word} {row[at]}, position {at - int(ids.row_splits[row[at]])}"
-
-    feature_shape = FeatureShape(batch, inner, not first, None, numbers is not None)
-    if not first:
-        return flat_ids(feature, feature_shape, ids.values, row, numbers, where, None)
-    # Each of k = `first` ids of a row has bag row * k + position; the others are cut off.
-    position, keep = positions_in_rows(ids, lengths), None
-    if n and int(lengths.max()) > first:
-        position, keep = after_cut(feature.config, position, lengths, row, first)
-    bags = row * np.int64(first) + position
-    return flat_ids(feature, feature_shape, ids.values, bags, numbers, where, keep)
-
-
-def check_row_splits(path: str, ids: RaggedIds) -> np.ndarray:
-    """Check the row splits `[R + 1]`, and return the lengths `[R]` of the rows."""
-    splits, n = ids.row_splits, ids.values.size
-    if ids.values.ndim != 1:
-        got = f"shape {ids.values.shape}"
-        raise ValueError(message(path, expected="RaggedIds.values [N]", got=got))
-    if splits.ndim != 1 or not splits.size or splits.dtype.kind not in "iu":
-        got = f"{splits.dtype} of shape {splits.shape}"
-        expected = "RaggedIds.row_splits [B + 1] of integers"
-        raise ValueError(message(path, expected=expected, got=got))
-    lengths = np.diff(splits.astype(np.int64, copy=False))
-    if splits[0] != 0 or splits[-1] != n or (lengths < 0).any():
-        expected = f"RaggedIds.row_splits that rise from 0 to {n}"
-        got = np.array2string(splits, threshold=8, edgeitems=3)
-        raise ValueError(message(path, expected=expected, got=got))
-    return lengths
-
-
-def positions_in_rows(ids: RaggedIds, lengths: np.ndarray) -> np.ndarray:
-    """Return the position of every id in its row, int64 `[N]`; `lengths` are those of the rows."""
-    # Splits 0 2 2 3: positions 0 1 2 - 0 0 2 = 0 1 0.
-    return np.arange(ids.values.size) - np.repeat(ids.row_splits[:-1].astype(np.int64), lengths)
-
-
-def _ragged_shape(feature: FeatureRules, rows: int) -> tuple[int, tuple[int, ...], int]:
-    """Return (B, inner, k) of ragged rows.
-
-    k is the number of ids per row that have bags of their own; 0 if each row is one bag. With
-    R = 6 rows, output_shape (3, 2) gives k = 0 (each row is a bag) and (3, 2, 4) gives k = 4.
-    """
-    if feature.length:
-        return rows, (feature.length,), feature.length
-    shape = feature.config.output_shape
-    if shape is None:
-        return rows, (), 0
-    product = math.prod(shape)
-    if not rows or product % rows:
-        raise feature.error(
-            expected=f"output_shape with a product of R or kR for {rows} rows",
-            got=f"{shape}, product {product}",
-        )
-    return shape[0], shape[1:], 0 if product == rows else product // rows
-
-
-def flat_ids(
-    feature: FeatureRules,
-    feature_shape: FeatureShape,
-    ids: np.ndarray,
-    bags: np.ndarray,
-    weights: np.ndarray | None,
-    where: Callable[[int], str],
-    keep: np.ndarray | None,
-) -> HostIds:
-    """Return flat `HostIds`: resolve bad ids, then leave out what is not to be kept.
-
-    An id is kept if `keep` (bool [N], None for all) and the feature's `on_bad_id` both keep it.
-    """
-    if feature_shape.batch * feature_shape.bags > _INT32_MAX:
-        got = f"{feature_shape.batch} x {feature_shape.bags}"
-        raise feature.error(expected=f"at most {_INT32_MAX} bags in a batch", got=got)
-    ids, valid = resolve_flat(feature, ids, where)
-    if keep is not None and valid is not None:
-        keep = keep & valid
-    elif keep is None:
-        keep = valid
-    if keep is not None:
-        ids, bags = ids[keep], bags[keep]
-        weights = None if weights is None else weights[keep]
-    return HostIds(feature_shape, ids, bags.astype(np.int32, copy=False), weights, padded=False)
-
-
-# -- jagged ids ------------------------------------------------------------------------------------
-
-
-_INT32_MAX = int(np.iinfo(np.int32).max)
-_PLACES_PER_ID, _FEW_PLACES = 1000, 2**20
-"""Rows with more places than so many for each id, and than so many in all, are a mistake."""
-
-
-class _Given(NamedTuple):
-    """Ids in batch order, before rows are cut.
-
-    Attributes:
-      ids: integers `[N]`.
-      examples: int64 `[N]`, the example of each.
-      positions: int64 `[N]`, the position of each in its row.
-      weights: `[N]`; None for all ones.
-      lengths: int64 `[B]`, the length of every row.
-    """
-
-    ids: np.ndarray
-    examples: np.ndarray
-    positions: np.ndarray
-    weights: np.ndarray | None
-    lengths: np.ndarray
-
-
-def jagged_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
-    """Return the `HostIds` of a jagged feature.
-
-    Args:
-      feature: the feature.
-      ids: integers `[B, H]`, `SparseIds` or `RaggedIds`.
-      weights: one per id, inside the container or beside it; each scales its row.
-
-    Raises:
-      TypeError, ValueError: as `host_ids`.
-    """
-    check_dtype(feature, ids if isinstance(ids, np.ndarray) else ids.values)
-    if isinstance(ids, SparseIds):
-        given = _of_sparse(feature, ids, weights)
-    elif isinstance(ids, RaggedIds):
-        given = _of_ragged(feature, ids, weights)
-    else:
-        given = _of_dense(feature, ids, weights)
-    limit = feature.length or _INT32_MAX
-    lengths = np.minimum(given.lengths, limit)
-    splits = np.zeros(lengths.size + 1, np.int64)
-    np.cumsum(lengths, out=splits[1:])
-    if splits[-1] > _INT32_MAX:
-        expected = f"at most {_INT32_MAX} places in a batch"
-        raise feature.error(expected=expected, got=f"{splits[-1]}")
-    if splits[-1] > max(_FEW_PLACES, _PLACES_PER_ID * given.ids.size):
-        longest = int(lengths.argmax())
-        raise feature.error(
-            expected=f"at most {_PLACES_PER_ID} places for each id, as every place takes memory",
-            got=f"{splits[-1]} places for {given.ids.size} ids: example {longest} has an id in "
-            f"column {lengths[longest] - 1}",
-            remedy="max_sequence_length=L of the FeatureConfig cuts rows; columns are positions in "
-            "a history, not other numbers such as times",
-        )
-    at = given.positions, given.lengths, given.examples
-    positions, inside = after_cut(feature.config, *at, limit)
-    kept: Any = np.s_[:] if inside.all() else inside
-    examples = given.examples[kept]
-    places = (splits[examples] + positions[kept]).astype(np.int32)
-    scale = None if given.weights is None else given.weights[kept]
-    # The number of places on a device is counted when the number of devices is known.
-    shape = FeatureShape(lengths.size, (), False, None, scale is not None, capacity=0)
-    bags = examples.astype(np.int32)
-    rows = JaggedRows(splits, places)
-    return HostIds(shape, given.ids[kept], bags, scale, padded=False, rows=rows)
-
-
-def _of_dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> _Given:
-    """Return the ids of an array `[B, H]`; padding after a row's last id is not part of the row."""
-    dense_shape(feature.path, feature.config, ids.shape, weighted=False)  # checks the rank
-    numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
-    present = (np.ma.getdata(ids) != PADDING_ID) & ~np.ma.getmaskarray(ids)
-    lengths = dense_lengths(present)
-    valid, _ = resolve_dense(feature, ids, lambda at: dense_position(ids.shape, at))
-    examples, positions = np.nonzero(valid != PADDING_ID)
-    scale = None if numbers is None else numbers[examples, positions]
-    return _Given(valid[examples, positions], examples, positions, scale, lengths)
-
-
-def _of_sparse(feature: FeatureRules, ids: SparseIds, weights: Any) -> _Given:
-    """Return the ids of coordinates; a row ends after its last column."""
-    check_coordinates(feature.path, ids)
-    if len(ids.dense_shape) != 2:
-        got = f"{ids.dense_shape}"
-        raise feature.error(expected="a sequence's dense_shape as (B, H)", got=got)
-    examples, positions = ids.indices.astype(np.int64).T
-    check_order(feature, ids.indices, examples, positions)
-    numbers = weights_of.beside_sparse(feature.path, feature.config.table.dtype, ids, weights)
-    lengths = np.zeros(ids.dense_shape[0], np.int64)
-    # Columns ascend in a row, and of repeated numbers the last assignment counts.
-    lengths[examples] = positions + 1
-    return _valid(feature, _Given(ids.values, examples, positions, numbers, lengths))
-
-
-def _of_ragged(feature: FeatureRules, ids: RaggedIds, weights: Any) -> _Given:
-    """Return the ids of ragged rows."""
-    lengths = check_row_splits(feature.path, ids)
-    numbers = weights_of.beside_ragged(feature.path, feature.config.table.dtype, ids, weights)
-    examples = np.repeat(np.arange(lengths.size), lengths)
-    positions = positions_in_rows(ids, lengths)
-    return _valid(feature, _Given(ids.values, examples, positions, numbers, lengths))
-
-
-def _valid(feature: FeatureRules, given: _Given) -> _Given:
-    """Return flat ids without bad ones, whose places stay empty."""
-
-    def where(at: int) -> str:
-        return f"example {given.examples[at]}, position {given.positions[at]}"
-
-    ids, valid = resolve_flat(feature, given.ids, where)
-    kept: Any = np.s_[:] if valid is None else valid
-    scale = None if given.weights is None else given.weights[kept]
-    return _Given(ids[kept], given.examples[kept], given.positions[kept], scale, given.lengths)

@@ -14,7 +14,6 @@ Input: the weights of bags, on the host or inside a program. Output: the gains o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,9 +22,6 @@ import numpy as np
 
 from tpu_embed._types import Array
 from tpu_embed.core.ids.feature_ids import HostIds
-
-_PerBag = Callable[[np.ndarray], np.ndarray]
-"""Makes a number of each bag's numbers, and gives it to each id of the bag."""
 
 
 def host_gains(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray | None:
@@ -51,27 +47,25 @@ def host_gains(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray | No
     if host.weights is None:
         return _gains_of_ones(host, combiner, dtype)
     c = host.weights.astype(np.float64)
-    total, largest = (_total, _largest) if host.bags is None else _of_flat_bags(host.bags)
     if dtype == np.float64:
         # frexp(x) gives e with 0.5 <= x / 2**e < 1; ldexp(c, -e) is c / 2**e, exactly.
-        c = np.ldexp(c, -np.frexp(largest(np.abs(c)))[1])
-    d = total(c) if combiner == "mean" else np.sqrt(total(c * c))
+        c = np.ldexp(c, -np.frexp(_largest(np.abs(c), host.bags))[1])
+    d = _total(c, host.bags) if combiner == "mean" else np.sqrt(_total(c * c, host.bags))
     least: Any = 0
     if combiner == "mean" and c.min(initial=0) < 0:
         # Positive and negative weights may cancel. What is left of them must be more than float32
         # can tell from zero, so that gains are finite.
-        least = np.finfo(np.float32).tiny * largest(np.abs(c))
+        least = np.finfo(np.float32).tiny * _largest(np.abs(c), host.bags)
     return np.divide(c, d, out=np.zeros_like(c), where=np.abs(d) > least).astype(dtype)
 
 
 def _gains_of_ones(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray:
     """Return 1 / d of every id, where d follows from the number of ids in its bag."""
+    counts: Any = host.ids.shape[-1]
     if host.bags is not None:
-        counts = np.diff(_run_starts(host.bags), append=host.bags.size)
+        counts = _runs(host.bags)[1]
     elif host.padded:
         counts = np.count_nonzero(host.ids >= 0, axis=-1, keepdims=True)
-    else:
-        counts = np.array(host.ids.shape[-1])
     d = np.maximum(counts, 1) if combiner == "mean" else np.sqrt(np.maximum(counts, 1))
     inverse = (1 / d).astype(dtype)
     if host.bags is None:
@@ -79,41 +73,35 @@ def _gains_of_ones(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray:
     return np.repeat(inverse, counts)
 
 
-def _run_starts(bags: np.ndarray) -> np.ndarray:
-    """Return where each bag that has ids begins among them; bags 0 0 2 begin at 0 and 2."""
-    return np.flatnonzero(np.diff(bags, prepend=-1))
+def _runs(bags: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each bag that has ids begins among them, and how many it has.
+
+    Args:
+      bags: integers `[N]`, the bag of each id, non-decreasing; 0 0 2 begin at 0 and 2.
+    """
+    starts = np.flatnonzero(np.diff(bags, prepend=-1))
+    return starts, np.diff(starts, append=bags.size)
 
 
-def _total(numbers: np.ndarray) -> np.ndarray:
-    """Return the sum of each bag of `[…, H]`, `[…, 1]`, added one by one, so padding is nothing."""
+def _total(numbers: np.ndarray, bags: np.ndarray | None) -> np.ndarray:
+    """Return the sum of each bag: `[…, 1]` of dense `[…, H]`, or for each flat id that of its bag.
+
+    Numbers are added one by one, so padding is nothing.
+    """
+    if bags is not None:
+        return np.bincount(bags, numbers)[bags]
     sums = np.zeros(numbers.shape[:-1])
     for column in range(numbers.shape[-1]):
         sums += numbers[..., column]
     return sums[..., None]
 
 
-def _largest(numbers: np.ndarray) -> np.ndarray:
-    """Return the largest number of each bag of `[…, H]`, `[…, 1]`."""
-    return numbers.max(axis=-1, keepdims=True, initial=0)
-
-
-def _of_flat_bags(bags: np.ndarray) -> tuple[_PerBag, _PerBag]:
-    """Return what `_total` and `_largest` do, for flat ids: `[N]` from `[N]`.
-
-    Args:
-      bags: integers `[N]`, the bag of each id, non-decreasing.
-    """
-    # Bags 0 0 2: runs start at 0 and 2, with lengths 2 and 1; empty bag 1 has no run.
-    starts = _run_starts(bags)
-    lengths = np.diff(starts, append=bags.size)
-
-    def total(numbers: np.ndarray) -> np.ndarray:
-        return np.bincount(bags, numbers)[bags]
-
-    def largest(numbers: np.ndarray) -> np.ndarray:
-        return np.repeat(np.maximum.reduceat(numbers, starts), lengths) if bags.size else numbers
-
-    return total, largest
+def _largest(numbers: np.ndarray, bags: np.ndarray | None) -> np.ndarray:
+    """Return the largest number of each bag, in the shape of `_total`."""
+    if bags is None:
+        return numbers.max(axis=-1, keepdims=True, initial=0)
+    starts, lengths = _runs(bags)
+    return np.repeat(np.maximum.reduceat(numbers, starts), lengths) if bags.size else numbers
 
 
 def gains_in_program(weights: Array, combiner: str) -> Array:

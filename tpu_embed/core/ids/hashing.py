@@ -11,7 +11,7 @@ Input: arrays, columns, lists or bags of keys, on the host. Output: ids in the s
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -21,21 +21,7 @@ from tpu_embed.columns import mask_missing, read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 from tpu_embed.key_hashes import hash_keys
 
-_INT32_MAX = np.iinfo(np.int32).max
 
-
-@overload
-def hash_ids(
-    keys: RaggedIds, vocabulary_size: int | None, *, seed: int = ..., missing: int = ...
-) -> RaggedIds: ...
-@overload
-def hash_ids(
-    keys: SparseIds, vocabulary_size: int | None, *, seed: int = ..., missing: int = ...
-) -> SparseIds: ...
-@overload
-def hash_ids(
-    keys: Any, vocabulary_size: int | None, *, seed: int = ..., missing: int = ...
-) -> Any: ...
 def hash_ids(
     keys: Any, vocabulary_size: int | None, *, seed: int = 0, missing: int = PADDING_ID
 ) -> Any:
@@ -89,15 +75,13 @@ def hash_ids(
       Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014 (the constants
       of mix: D. Stafford's "variant 13").
     """
-    size = _checked_size(vocabulary_size)
-    seed = _checks.check_int("hash_ids: seed", seed, minimum=0)
-    if seed >> 64:
-        raise ValueError(_checks.message("hash_ids", expected="seed < 2**64", got=seed))
-    missing = _checks.check_int("hash_ids: missing", missing, minimum=PADDING_ID)
-    dtype = np.dtype(np.int32 if size <= _INT32_MAX else np.int64)
-    if missing > np.iinfo(dtype).max:
-        expected = f"-1 or a row, in {dtype}"
-        raise ValueError(_checks.message("hash_ids: missing", expected=expected, got=missing))
+    size = 2**63
+    if vocabulary_size is not None:
+        size = _check_below("vocabulary_size", vocabulary_size, 63, minimum=1)
+    seed = _check_below("seed", seed, 64, minimum=0)
+    bits = 31 if size < 2**31 else 63
+    missing = _check_below("missing", missing, bits, minimum=PADDING_ID)
+    dtype = np.int32 if bits == 31 else np.int64
 
     def ids_of(flat: Any, in_bags: bool) -> np.ndarray:
         hashes, absent = hash_keys(flat, seed)
@@ -113,21 +97,19 @@ def hash_ids(
         return dataclasses.replace(keys, values=ids_of(keys.values, True))
     bags = read_lists("hash_ids: keys", keys)
     # Lists of equal lengths are an array [B, H].
-    if bags is None or (isinstance(keys, (list, tuple)) and len(set(bags.lengths.tolist())) == 1):
+    if bags is None or (isinstance(keys, (list, tuple)) and not np.ptp(bags.lengths)):
         return ids_of(keys, False)
     return RaggedIds(ids_of(bags.items, True), bags.row_splits)
 
 
-def _checked_size(vocabulary_size: int | None) -> int:
-    """Return the number of ids.
+def _check_below(name: str, value: Any, bits: int, *, minimum: int) -> int:
+    """Return an argument, an integer from a minimum to 2**bits - 1.
 
     Raises:
-      ValueError: it is not an integer in [1, 2⁶³).
+      ValueError: it is not.
     """
-    if vocabulary_size is None:
-        return 2**63
-    size = _checks.check_int("hash_ids: vocabulary_size", vocabulary_size, minimum=1)
-    if size >> 63:
-        expected = "vocabulary_size < 2**63"
-        raise ValueError(_checks.message("hash_ids", expected=expected, got=size))
-    return size
+    number = _checks.check_int(f"hash_ids: {name}", value, minimum=minimum)
+    if number >= 2**bits:
+        expected = f"{name} < 2**{bits}"
+        raise ValueError(_checks.message(f"hash_ids: {name}", expected=expected, got=number))
+    return number

@@ -1,7 +1,7 @@
 """Validate the ids of one feature on the host: any form that users give becomes `HostIds`.
 
-Here are the entrance for all forms, and dense arrays; sparse and ragged ids are in `flat_ids.py`,
-jagged sequences in `flat_ids.py`.
+Here are the entrance for all forms, and dense arrays; sparse, ragged and jagged ids are in
+`flat_ids.py`.
 
 Input: a dense array, `SparseIds` or `RaggedIds`, or a column that is read as one of them; weights
 inside the container or beside it.
@@ -11,7 +11,6 @@ says.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -19,19 +18,13 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Tracer
 from tpu_embed.columns import is_column
 from tpu_embed.config import FeatureConfig
-from tpu_embed.core.ids import weights as weights_of
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, dense_position, resolve_dense
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
+from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_ids
+from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, values_of
 from tpu_embed.core.ids.feature_ids import HostIds, dense_shape
-from tpu_embed.core.ids.flat_ids import (
-    dense_lengths,
-    ids_before,
-    jagged_ids,
-    ragged_ids,
-    sparse_ids,
-)
+from tpu_embed.core.ids.flat_ids import flat_ids
 from tpu_embed.core.ids.hashing import hash_ids
 from tpu_embed.core.ids.keys import number_ids, number_keys, with_keys
+from tpu_embed.core.ids.weights import read_weights
 
 
 def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
@@ -61,43 +54,22 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
     """
     feature = FeatureRules(path, config, table_name)
     _check_readable(feature, ids)
-    read = read_ids(path, ids)
-    if config.table.vocabulary is None:
-        plain = _read(feature, read, weights)
-        return plain if config.table.storage is None else number_ids(plain)
-    numbered, distinct = number_keys(feature, hashed(path, ids, read))
-    return with_keys(_read(feature, numbered, weights), distinct)
-
-
-def hashed(path: str, given: Any, read: Any) -> Any:
-    """Return ids, hashed if they are strings.
-
-    Args:
-      path: the feature's path.
-      given: the ids as they were given, of which `hash_ids` hashes equal ones once.
-      read: what `read_ids` made of them.
-
-    Raises:
-      TypeError: some of them are neither strings nor integers.
-    """
-    values = read.values if isinstance(read, (SparseIds, RaggedIds)) else read
-    if np.ma.getdata(values).dtype.kind not in "SUOT":
-        return read
-    try:
-        return read_ids(path, hash_ids(given, None))
-    except TypeError as error:
-        raise TypeError(f"{path}: {error}") from error
-
-
-def _read(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
-    """Return the `HostIds` of an array or a container."""
-    if feature.config.jagged:
-        return jagged_ids(feature, ids, weights)
-    if isinstance(ids, SparseIds):
-        return sparse_ids(feature, ids, weights)
-    if isinstance(ids, RaggedIds):
-        return ragged_ids(feature, ids, weights)
-    return _dense(feature, ids, weights)
+    living = config.table.vocabulary is not None
+    read: Any = read_ids(path, ids)
+    if living and values_of(read).dtype.kind in "SUOT":
+        try:
+            # Of a dictionary-encoded column, `hash_ids` hashes equal strings once.
+            read = read_ids(path, hash_ids(ids, None))
+        except TypeError as error:
+            raise TypeError(f"{path}: {error}") from error
+    values = values_of(read)
+    check_dtype(feature, values)
+    validate = flat_ids if config.jagged or values is not read else _dense
+    if living:
+        read, distinct = number_keys(read)
+        return with_keys(validate(feature, read, weights), distinct)
+    host = validate(feature, read, weights)
+    return host if config.table.storage is None else number_ids(host)
 
 
 def _check_readable(feature: FeatureRules, ids: Any) -> None:
@@ -123,38 +95,31 @@ def _check_readable(feature: FeatureRules, ids: Any) -> None:
 
 def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     """Return the `HostIds` of a dense array `[B]`, `[B, H]` or `[B, K, …, H]`."""
-    check_dtype(feature, ids)
-    weighted = weights is not None
-    feature_shape = dense_shape(feature.path, feature.config, ids.shape, weighted=weighted)
-    numbers = weights_of.beside_dense(feature.path, feature.config.table.dtype, ids, weights)
-    given, config = ids, feature.config
-    ids, padded = resolve_dense(feature, ids, functools.partial(dense_position, ids.shape))
-    # A weight at a padded position may be any number; it must not count in its bag.
-    if numbers is not None and padded:
-        numbers = np.where(ids == PADDING_ID, numbers.dtype.type(0), numbers)
-    if feature.length:
-        padded = padded or ids.shape[1] < feature.length
-        if config.keep == "last" and ids.shape[1] > feature.length:
-            present = (np.ma.getdata(given) != PADDING_ID) & ~np.ma.getmaskarray(given)
-            before, padded = ids_before(config, dense_lengths(present)), True
-            ids = _columns_after(ids, before, feature.length)
-            numbers = None if numbers is None else _columns_after(numbers, before, feature.length)
-        ids = _first_columns(ids, feature.length, PADDING_ID)
-        numbers = None if numbers is None else _first_columns(numbers, feature.length, 0)
+    config, length = feature.config, feature.length
+    form = dense_shape(feature.path, config, ids.shape, weighted=weights is not None)
+    numbers = read_weights(feature.path, config.table.dtype, ids, weights)
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        """Return `[B, L]`, the columns of a sequence `[B, H]` that are kept."""
+        width = array.shape[1]
+        if length > width:
+            return np.pad(array, ((0, 0), (0, length - width)), constant_values=PADDING_ID)
+        if config.keep == "first":
+            return array[:, :length]
+        # A row ends after its last id that is present: [-1, 7, 3, -1] after the third.
+        present = np.ma.filled(ids != PADDING_ID, False)
+        ends = np.max(present * np.arange(1, width + 1), axis=1, initial=0)
+        before = np.maximum(ends - length, 0)[:, None]
+        return np.take_along_axis(array, before + np.arange(length), axis=1)
+
+    valid, padded = resolve_ids(
+        feature, ids, lambda at: np.unravel_index(at, ids.shape), lowest=PADDING_ID
+    )
+    if length:
+        valid, padded = cut(valid), padded or ids.shape[1] < length
     # All inner dims become one: [B, K₁, K₂, H] -> [B, K₁ · K₂, H]; a sequence [B, L] -> [B, L, 1].
-    shape = (feature_shape.batch, feature_shape.bags, feature_shape.width or 0)
-    scale = None if numbers is None else numbers.reshape(shape)
-    return HostIds(feature_shape, ids.reshape(shape), None, scale, padded)
-
-
-def _columns_after(array: np.ndarray, before: np.ndarray, length: int) -> np.ndarray:
-    """Return `[B, L]`: of each row of `[B, H]` the L columns after those that are cut off."""
-    return np.take_along_axis(array, before[:, None] + np.arange(length), axis=1)
-
-
-def _first_columns(array: np.ndarray, length: int, fill: int) -> np.ndarray:
-    """Return `[B, length]`: the first columns of an array `[B, H]`, padded with `fill`."""
-    missing = length - array.shape[1]
-    if missing > 0:
-        return np.pad(array, ((0, 0), (0, missing)), constant_values=fill)
-    return array[:, :length]
+    shape = (form.batch, form.bags, form.width or 0)
+    if numbers is not None:
+        numbers = (cut(numbers) if length else numbers).reshape(shape)
+    host = HostIds(form, valid.reshape(shape), None, numbers, padded)
+    return host.only(host.ids >= 0) if padded and form.weighted else host

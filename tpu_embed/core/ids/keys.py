@@ -15,20 +15,18 @@ as those of any other table.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tpu_embed._types import PADDING_ID
 from tpu_embed.columns import mask_missing
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype
-from tpu_embed.core.ids.containers import RaggedIds, SparseIds
+from tpu_embed.core.ids.containers import values_of
+from tpu_embed.core.ids.feature_ids import HostIds
 from tpu_embed.kernels import dispatch
-
-if TYPE_CHECKING:
-    from tpu_embed.core.ids.feature_ids import HostIds
-    from tpu_embed.kernels.host_reference import DistinctKeys
+from tpu_embed.kernels.host_reference import DistinctKeys
 
 
 class Split(NamedTuple):
@@ -47,25 +45,24 @@ class Split(NamedTuple):
     examples: np.ndarray
 
 
-def number_keys(feature: FeatureRules, ids: Any) -> tuple[Any, DistinctKeys]:
+def number_keys(ids: Any) -> tuple[Any, DistinctKeys]:
     """Replace the keys of a feature by their positions among the distinct ones.
 
     Args:
-      feature: the feature.
       ids: an array or a container of integers; -1 is padding in dense arrays of a signed dtype, and
         a key like any other elsewhere.
 
     Returns:
       The same array or container with positions int32, those of padding masked; and the distinct
       keys, with what stands at padding among them.
-
-    Raises:
-      TypeError: the ids are not integers.
     """
-    values = ids.values if isinstance(ids, (SparseIds, RaggedIds)) else ids
-    check_dtype(feature, values)
-    keys, absent = keys_of_ids(values, padded=values is ids)
-    distinct = dispatch.host_kernels().distinct_keys(keys)
+    values = values_of(ids)
+    numbers, absent = np.ma.getdata(values), np.ma.getmask(values)
+    signed = numbers.dtype.kind == "i"
+    if values is ids and signed:
+        absent = absent | (numbers == PADDING_ID)
+    wide = np.int64 if signed else np.uint64
+    distinct = _distinct(numbers.astype(wide, copy=False).reshape(-1))
     numbered = mask_missing(distinct.positions.reshape(values.shape), absent)
     if values is not ids:
         numbered = dataclasses.replace(ids, values=numbered)
@@ -85,34 +82,21 @@ def with_keys(host: HostIds, distinct: DistinctKeys) -> HostIds:
     return dataclasses.replace(host, keys=distinct.keys, first=first)
 
 
-def keys_of_ids(values: np.ndarray, *, padded: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return integers as keys, uint64 `[n]`; and which are none, bool in the shape of the integers.
-
-    Args:
-      values: integers of any shape; what is masked is no key.
-      padded: whether -1 is no key, if they are signed.
-    """
-    numbers = np.ma.getdata(values)
-    signed = numbers.dtype.kind == "i"
-    absent = numbers == PADDING_ID if padded and signed else np.zeros(numbers.shape, bool)
-    if np.ma.isMaskedArray(values):
-        absent |= np.ma.getmaskarray(values)
-    # A signed key is read as an unsigned one: -1 is 2⁶⁴ - 1.
-    keys = numbers.astype(np.int64 if signed else np.uint64, copy=False).reshape(-1)
-    return np.ascontiguousarray(keys).view(np.uint64), absent
-
-
 def number_ids(host: HostIds) -> HostIds:
     """Replace the ids of a table on the host, which were validated, by positions among them."""
-    chosen = host.ids >= 0 if host.padded else np.s_[:]
-    present = np.ascontiguousarray(host.ids[chosen].reshape(-1), np.int64).view(np.uint64)
-    distinct, positions, first = dispatch.host_kernels().distinct_keys(present)
     if not host.padded:
-        numbered = positions.reshape(host.ids.shape)
-        return dataclasses.replace(host, ids=numbered, keys=distinct, first=first)
-    numbered = np.full(host.ids.shape, PADDING_ID, np.int32)
-    numbered[chosen] = positions
-    return dataclasses.replace(host, ids=numbered, keys=distinct)
+        keys, numbered, first = _distinct(host.ids.reshape(-1).astype(np.int64, copy=False))
+        numbered = numbered.reshape(host.ids.shape)
+    else:
+        chosen, first = host.ids >= 0, None
+        numbered = np.full(host.ids.shape, PADDING_ID, np.int32)
+        keys, numbered[chosen], _ = _distinct(host.ids[chosen].astype(np.int64))
+    return dataclasses.replace(host, ids=numbered, keys=keys, first=first)
+
+
+def _distinct(numbers: np.ndarray) -> DistinctKeys:
+    """Return the distinct keys among integers of 64 bits `[n]`; a signed -1 is the key 2⁶⁴ - 1."""
+    return dispatch.host_kernels().distinct_keys(np.ascontiguousarray(numbers).view(np.uint64))
 
 
 def _positions(host: HostIds) -> np.ndarray:
@@ -161,8 +145,7 @@ def batch_order(features: Sequence[tuple[np.ndarray, int]]) -> np.ndarray:
     # Example e of B comes at e / B of the batch. The fractions of batches of 2 and 3 examples
     # become the integers 0 3 and 0 2 4. A stable sort keeps the features, and the keys of one
     # example, in order. Python's integers are as large as need be.
-    sizes = [size for _, size in features]
-    whole = int(np.lcm.reduce(np.array(sizes, object))) if sizes else 1
+    whole = math.lcm(*(size for _, size in features))
     dtype = np.int64 if whole < 2**63 else object
     places = [index.astype(dtype) * (whole // size) for index, size in features]
     return np.argsort(np.concatenate([np.zeros(0, dtype), *places]), kind="stable")
@@ -175,19 +158,6 @@ def give_rows(host: HostIds, rows: np.ndarray) -> HostIds:
       host: the feature, with positions for ids.
       rows: int32 `[n]`, the row of each key; -1: none.
     """
-    if host.bags is None:
-        ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
-        weights, padded = host.weights, host.padded or bool((rows < 0).any())
-        if weights is not None:
-            weights = np.where(ids < 0, weights.dtype.type(0), weights)
-        given = {"ids": ids, "weights": weights, "padded": padded}
-        return dataclasses.replace(host, **given, keys=None, first=None)
-    ids = dispatch.host_kernels().rows_at(rows, _positions(host))
-    bags, weights, places = host.bags, host.weights, host.rows
-    if (ids < 0).any():
-        keep = ids >= 0
-        ids, bags = ids[keep], bags[keep]
-        weights = None if weights is None else weights[keep]
-        places = places and places._replace(places=places.places[keep])
-    given = {"ids": ids, "bags": bags, "weights": weights, "rows": places}
-    return dataclasses.replace(host, **given, keys=None, first=None)
+    ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
+    found = dataclasses.replace(host, ids=ids, keys=None, first=None)
+    return found.only(ids >= 0) if host.padded or (rows < 0).any() else found

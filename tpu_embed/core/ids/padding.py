@@ -30,12 +30,12 @@ from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids
 _LEAF = "an array [B, …], SparseIds, RaggedIds or None"
 
 
-def collect_leaves(what: str, nest: Any) -> list[tuple[str, Any]]:
+def collect_leaves(what: str, nest: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the leaves of a batch in flattening order, without those that are None.
 
     Args:
       what: the function that was called, for messages.
-      nest: the batch.
+      nest: the batch, or the part of it that stands at `path`.
 
     Returns:
       (path, leaf) pairs; each path begins with `what`.
@@ -43,23 +43,15 @@ def collect_leaves(what: str, nest: Any) -> list[tuple[str, Any]]:
     Raises:
       ValueError: a leaf is a frame, or a mapping's keys cannot be sorted.
     """
-    found: list[tuple[str, Any]] = []
-    _collect(what, nest, (), found)
-    return found
-
-
-def _collect(what: str, nest: Any, keys: tuple[Any, ...], found: list[tuple[str, Any]]) -> None:
-    """Append the (path, leaf) pairs below `nest`, which stands under `keys`, to `found`."""
     inner = _children(nest)
-    for key, child in inner or ():
-        _collect(what, child, (*keys, key), found)
-    if inner is not None or nest is None:
-        return
-    path = f"{what}: {'/'.join(map(str, keys)) or 'feature'}"
+    if inner is not None:
+        pairs = ((child, structure.join_path(path, key)) for key, child in inner)
+        return [leaf for one in pairs for leaf in collect_leaves(what, *one)]
+    path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
         got, remedy = type(nest).__name__, "give a dict of its columns"
         raise ValueError(_checks.message(path, expected=_LEAF, got=got, remedy=remedy))
-    found.append((path, nest))
+    return [] if nest is None else [(path, nest)]
 
 
 def _children(nest: Any) -> list[tuple[Any, Any]] | None:
@@ -151,20 +143,17 @@ def pad_batch(features: Any, multiple: int) -> Any:
     """
     multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
     given = collect_leaves("pad_batch", features)
-    leaves = [(path, read_ids(path, leaf)) for path, leaf in given]
-    rows = [count_rows(path, leaf) for path, leaf in leaves]
-    sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for _, leaf in leaves])
-    added = [-size % multiple for size in sizes]  # size 13, multiple 8: 3
-    # m rows per example: m for each added one.
-    missing = [n * extra // (size or 1) for n, extra, size in zip(rows, added, sizes, strict=True)]
+    leaves = [read_ids(path, leaf) for path, leaf in given]
+    rows = [count_rows(path, leaf) for (path, _), leaf in zip(given, leaves, strict=True)]
+    sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for leaf in leaves])
+    # Size 13 and multiple 8: 3 are missing. Of m rows per example, m for each.
+    pairs = zip(rows, sizes, strict=True)
+    missing = [n * (-size % multiple) // (size or 1) for n, size in pairs]
     # Columns become arrays in any case, so that their type does not depend on the batch size.
-    if not any(missing) and all(isinstance(leaf, _ARRAYS) for _, leaf in given):
+    arrays = np.ndarray, jax.Array, SparseIds, RaggedIds
+    if not any(missing) and all(isinstance(leaf, arrays) for _, leaf in given):
         return features
-    pairs = zip(leaves, missing, strict=True)
-    return rebuild_nest(features, iter([_padded(leaf, extra) for (_, leaf), extra in pairs]))
-
-
-_ARRAYS = (np.ndarray, jax.Array, SparseIds, RaggedIds)
+    return rebuild_nest(features, map(_padded, leaves, missing))
 
 
 def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:
@@ -175,15 +164,17 @@ def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:
       ragged: whether it is `RaggedIds`, which may hold m rows for each of B examples.
     """
     pairs = list(zip(rows, ragged, strict=True))
-    known = {n for n, many in pairs if n and not many}
-    if not known:
-        known = {min(filter(None, rows), default=1)}
+    known = {n for n, many in pairs if n and not many} or {min(filter(None, rows), default=1)}
     # 12 rows beside arrays of 3 and 4 examples: the largest divisor, 4, so 3 rows per example.
     return [max((b for b in known if many and n % b == 0), default=n) for n, many in pairs]
 
 
 def _padded(leaf: Any, added: int) -> Any:
-    """Return a leaf with `added` empty rows appended."""
+    """Return a leaf with `added` empty rows appended.
+
+    In an array these are -1 if it holds integers, 0 if it holds floats, None if it holds strings,
+    and masked if it holds unsigned integers.
+    """
     if isinstance(leaf, SparseIds):
         rows, *inner = leaf.dense_shape
         return dataclasses.replace(leaf, dense_shape=(rows + added, *inner))
@@ -191,21 +182,13 @@ def _padded(leaf: Any, added: int) -> Any:
         # Splits 0 2 2 3 and two empty rows: 0 2 2 3 3 3.
         splits = np.pad(leaf.row_splits, (0, added), mode="edge")
         return dataclasses.replace(leaf, row_splits=splits)
-    return _padded_array(leaf, added)
-
-
-def _padded_array(array: np.ndarray, added: int) -> np.ndarray:
-    """Return `[B + added, …]`.
-
-    Integers are padded with -1, floats with 0, strings with None; unsigned integers are masked.
-    """
-    if array.dtype.kind in "SU":
-        array = array.astype(object)
-    missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
-    fill = {"i": PADDING_ID, "O": None}.get(values.dtype.kind, 0)
-    if values.dtype.kind in "iO":
-        values, missing = np.where(missing, fill, values), np.zeros_like(missing)
+    if leaf.dtype.kind in "SU":
+        leaf = leaf.astype(object)
+    values, kind = np.ma.getdata(leaf), leaf.dtype.kind
     rows = (added, *values.shape[1:])
-    padded = np.concatenate([values, np.full(rows, fill, values.dtype)])
-    masked = np.concatenate([missing, np.full(rows, values.dtype.kind == "u")])
-    return mask_missing(padded, masked)
+    padded = np.concatenate([values, np.zeros(rows, values.dtype)])
+    missing = np.concatenate([np.ma.getmaskarray(leaf), np.full(rows, kind in "iuO")])
+    if kind in "iO":
+        padded[missing] = PADDING_ID if kind == "i" else None
+        return padded
+    return mask_missing(padded, missing)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,10 +69,9 @@ def select_columns(values: Any, names: Iterable[Any]) -> Any:
         return values
     # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
     there = frame.schema.names if hasattr(frame, "schema") else frame.columns
-    counts = collections.Counter(there) if getattr(there, "nlevels", 1) == 1 else {}
-    found = [name for name in names if name in there]
+    found, counts = [name for name in names if name in there], collections.Counter(there)
     for name in found:
-        if counts.get(name, 1) > 1:
+        if counts[name] > 1:
             what, got = f"column {name!r} of a {type(frame).__name__}", f"{counts[name]} of it"
             raise ValueError(_checks.message(what, expected="one column of each name", got=got))
     return {name: frame[name] for name in found}
@@ -143,9 +142,7 @@ class Structure:
           TypeError: a container in `values` has another type than in the configuration.
           ValueError: a container has other keys or another size.
         """
-        leaves: list[Any] = []
-        _match(self.nest, values, "", _Rules(what, columns), leaves)
-        return leaves
+        return _match(self.nest, values, "", what, columns)
 
     def match_weighted(self, features: Any, weights: Any | None) -> tuple[list[Any], list[Any]]:
         """Return the [F] leaves of the features and the [F] leaves of their weights.
@@ -156,9 +153,8 @@ class Structure:
           TypeError, ValueError: as for `match`.
         """
         given = self.match(features, what="features", columns=True)
-        if weights is None:
-            return given, [None] * len(given)
-        return given, self.match(weights, what="weights", columns=True)
+        none = [None] * len(given)
+        return given, none if weights is None else self.match(weights, what="weights", columns=True)
 
     def part(self, values: Any) -> Structure:
         """Return the structure of only those features that `values` has.
@@ -167,11 +163,10 @@ class Structure:
         Names of tables stay.
         """
         nest = _part(self.nest, values)
-        kept: list[tuple[str, Any]] = []
-        _collect(nest, "", kept)
+        kept = [path for path, _ in _collect(nest)]
         if len(kept) == len(self.paths) or not kept:
             return self  # whatever else differs, `match` says
-        return dataclasses.replace(self.only([path for path, _ in kept]), nest=nest)
+        return dataclasses.replace(self.only(kept), nest=nest)
 
     def only(self, paths: Sequence[str]) -> Structure:
         """Return the flat lists of some features, and of the tables that they use.
@@ -220,23 +215,30 @@ def flatten(feature_config: Any) -> Structure:
       >>> structure.unflatten([1, 2, 3])
       {'user': [2, 3], 'item': 1}
     """
-    found: list[tuple[str, Any]] = []
-    _collect(feature_config, "", found)
+    found = _collect(feature_config)
     if not found:
         expected = "at least one FeatureConfig"
         raise ValueError(_checks.message("feature_config", expected=expected, got=feature_config))
     paths, features = zip(*found, strict=True)
     # Paths may collide although the nesting differs: {"a/b": x, "a": {"b": y}}.
-    for path, count in collections.Counter(paths).items():
-        if count > 1:
-            expected = "a path of its own for each feature"
-            got = f"{count} features at {path!r}"
-            raise ValueError(_checks.message("feature_config", expected=expected, got=got))
+    _check_distinct("path", "feature", paths, "rename a key")
     # Tables compare by identity: features that name one object share one table.
     tables = tuple({id(feature.table): feature.table for feature in features}.values())
+    names = tuple(table.name or f"table_{i}" for i, table in enumerate(tables))
+    remedy = "rename one, or use one TableConfig object to share a table"
+    _check_distinct("name", "table", names, remedy)
     # The containers are copied, so that a caller may change theirs afterwards.
-    kept = _unflatten(feature_config, iter(features))
-    return Structure(kept, paths, features, tables, _name_tables(tables))
+    return Structure(_unflatten(feature_config, iter(features)), paths, features, tables, names)
+
+
+def _check_distinct(what: str, of: str, names: Sequence[str], remedy: str) -> None:
+    """Check that no two features, or tables, have the same name."""
+    for name, count in collections.Counter(names).items():
+        if count > 1:
+            places = ", ".join(str(i) for i, other in enumerate(names) if other == name)
+            expected, got = f"a {what} of its own for each {of}", f"{name!r} for {of}s {places}"
+            text = _checks.message("feature_config", expected=expected, got=got, remedy=remedy)
+            raise ValueError(text)
 
 
 def children(nest: Any) -> list[tuple[Any, Any]] | None:
@@ -248,7 +250,11 @@ def children(nest: Any) -> list[tuple[Any, Any]] | None:
     if nest is None or isinstance(nest, _LEAVES):
         return None
     if isinstance(nest, Mapping):
-        return [(key, nest[key]) for key in _sorted_keys(nest)]
+        try:
+            return [(key, nest[key]) for key in sorted(nest)]
+        except TypeError as error:
+            expected, got = "keys that can be sorted", ", ".join(map(repr, nest))
+            raise ValueError(_checks.message("a mapping", expected=expected, got=got)) from error
     names = _field_names(nest)
     if names is not None:
         return [(name, getattr(nest, name)) for name in names]
@@ -260,19 +266,15 @@ def rebuild(nest: Any, values: Mapping[Any, Any]) -> Any:
 
     A mapping need not have all keys.
     """
-    # Mappings keep the key order of `nest`; `children` lists them in sorted order.
-    if isinstance(nest, collections.defaultdict):
-        kept = {key: values[key] for key in nest if key in values}
-        return collections.defaultdict(nest.default_factory, kept)
     make: Callable[..., Any] = type(nest)
     if isinstance(nest, Mapping):
+        # Mappings keep the key order of `nest`; `children` lists them in sorted order.
+        kept = {key: values[key] for key in nest if key in values}
+        if isinstance(nest, collections.defaultdict):
+            return collections.defaultdict(nest.default_factory, kept)
         # A mapping type that JAX does not know as a pytree could not leave a jit: use a dict.
-        if jax.tree_util.all_leaves([nest]):
-            make = dict
-        return make({key: values[key] for key in nest if key in values})
-    if _field_names(nest) is not None:
-        return make(**values)
-    return make(values[i] for i in range(len(nest)))
+        return kept if jax.tree_util.all_leaves([nest]) else make(kept)
+    return make(values.values()) if _field_names(nest) is None else make(**values)
 
 
 def _field_names(nest: Any) -> tuple[str, ...] | None:
@@ -285,67 +287,32 @@ def _field_names(nest: Any) -> tuple[str, ...] | None:
     return None
 
 
-def _sorted_keys(nest: Mapping[Any, Any]) -> list[Any]:
-    try:
-        return sorted(nest)
-    except TypeError as error:
-        got = ", ".join(repr(key) for key in nest)
-        expected = "keys that can be sorted"
-        raise ValueError(_checks.message("a mapping", expected=expected, got=got)) from error
-
-
-def _join(path: str, key: Any) -> str:
+def join_path(path: str, key: Any) -> str:
+    """Return a path one level down: `user/history` for the key "history" below `user`."""
     return f"{path}/{key}" if path else str(key)
 
 
-def _collect(nest: Any, path: str, found: list[tuple[str, Any]]) -> None:
-    """Append the (path, config) pairs below `nest` to `found`, depth first."""
+def _collect(nest: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return the (path, config) pairs below `nest`, depth first."""
     inner = children(nest)
     if inner is not None:
-        for key, child in inner:
-            _collect(child, _join(path, key), found)
-    elif isinstance(nest, FeatureConfig):
-        found.append((path or "feature", nest))
-    else:
-        what = f"feature_config: {path}" if path else "feature_config"
-        raise ValueError(_checks.message(what, expected="a FeatureConfig", got=repr(nest)))
+        return [pair for key, child in inner for pair in _collect(child, join_path(path, key))]
+    if isinstance(nest, FeatureConfig):
+        return [(path or "feature", nest)]
+    what = f"feature_config: {path}" if path else "feature_config"
+    raise ValueError(_checks.message(what, expected="a FeatureConfig", got=repr(nest)))
 
 
 def _part(nest: Any, values: Any) -> Any:
     """Return the part of a configuration whose keys the mappings in `values` have."""
-    if isinstance(nest, Mapping):
-        values = select_columns(values, nest)
-    inner, given = children(nest), None if isinstance(values, _LEAVES) else _given(values)
-    if inner is None or given is None:
+    inner, (values, given) = children(nest), _given(nest, values)
+    if inner is None or given is None or _kind(values) != _kind(nest):
         return nest
-    known = dict(inner)
-    if any(key not in known for key in given) or _kind(nest) != _kind(values):
-        return nest
-    if not isinstance(nest, Mapping) and len(given) < len(known):
+    known, may_lack = dict(inner), isinstance(nest, Mapping)
+    if not known.keys() >= given.keys() or (len(given) < len(known) and not may_lack):
         return nest
     found = {key: _part(child, given[key]) for key, child in inner if key in given}
-    return found if isinstance(nest, Mapping) else rebuild(nest, found)
-
-
-def _name_tables(tables: tuple[TableConfig, ...]) -> tuple[str, ...]:
-    """Return each table's own name, or `table_{i}` by first appearance.
-
-    Raises:
-      ValueError: two tables have the same name.
-    """
-    names = tuple(table.name or f"table_{i}" for i, table in enumerate(tables))
-    for name, count in collections.Counter(names).items():
-        if count > 1:
-            places = ", ".join(str(i) for i, other in enumerate(names) if other == name)
-            raise ValueError(
-                _checks.message(
-                    "feature_config",
-                    expected="a name of its own for each table",
-                    got=f"{name!r} for tables {places}",
-                    remedy="rename one, or use one TableConfig object to share a table",
-                )
-            )
-    return names
+    return found if may_lack else rebuild(nest, found)
 
 
 def _unflatten(nest: Any, leaves: Any) -> Any:
@@ -353,8 +320,8 @@ def _unflatten(nest: Any, leaves: Any) -> Any:
     inner = children(nest)
     if inner is None:
         return next(leaves)
-    values = {key: _unflatten(child, leaves) for key, child in inner}
-    return rebuild(nest, {key: value for key, value in values.items() if value is not _LEFT_OUT})
+    values = [(key, _unflatten(child, leaves)) for key, child in inner]
+    return rebuild(nest, {key: value for key, value in values if value is not _LEFT_OUT})
 
 
 def _kind(nest: Any) -> str | type:
@@ -363,62 +330,53 @@ def _kind(nest: Any) -> str | type:
     Any mapping matches any other mapping, but a list does not match a tuple.
     """
     if isinstance(nest, Mapping):
-        return "mapping"
+        return "a mapping"
     if isinstance(nest, (list, tuple)) and _field_names(nest) is None:
-        return "list" if isinstance(nest, list) else "tuple"
+        return "a list" if isinstance(nest, list) else "a tuple"
     return type(nest)
 
 
-class _Rules(NamedTuple):
-    """What values are matched as, see `Structure.match`."""
+def _given(nest: Any, values: Any) -> tuple[Any, Mapping[Any, Any] | None]:
+    """Return `values`, a frame as the mapping that `nest` is, and their children by key.
 
-    what: str
-    columns: bool
-
-
-def _match(nest: Any, values: Any, path: str, rules: _Rules, leaves: list[Any]) -> None:
-    """Append the leaves of `values` to `leaves`, following `nest`; raise where they differ."""
-    inner = children(nest)
-    where = f"{rules.what}: {path or 'the top'}"
+    None in place of the children is a leaf. The keys of a mapping need not be sortable among
+    themselves: they are checked against those of `nest`.
+    """
+    if isinstance(values, _LEAVES):
+        return values, None
     if isinstance(nest, Mapping):
         values = select_columns(values, nest)
-    given = None if isinstance(values, _LEAVES) else _given(values)
+    inner = values if isinstance(values, Mapping) else children(values)
+    return values, None if inner is None else dict(inner)
+
+
+def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[Any]:
+    """Return the leaves of `values`, following `nest`; raise where they differ."""
+    inner, (values, given) = children(nest), _given(nest, values)
+    where = f"{what}: {path or 'the top'}"
     if inner is None:
         # The configuration has a feature here, so `values` must have a leaf, not a container.
-        if given is not None and not (rules.columns and isinstance(values, list)):
-            may = rules.columns and isinstance(values, tuple)
-            remedy = "a column may be a list, not a tuple" if may else ""
-            expected, got = "one feature's value", _named(values)
-            raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
-        leaves.append(values)
-        return
+        if given is None or (columns and isinstance(values, list)):
+            return [values]
+        may = columns and isinstance(values, tuple)
+        remedy = "a column may be a list, not a tuple" if may else ""
+        expected, got = "one feature's value", _named(values)
+        raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
     if given is None or _kind(values) != _kind(nest):
         raise TypeError(_checks.message(where, expected=_named(nest), got=_named(values)))
-    _check_keys([key for key, _ in inner], list(given), path, rules.what)
-    for key, child in inner:
-        _match(child, given[key], _join(path, key), rules, leaves)
-
-
-def _given(values: Any) -> Mapping[Any, Any] | None:
-    """Return the children of `values` by key; None for a leaf.
-
-    A mapping is returned as it is: its keys are checked against the configuration's, so they need
-    not be sortable among themselves.
-    """
-    if isinstance(values, Mapping):
-        return values
-    inner = children(values)
-    return None if inner is None else dict(inner)
+    _check_keys([key for key, _ in inner], list(given), path, what)
+    below = [(child, given[key], join_path(path, key)) for key, child in inner]
+    return [leaf for one in below for leaf in _match(*one, what, columns)]
 
 
 def _named(nest: Any) -> str:
     kind = _kind(nest)
-    return f"a {kind}" if isinstance(kind, str) else f"{kind.__name__}"
+    return kind if isinstance(kind, str) else kind.__name__
 
 
 def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> None:
-    absent = [_join(path, key) for key in expected if key not in got]
-    surplus = [_join(path, key) for key in got if key not in expected]
+    absent = [join_path(path, key) for key in expected if key not in got]
+    surplus = [join_path(path, key) for key in got if key not in expected]
     if not absent and not surplus:
         return
     problem, remedy = f"{(absent or surplus)[0]} is missing", ""
@@ -437,5 +395,5 @@ def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> No
 
 
 def _listed(keys: list[Any]) -> str:
-    shown = ", ".join(str(key) for key in keys[:8])
+    shown = ", ".join(map(str, keys[:8]))
     return f"{shown}, …" if len(keys) > 8 else shown

@@ -17,7 +17,6 @@ from tpu_embed.core.lookup.jagged import (
 )
 from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read
 from tpu_embed.core.lookup.sharded import (
-    as_jagged,
     by_feature,
     lookup,
     not_differentiable,
@@ -28,7 +27,6 @@ __all__ = [
     "ARRAYS",
     "Jagged",
     "activations_read",
-    "as_jagged",
     "by_feature",
     "combine",
     "extent_of",

@@ -10,17 +10,12 @@ per bag, or sums of the gradients of rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.exchange import FetchedRows, SumRoute
-from tpu_embed.core.layout import Stack
+from tpu_embed.core.layout import Stack, sent_sums_format
 from tpu_embed.kernels import dispatch, rounded, storage
-from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 
@@ -35,49 +30,39 @@ def quantize(rows: Array, stack: Stack) -> Array:
     return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
 
 
-def combine(
-    found: FetchedRows, ids: LocalIds, layout: SumLayout, stack: Stack
-) -> tuple[Array, ...]:
+def combine(rows: RowsToSum, layout: SumLayout, stack: Stack) -> tuple[Array, ...]:
     """Return the activations of a stack's features, `[bags, D]` each.
 
     Args:
-      found: the fetched rows of the ids.
-      ids: the ids.
-      layout: the bags (`Bags.sums`).
+      rows: the fetched rows of the ids, and the bag and the gain of each.
+      layout: the bags (`StackView.sum_layout`).
       stack: the stack.
     """
     # Rows are quantized before they are weighted and summed. There is one row per id then, so
-    # `found` becomes the N quantized rows with the index 0 … N - 1 (absent ids get -1).
+    # the source becomes the N quantized rows with the index 0 … N - 1 (absent ids get -1).
     if stack.quantization is not None:
-        rows = storage.widened(dispatch.gather_rows(found.source, found.index))
-        positions = jax.lax.iota(found.index.dtype, found.index.shape[0])
-        absent = (found.index < 0) | (found.index >= found.source.shape[0])
+        source, index = rows.source, rows.index
+        found = storage.widened(dispatch.gather_rows(source, index))
+        positions = jax.lax.iota(index.dtype, index.shape[0])
+        absent = (index < 0) | (index >= source.shape[0])
         index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
-        found = FetchedRows(quantize(rows, stack), index)
-    source, index, packed = found
-    return dispatch.gather_sum(RowsToSum(source, index, ids.bags, ids.gains, packed), layout)
+        rows = rows._replace(source=quantize(found, stack), index=index, packed=None)
+    return dispatch.gather_sum(rows, layout)
 
 
-def sum_gradients(
-    gradients: Sequence[Array],
-    route: SumRoute,
-    num_sums: int,
-    *,
-    filled: bool = True,
-    sent: RowFormat | None = None,
-) -> Array:
+def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
+    If the exchange rounds sums, these are rounded, and in the format of `sent_sums_format`.
+
     Args:
-      gradients: the activations' gradients, `[bags, D]` per feature.
-      route: which gradients are added to which sum, in order.
+      rows: the gradients of bags, and which of them is added to which sum, in order.
       num_sums: the number of sums.
+      stack: the stack.
       filled: whether sums of no gradients must be zeros; see `SumLayout`.
-      sent: a format of bfloat16: each sum is rounded, and the result is in it. None: they are not.
     """
-    rows = RowsToSum(jnp.concatenate(gradients), route.index, route.segments, route.gains)
     layout = SumLayout((num_sums,), filled=filled)
-    if sent is not None:
-        return rounded.gather_sum(rows, layout, sent)
+    if stack.exchange_dtype is not None:
+        return rounded.gather_sum(rows, layout, sent_sums_format(stack))
     (sums,) = dispatch.gather_sum(rows, layout)
     return sums

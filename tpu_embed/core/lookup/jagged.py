@@ -31,27 +31,34 @@ from tpu_embed.core.lookup import segments
 # -- checks ----------------------------------------------------------------------------------------
 
 
+def require(right: Any, what: str, error: type[Exception] = ValueError, **words: Any) -> None:
+    """Raise an error about `Jagged` unless something is right.
+
+    Args:
+      right: whether it is.
+      what: which method or argument it is about, as in ".spread: of_examples".
+      error: the error.
+      words: as for `message`.
+    """
+    if not right:
+        raise error(message(f"Jagged{what}", **words))
+
+
 def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:
     """Refuse to be computed with as if it were an array.
 
     Raises:
       TypeError: always.
     """
-    remedy = "compute with jagged.values, and jagged.with_values(new) has the same sequences again"
-    raise TypeError(message("Jagged", expected="an array", got="a Jagged", remedy=remedy))
-
-
-def concrete(what: str, array: Any) -> np.ndarray:
-    """Return an array on the host.
-
-    Raises:
-      TypeError: it is traced.
-    """
-    if isinstance(array, Tracer):
-        expected, got = "arrays whose values are known", "a tracer"
-        remedy = "call it outside of the jit, or use to_padded"
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
-    return np.asarray(array)
+    require(
+        False,
+        "",
+        TypeError,
+        expected="an array",
+        got="a Jagged",
+        remedy="compute with jagged.values, and jagged.with_values(new) has the same sequences "
+        "again",
+    )
 
 
 def check_arrays(values: Any, row_splits: Any) -> None:
@@ -63,15 +70,14 @@ def check_arrays(values: Any, row_splits: Any) -> None:
     dtype = getattr(row_splits, "dtype", None)
     if dtype is None or dtype == jax.dtypes.float0:
         return
-    if not jnp.issubdtype(dtype, jnp.integer):
-        raise TypeError(message("Jagged.row_splits", expected="integers", got=str(dtype)))
+    integers = jnp.issubdtype(dtype, jnp.integer)
+    require(integers, ".row_splits", TypeError, expected="integers", got=dtype)
     shape, axes = getattr(values, "shape", None), row_splits.ndim
     if shape is None:
         return
-    if not axes or len(shape) < axes or shape[: axes - 1] != row_splits.shape[:-1]:
-        expected = "values [S, C, …] and row_splits [S, B / S + 1]"
-        got = f"shapes {shape} and {row_splits.shape}"
-        raise ValueError(message("Jagged", expected=expected, got=got))
+    fits = axes and len(shape) >= axes and shape[: axes - 1] == row_splits.shape[:-1]
+    got = f"shapes {shape} and {row_splits.shape}"
+    require(fits, "", expected="values [S, C, …] and row_splits [S, B / S + 1]", got=got)
 
 
 def check_padded(padded: Array, lengths: Any, shards: int) -> None:
@@ -80,30 +86,29 @@ def check_padded(padded: Array, lengths: Any, shards: int) -> None:
     Raises:
       TypeError, ValueError: see there.
     """
-    where = "Jagged.from_padded"
-    check_int(f"{where}: shards", shards, minimum=1)
-    if padded.ndim < 2:
-        raise ValueError(message(f"{where}: padded", expected="[B, L, …]", got=str(padded.shape)))
-    if padded.shape[0] % shards:
-        expected, got = f"rows that {shards} shards divide", f"{padded.shape[0]}"
-        remedy = "tpu_embed.pad_batch adds empty examples"
-        raise ValueError(message(f"{where}: padded", expected=expected, got=got, remedy=remedy))
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(message(f"{where}: lengths", expected="integers", got=str(lengths.dtype)))
-    if lengths.shape != padded.shape[:1]:
-        expected, got = f"one per row, {padded.shape[:1]}", f"{lengths.shape}"
-        raise ValueError(message(f"{where}: lengths", expected=expected, got=got))
-
-
-def check_room(capacity: Any) -> Any:
-    """Return a capacity: an integer, or the symbol that it is in a program exported for any B.
-
-    Raises:
-      ValueError: it is neither.
-    """
-    if jax.export.is_symbolic_dim(capacity):
-        return capacity
-    return check_int("Jagged.from_padded: capacity", capacity, minimum=0)
+    check_int("Jagged.from_padded: shards", shards, minimum=1)
+    where, shape = ".from_padded: ", padded.shape
+    require(len(shape) > 1, where + "padded", expected="[B, L, …]", got=shape)
+    require(
+        not shape[0] % shards,
+        where + "padded",
+        expected=f"rows that {shards} shards divide",
+        got=shape[0],
+        remedy="tpu_embed.pad_batch adds empty examples",
+    )
+    require(
+        jnp.issubdtype(lengths.dtype, jnp.integer),
+        where + "lengths",
+        TypeError,
+        expected="integers",
+        got=lengths.dtype,
+    )
+    require(
+        lengths.shape == shape[:1],
+        where + "lengths",
+        expected=f"one per row, {shape[:1]}",
+        got=lengths.shape,
+    )
 
 
 def check_lengths(lengths: Any, longest: int, room: int) -> None:
@@ -113,26 +118,33 @@ def check_lengths(lengths: Any, longest: int, room: int) -> None:
       ValueError: one is outside of 0 … `longest`, or those of a replica sum to more than `room`;
         where they are not known to this process, only `checkify` learns of it.
     """
-    where = "Jagged.from_padded"
+    where = ".from_padded"
     if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
         right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
-        check_in_program(right, f"{where}: lengths outside of 0 to {longest}, or above {room}")
+        check_in_program(
+            right, f"Jagged{where}: lengths outside of 0 to {longest}, or above {room}"
+        )
         return
     lengths = np.asarray(lengths)
-    if lengths.size and not 0 <= lengths.min() <= lengths.max() <= longest:
-        expected, got = f"lengths from 0 to {longest}", f"{lengths.min()} to {lengths.max()}"
-        raise ValueError(message(where, expected=expected, got=got))
+    if lengths.size:
+        low, high = lengths.min(), lengths.max()
+        require(
+            0 <= low <= high <= longest,
+            where,
+            expected=f"lengths from 0 to {longest}",
+            got=f"{low} to {high}",
+        )
     needed = int(lengths.sum(axis=1, dtype=np.int64).max(initial=0))
-    if needed > room:
-        expected, got = f"room for {needed} values on a replica", f"capacity {room}"
-        remedy = "a capacity of None is always enough"
-        raise ValueError(message(where, expected=expected, got=got, remedy=remedy))
+    require(
+        needed <= room,
+        where,
+        expected=f"room for {needed} values on a replica",
+        got=f"capacity {room}",
+        remedy="a capacity of None is always enough",
+    )
 
 
 # -- the activation --------------------------------------------------------------------------------
-
-
-_WITH = "Jagged.with_values"
 
 
 @final
@@ -222,20 +234,25 @@ class Jagged:
           TypeError: `new` is a `Jagged`.
           ValueError: `new` is an array whose first axes are not `[S, C]`.
         """
-        if isinstance(new, Jagged):
-            remedy = "give its values; they must be of the same batch"
-            raise TypeError(message(_WITH, expected="an array", got="a Jagged", remedy=remedy))
+        what = ".with_values"
+        require(
+            not isinstance(new, Jagged),
+            what,
+            TypeError,
+            expected="an array",
+            got="a Jagged",
+            remedy="give its values; they must be of the same batch",
+        )
         had, got = getattr(self.values, "shape", None), getattr(new, "shape", None)
         axes = getattr(self.row_splits, "ndim", None)
-        if had is not None and got is not None and axes is not None and got[:axes] != had[:axes]:
-            raise ValueError(
-                message(
-                    _WITH,
-                    expected=f"first axes {had[:axes]}",
-                    got=f"shape {got}",
-                    remedy="values must be of the same batch; inside jax.vmap, the Jagged must be "
-                    "mapped with its values",
-                )
+        if had is not None and got is not None and axes is not None:
+            require(
+                got[:axes] == had[:axes],
+                what,
+                expected=f"first axes {had[:axes]}",
+                got=f"shape {got}",
+                remedy="values must be of the same batch; inside jax.vmap, the Jagged must be "
+                "mapped with its values",
             )
         return Jagged(new, self.row_splits)
 
@@ -261,12 +278,17 @@ class Jagged:
           >>> joined.values.tolist(), joined.row_splits.tolist()
           ([[1, 2, 7, 8, 3, 9, 0]], [[0, 3, 4, 6]])
         """
-        if isinstance(others, Jagged):
-            what, remedy = "Jagged.concatenate", "give them in a list"
-            raise TypeError(message(what, expected="others", got="one Jagged", remedy=remedy))
+        require(
+            not isinstance(others, Jagged),
+            ".concatenate",
+            TypeError,
+            expected="others",
+            got="one Jagged",
+            remedy="give them in a list",
+        )
         parts = [self, *others]
         for number, part in enumerate(others):
-            _check_same_examples(f"Jagged.concatenate: others[{number}]", self, part)
+            self._check_same_examples(f".concatenate: others[{number}]", part)
         splits, values = [part._splits for part in parts], [part.values for part in parts]
         joined, new = self._by_replica(lambda _, *both: segments.join(*both), splits, values)
         return Jagged(new, joined)
@@ -286,8 +308,7 @@ class Jagged:
         """
         length = check_int("Jagged.to_padded: length", length, minimum=0)
         pad = functools.partial(segments.pad, length=length)
-        padded, mask = self._by_replica(pad, self.values)
-        return self._join_replicas(padded), self._join_replicas(mask)
+        return self._by_example(pad, self.values)
 
     @classmethod
     def from_padded(
@@ -324,7 +345,10 @@ class Jagged:
         lengths = lengths if isinstance(lengths, jax.Array) else np.array(lengths)
         check_padded(padded, lengths, shards)
         examples, longest = padded.shape[0] // shards, padded.shape[1]
-        room = examples * longest if capacity is None else check_room(capacity)
+        room = examples * longest if capacity is None else capacity
+        # In a program that is exported for any B, it may be a symbol.
+        if capacity is not None and not jax.export.is_symbolic_dim(capacity):
+            check_int("Jagged.from_padded: capacity", capacity, minimum=0)
         lengths = lengths.reshape(shards, examples)
         check_lengths(lengths, longest, room)
         # [B, L, …] -> [S, B / S, L, …]: the first axis stays sharded as B was.
@@ -335,11 +359,11 @@ class Jagged:
 
     def first(self) -> Array:
         """Return the first value of each sequence, `[B, …]`; zeros where it is empty."""
-        return self._join_replicas(self._by_replica(segments.first, self.values))
+        return self._by_example(segments.first, self.values)
 
     def last(self) -> Array:
         """Return the last value of each sequence, `[B, …]`; zeros where it is empty."""
-        return self._join_replicas(self._by_replica(segments.last, self.values))
+        return self._by_example(segments.last, self.values)
 
     def attention_mask(self) -> Array:
         """Return which values each value may attend to, bool `[S, C, C]`.
@@ -355,8 +379,15 @@ class Jagged:
         Raises:
           TypeError: the values are traced.
         """
-        what = "Jagged.to_list"
-        splits, values = (concrete(what, x) for x in (self.row_splits, self.values))
+        require(
+            not any(isinstance(leaf, Tracer) for leaf in (self.row_splits, self.values)),
+            ".to_list",
+            TypeError,
+            expected="arrays whose values are known",
+            got="a tracer",
+            remedy="call it outside of the jit, or use to_padded",
+        )
+        splits, values = np.asarray(self.row_splits), np.asarray(self.values)
         parts = splits.reshape(-1, splits.shape[-1])
         rows = values.reshape(len(parts), -1, *values.shape[splits.ndim :])
         return [
@@ -371,20 +402,19 @@ class Jagged:
         Sums are taken from the first value to the last, in float32 at least; on GPUs in the order
         of a tree, which is the same in every run.
         """
-        return self._join_replicas(self._sums()).astype(self.values.dtype)
+        return self._by_example(segments.sum_segments, self.values).astype(self.values.dtype)
 
     def means(self) -> Array:
         """Return the mean of each sequence, `[B, …]`; zeros where it is empty.
 
         The means of integers are float32.
         """
-        sums, lengths = self._sums(), jnp.maximum(self.lengths, 1)
+        sums = self._by_replica(segments.sum_segments, self.values)
         dtype = self.values.dtype
         if not jnp.issubdtype(dtype, jnp.inexact):
             dtype = jnp.dtype(jnp.float32)
             sums = sums.astype(dtype)
-        # lengths [S, n] -> [S, n, 1, …], to divide [S, n, …].
-        counts = lengths.reshape(*lengths.shape, *[1] * (sums.ndim - lengths.ndim))
+        counts = _column(jnp.maximum(self.lengths, 1), sums)
         return self._join_replicas(sums / counts.astype(sums.dtype)).astype(dtype)
 
     def spread(self, of_examples: ArrayLike) -> Array:
@@ -407,11 +437,14 @@ class Jagged:
         """
         array, splits = as_array(of_examples), self.row_splits.shape
         by_replica = *splits[:-1], splits[-1] - 1  # [S, B / S]
-        if array.shape[:1] != (math.prod(by_replica),):
-            expected, got = f"shape [{math.prod(by_replica)}, …]", f"{list(array.shape)}"
-            remedy = "one value per example; inside jax.vmap, those of the replica's examples"
-            what = "Jagged.spread: of_examples"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        count = math.prod(by_replica)
+        require(
+            array.shape[:1] == (count,),
+            ".spread: of_examples",
+            expected=f"shape [{count}, …]",
+            got=list(array.shape),
+            remedy="one value per example; inside jax.vmap, those of the replica's examples",
+        )
         parts = array.reshape(*by_replica, *array.shape[1:])  # every part stays on its device
         return self._by_replica(
             lambda splits, part: segments.spread(splits, part, self._capacity), parts
@@ -451,9 +484,33 @@ class Jagged:
         axes = self.row_splits.ndim  # not -1, which an empty array leaves open
         return array.reshape(math.prod(array.shape[:axes]), *array.shape[axes:])
 
-    def _sums(self) -> Array:
-        """Return the sum of each sequence, `[S, B / S, …]`, in float32 at least."""
-        return self._by_replica(segments.sum_segments, self.values)
+    def _by_example(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what `_by_replica` does, with the examples of all replicas in one axis."""
+        return jax.tree.map(self._join_replicas, self._by_replica(function, *arguments))
+
+    def _check_same_examples(self, what: str, other: Any) -> None:
+        """Check that another can be joined by example; see `concatenate`."""
+        require(
+            isinstance(other, Jagged),
+            what,
+            TypeError,
+            expected="a Jagged",
+            got=type(other).__name__,
+            remedy="with_values and from_padded make one of an array",
+        )
+        splits = self.row_splits.shape
+        require(
+            other.row_splits.shape == splits,
+            what,
+            expected=f"row_splits {splits}",
+            got=other.row_splits.shape,
+            remedy="join the sequences of one batch, on the same devices",
+        )
+        expected, got = (
+            f"{one.values.dtype} values of shape {one.values.shape[len(splits) :]}"
+            for one in (self, other)
+        )
+        require(expected == got, what, expected=expected, got=got)
 
 
 # So that exported programs may take and return it.
@@ -463,28 +520,6 @@ jax.export.register_pytree_node_serialization(
     serialize_auxdata=lambda _: b"",
     deserialize_auxdata=lambda _: None,
 )
-
-
-def _check_same_examples(what: str, first: Jagged, other: Jagged) -> None:
-    """Check that two can be joined by example.
-
-    Raises:
-      TypeError, ValueError: see `Jagged.concatenate`.
-    """
-    if not isinstance(other, Jagged):
-        remedy = "with_values and from_padded make one of an array"
-        got = type(other).__name__
-        raise TypeError(message(what, expected="a Jagged", got=got, remedy=remedy))
-    splits, axes = first.row_splits.shape, first.row_splits.ndim
-    dtype, inner = first.values.dtype, first.values.shape[axes:]
-    if other.row_splits.shape != splits:
-        expected, got = f"row_splits {splits}", f"{other.row_splits.shape}"
-        remedy = "join the sequences of one batch, on the same devices"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    if (other.values.dtype, other.values.shape[axes:]) != (dtype, inner):
-        expected = f"{dtype} values of shape {inner}"
-        got = f"{other.values.dtype} values of shape {other.values.shape[axes:]}"
-        raise ValueError(message(what, expected=expected, got=got))
 
 
 def _short(leaf: Any) -> str:
@@ -524,11 +559,12 @@ def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], P
       >>> jax.grad(loss)(values)["seen"][0, :, 0].tolist()
       [1.0, 1.0, 1.0, 0.0]
     """
-    leaves, structure = jax.tree.flatten(activations, is_leaf=_is_jagged)
-    values = [leaf.values if _is_jagged(leaf) else leaf for leaf in leaves]
+    leaves, structure = flatten_arrays(activations)
+    values = [leaf.values if isinstance(leaf, Jagged) else leaf for leaf in leaves]
     # `rebuild` may outlive the activations: of their values it keeps the shapes alone.
     frames = [
-        leaf.with_values(jax.typeof(leaf.values)) if _is_jagged(leaf) else None for leaf in leaves
+        leaf.with_values(jax.typeof(leaf.values)) if isinstance(leaf, Jagged) else None
+        for leaf in leaves
     ]
 
     def rebuild(values: PyTree) -> PyTree:
@@ -538,10 +574,6 @@ def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], P
         )
 
     return structure.unflatten(values), rebuild
-
-
-def _is_jagged(value: Any) -> bool:
-    return isinstance(value, Jagged)
 
 
 # -- parts of a batch ------------------------------------------------------------------------------
@@ -580,12 +612,10 @@ def take_part(array: Any, *, room: int, number: Array, count: int) -> Any:
     if not isinstance(array, Jagged):
         size = array.shape[0] // count
         return jax.lax.dynamic_slice_in_dim(array, number * size, size)
-    start, shift, splits = _span(array, room, number, count)
-    events = jax.lax.dynamic_slice_in_dim(array.values[0], start, room)
-    # What follows the part's events in the slice belongs to other examples.
-    inside = _column(jnp.arange(room, dtype=jnp.int32) < splits[-1], events)
-    events = jnp.where(inside, jnp.roll(events, -shift, axis=0), jnp.zeros((), events.dtype))
-    return Jagged(events[None], splits[None])
+    _, shift, splits, events, inside = _span(array, room, number, count)
+    # What else is in the slice belongs to other examples.
+    events = jnp.where(inside, events, jnp.zeros((), events.dtype))
+    return Jagged(jnp.roll(events, -shift, axis=0)[None], splits[None])
 
 
 def put_part(array: Any, new: Array, *, room: int, number: Array, count: int) -> Array:
@@ -600,28 +630,30 @@ def put_part(array: Any, new: Array, *, room: int, number: Array, count: int) ->
     """
     if not isinstance(array, Jagged):
         return jax.lax.dynamic_update_slice_in_dim(array, new, number * new.shape[0], axis=0)
-    start, shift, splits = _span(array, room, number, count)
-    values, places = array.values[0], jnp.arange(room, dtype=jnp.int32) - shift
-    events = jax.lax.dynamic_slice_in_dim(values, start, room)
-    inside = _column((places >= 0) & (places < splits[-1]), events)
+    start, shift, _, events, inside = _span(array, room, number, count)
     events = jnp.where(inside, jnp.roll(new[0], shift, axis=0), events)
-    return jax.lax.dynamic_update_slice_in_dim(values, events, start, axis=0)[None]
+    return jax.lax.dynamic_update_slice_in_dim(array.values[0], events, start, axis=0)[None]
 
 
-def _span(sequences: Jagged, room: int, number: Array, count: int) -> tuple[Array, Array, Array]:
+def _span(
+    sequences: Jagged, room: int, number: Array, count: int
+) -> tuple[Array, Array, Array, Array, Array]:
     """Return where the events of a part are on one device: in a slice of C' places.
 
     Returns:
-      the first place of the slice; how far after it the part's events begin; the part's row splits.
+      the first place of the slice; how far after it the part's events begin; the part's row splits;
+      the slice `[C', …]`; which of its places are the part's, bool `[C', 1, …]`.
     """
     # C = 10 places, C' = 4, and a part with the events at 8 and 9: a slice from 8 on would end
     # beyond C, so it is the one from 6 on, in which they begin at 2.
-    size = (sequences.row_splits.shape[1] - 1) // count
+    values, size = sequences.values[0], (sequences.row_splits.shape[1] - 1) // count
     splits = jax.lax.dynamic_slice_in_dim(sequences.row_splits[0], number * size, size + 1)
-    start = jnp.minimum(splits[0], sequences.values.shape[1] - room)
-    return start, splits[0] - start, splits - splits[0]
+    start = jnp.minimum(splits[0], values.shape[0] - room)
+    events, shift = jax.lax.dynamic_slice_in_dim(values, start, room), splits[0] - start
+    places, splits = jnp.arange(room, dtype=jnp.int32) - shift, splits - splits[0]
+    return start, shift, splits, events, _column((places >= 0) & (places < splits[-1]), events)
 
 
-def _column(mask: Array, events: Array) -> Array:
-    """Return a mask `[C']` as `[C', 1, …]`."""
-    return mask.reshape(-1, *[1] * (events.ndim - 1))
+def _column(array: Array, like: Array) -> Array:
+    """Return an array with axes of length 1 behind its own, as many axes as another has."""
+    return array.reshape(*array.shape, *[1] * (like.ndim - array.ndim))

@@ -12,7 +12,6 @@ activations that an update must wait for.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,8 +54,8 @@ def record_read(table: Array, result: Array) -> None:
     number = id(table)
     # Python may give the `id` of a table that is gone to a new one, so its entry goes with it.
     if number not in _READS:
-        forget = functools.partial(_READS.pop, number)
-        _READS[number] = weakref.ref(table, lambda _, forget=forget: forget(None)), []
+        forget = _READS.pop
+        _READS[number] = weakref.ref(table, lambda _: forget(number)), []
     _READS[number][1].append(weakref.ref(result))
 
 

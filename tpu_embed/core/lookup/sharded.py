@@ -12,7 +12,7 @@ with the batch dimension sharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +30,11 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import collectives, route
-from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.combine import combine
 from tpu_embed.core.lookup.jagged import Jagged
-from tpu_embed.kernels.operands import SumLayout
+from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -64,14 +63,12 @@ def lookup(
     axes = layout.axes
 
     def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
-        located, bad_ids = source.locate(layout)
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             table = tables[view.stack.name]
             activations = _lookup_stack(table, ids, view)
-            found |= by_feature(activations, view)
-        for f, splits in source.row_splits(layout).items():
-            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
+            found |= by_feature(activations, view, splits)
         bad_ids = collectives.psum(bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
 
@@ -101,49 +98,40 @@ def row_splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
       int32 `[S, B / S + 1]`, as in the `Jagged` that `lookup` returns.
     """
     axes = layout.axes
-
-    def device(source: Batch | TracedIds) -> dict[int, Array]:
-        return {f: splits[None] for f, splits in source.row_splits(layout).items()}
-
-    ids = axes.spec(source.axes(layout))
-    out = axes.spec(axes.batch_axes)
     by_device = jax.shard_map(
-        device, mesh=axes.mesh, in_specs=(ids,), out_specs=out, check_vma=False
+        lambda source: source.row_splits(layout),
+        mesh=axes.mesh,
+        in_specs=(axes.spec(source.axes(layout)),),
+        out_specs=axes.spec(axes.batch_axes),
+        check_vma=False,
     )
     return by_device(axes.reshard(source, source.axes(layout)))
 
 
-def as_jagged(values: Array, row_splits: Array, shape: FeatureShape) -> Jagged:
-    """Return the activation of a jagged feature on one device, with a first axis of one replica.
-
-    Args:
-      values: `[C, D]`; or `[B/S, H, D]` of ids that were traced, and so padded.
-      row_splits: `[B/S + 1]`.
-      shape: the feature's shape.
-    """
-    if not shape.has_places:
-        _, values = segments.unpad(values, jnp.diff(row_splits), shape.capacity or 0)
-    return Jagged(values[None], row_splits[None])
-
-
-def by_feature(activations: Sequence[Array], view: StackView) -> dict[int, Array]:
+def by_feature(
+    activations: Sequence[Array], view: StackView, row_splits: Mapping[int, Array]
+) -> dict[int, Array | Jagged]:
     """Return the activations of one stack in their features' shapes, by the feature's number.
 
     Args:
       activations: `[bags, D]` per feature of the stack.
       view: the stack.
+      row_splits: `[1, B/S + 1]` of every jagged feature.
     """
-    # [bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
-    # per example, (length,) for a sequence.
-    pairs = zip(view.bags.sizes, view.bags.shapes, strict=True)
-    shapes = [
-        (shape.capacity or 0, view.stack.dim)
-        if shape.has_places
-        else (size, *shape.inner, view.stack.dim)
-        for size, shape in pairs
-    ]
-    each = zip(view.features, activations, shapes, strict=True)
-    return {f: activation.reshape(shape) for f, activation, shape in each}
+    found: dict[int, Any] = {}
+    each = zip(view.features, view.sizes, view.shapes, activations, strict=True)
+    for f, size, shape, values in each:
+        # [bags, D] -> [examples, …, D], where … is the feature's own shape: () for one bag
+        # per example, (length,) for a sequence. Of a jagged feature every place is a bag.
+        if not shape.has_places:
+            values = values.reshape(size, *shape.inner, view.stack.dim)
+        found[f] = values
+        if shape.capacity is not None:
+            splits = row_splits[f]
+            if not shape.has_places:  # ids that were traced, and so are padded
+                _, values = segments.unpad(values, jnp.diff(splits[0]), shape.capacity)
+            found[f] = Jagged(values[None], splits)
+    return found
 
 
 def _lookup_stack(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
@@ -152,9 +140,14 @@ def _lookup_stack(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, 
     with jax.named_scope(f"lookup/{stack.label}"):
         if stack.num_shards > 1 and not view.is_routed:
             return _summed_by_owners(table, ids, view)
-        found = route.fetch(table, ids.rows, stack)
-        with jax.named_scope("combine"):
-            return combine(found, ids, view.bags.sums, stack)
+        return _combined(table, ids, view.sum_layout, stack)
+
+
+def _combined(table: Array, ids: LocalIds, layout: SumLayout, stack: Stack) -> tuple[Array, ...]:
+    """Fetch the rows of ids, and sum those of each bag."""
+    rows = route.fetch(RowsToSum(table, ids.index, ids.bags, ids.gains), ids.asked, stack)
+    with jax.named_scope("combine"):
+        return combine(rows, layout, stack)
 
 
 def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
@@ -162,20 +155,18 @@ def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Arr
 
     The devices along the shard axes that split the batch are n sources; each has T bags.
     """
-    stack, axes, bags = view.stack, view.layout.axes, view.bags
+    stack, axes = view.stack, view.layout.axes
     sources = tuple(name for name in axes.batch_axes if name in stack.shard_axes)
     # If all bags have as many ids, kernels need not read where each begins.
-    n, widths = axes.size(sources), set(bags.widths)
+    n, widths = axes.size(sources), set(view.widths)
     with jax.named_scope("route"):
         ids = gather_ids(ids, view, sources)
-    found = route.fetch(table, ids.rows, stack)
-    with jax.named_scope("combine"):
-        layout = SumLayout((n * bags.starts[-1],), tuple(widths) if len(widths) == 1 else ())
-        # [n T, D]: a bag is zero here if none of its rows is.
-        (parts,) = combine(found, ids, layout, stack)
+    # [n T, D]: a bag is zero here if none of its rows is.
+    layout = SumLayout((n * view.starts[-1],), tuple(widths) if len(widths) == 1 else ())
+    (parts,) = _combined(table, ids, layout, stack)
     with jax.named_scope("route"):
         # [n, T, D], of which every source gets its own.
         summed = collectives.psum_scatter(parts.reshape(n, -1, stack.dim), sources)
         # Along an axis that does not split the batch, all devices have the same bags.
         rest = tuple(name for name in stack.shard_axes if name not in sources)
-        return tuple(jnp.split(collectives.psum(summed, rest), bags.starts[1:-1]))
+        return tuple(jnp.split(collectives.psum(summed, rest), view.starts[1:-1]))

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.rooms import Rooms, decode_spec, encode_spec
+from tpu_embed.core.place.rooms import decode_spec
 from tpu_embed.processes import (
     WAIT_SECONDS,
     Conversation,
     Monologue,
+    Turns,
     check_all_have_a_batch,
     exchange_bytes,
 )
@@ -34,18 +37,19 @@ class Alone(Monologue):
 
     Attributes:
       alone: True.
-      turns: None; no other process waits.
+      turns: an order that no other process waits for.
     """
 
-    turns: None = None
+    def __init__(self) -> None:
+        self.turns = Turns(with_others=False)
 
-    def settle(self, needed: BatchSpec, requested: BatchSpec | None, rooms: Rooms) -> BatchSpec:
-        """Return the spec that a batch gets; see `Agreement.settle`."""
-        return requested or rooms.settle(needed)
+    def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
+        """Return what is wanted; see `Agreement.agree`."""
+        return wanted, exact
 
-    def share(self, part: bytes) -> list[bytes]:
-        """Return the only part."""
-        return [part]
+    def share(self, arrays: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
+        """Return the only arrays."""
+        return [arrays]
 
 
 class Agreement(Conversation):
@@ -71,21 +75,6 @@ class Agreement(Conversation):
         super().__init__(f"tpu_embed/{zlib.crc32(known.encode()):08x}")
         self._last: BatchSpec | None = None
 
-    def settle(self, needed: BatchSpec, requested: BatchSpec | None, rooms: Rooms) -> BatchSpec:
-        """Return the spec that a batch gets in all processes.
-
-        Args:
-          needed: what this process's part of the batch needs exactly.
-          requested: the spec that the user gave, the same in all processes; None without one.
-          rooms: the specs of earlier batches.
-
-        Raises:
-          ValueError, TypeError, RuntimeError: as for `agree`.
-        """
-        wanted = requested or rooms.propose(needed)
-        agreed, exact = self.agree(wanted, exact=requested is not None)
-        return agreed if exact else rooms.accept(agreed)
-
     def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
         """Return the union of the specs that all processes want, and whether it must be exact.
 
@@ -102,7 +91,7 @@ class Agreement(Conversation):
         """
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
-        news = json.dumps({"spec": encode_spec(wanted), "exact": exact}) if new else None
+        news = json.dumps({"spec": wanted, "exact": exact}, default=vars) if new else None
         said = self.exchange(news)
         check_all_have_a_batch(said)
         specs = {process: decode_spec(one["spec"]) for process, one in said.items()}
@@ -113,30 +102,40 @@ class Agreement(Conversation):
         self._last = _union(specs, exact=exact)
         return self._last, exact
 
-    def share(self, part: bytes) -> list[bytes]:
-        """Return the parts that all processes give, by process.
+    def share(self, arrays: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
+        """Return the arrays `[n]` that all processes give, by process.
 
         A batch for which this is called is placed in two rounds: this one, then `agree`.
+
+        Args:
+          arrays: as many in every process.
 
         Raises:
           ValueError, TypeError, RuntimeError: as for `agree`.
         """
-        said = exchange_bytes("place", self.name, _PART + part, WAIT_SECONDS)
-        check_all_have_a_batch(_read(said))
-        return [said[process][len(_PART) :] for process in sorted(said)]
+        # A line of JSON says how to take the bytes of the arrays apart that follow.
+        head = json.dumps({"arrays": [(one.dtype.str, one.nbytes) for one in arrays]})
+        news = b"".join([head.encode(), b"\n", *(one.tobytes() for one in arrays)])
+        said = exchange_bytes("place", self.name, news, WAIT_SECONDS)
+        heads = _heads(said)
+        check_all_have_a_batch(heads)
+        parts = []
+        for process in sorted(said):
+            at, part = said[process].index(b"\n") + 1, []
+            for dtype, size in heads[process]["arrays"]:
+                part.append(np.frombuffer(said[process][at : at + size], dtype))
+                at += size
+            parts.append(part)
+        return parts
 
     def exchange(self, news: str | None) -> dict[int, Any]:
         text = None if news is None else news.encode()
-        return _read(exchange_bytes("place", self.name, text, WAIT_SECONDS))
+        return _heads(exchange_bytes("place", self.name, text, WAIT_SECONDS))
 
 
-_PART = b"\0"
-"""What a part begins with; other messages are JSON, which never does."""
-
-
-def _read(said: dict[int, bytes]) -> dict[int, Any]:
-    """Return the messages of a round as JSON values; an empty one for a part."""
-    return {p: {} if one.startswith(_PART) else json.loads(one) for p, one in said.items()}
+def _heads(said: dict[int, bytes]) -> dict[int, Any]:
+    """Return the first line of each message of a round: a JSON value, which may be all of it."""
+    return {process: json.loads(one.partition(b"\n")[0]) for process, one in said.items()}
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
@@ -149,7 +148,6 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
     Raises:
       ValueError: the specs have no union, or differ although they must be equal.
     """
-    first = next(iter(specs.values()))
     try:
         agreed = BatchSpec.union(*specs.values())
     except ValueError as error:
@@ -160,7 +158,7 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
         got = f"batches of {different} in all" if different else f"{error}"
         remedy = "pad the shorter parts with tpu_embed.pad_batch"
         raise ValueError(message("place", expected=expected, got=got, remedy=remedy)) from error
-    if exact and any(one != first for one in specs.values()):
+    if exact and any(one != agreed for one in specs.values()):
         got, remedy = "different ones", "use BatchSpec.union of all processes' specs"
         text = message("spec", expected="the same on all processes", got=got, remedy=remedy)
         raise ValueError(text)

@@ -10,15 +10,22 @@ Input: features and weights in the user's nesting, or a `Batch`. Output: validat
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
+
 from tpu_embed._checks import message
-from tpu_embed._types import PyTree, Tracer
-from tpu_embed.core.batch import Batch, BatchSpec, TracedIds, make_traced
-from tpu_embed.core.ids import HostIds, Structure
+from tpu_embed._types import PADDING_ID, PyTree, Tracer
+from tpu_embed.core.batch import Batch, BatchSpec, Routed, TracedIds, make_traced
+from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.placer import Placer
-from tpu_embed.core.place.turn import Order, Turn
+from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.keys import KeyedBatches
+from tpu_embed.core.place.router import Router
+from tpu_embed.core.place.turn import Turn
 from tpu_embed.vocabulary import Vocabularies
 
 
@@ -29,14 +36,28 @@ class Intake:
       declared: the feature configuration.
       layout: the engine's layout.
       vocabularies: the maps of its living vocabularies; None without them.
+
+    Attributes:
+      agreement: with the other processes.
+      vocabularies: see above.
     """
 
     def __init__(
         self, declared: Structure, layout: Layout, vocabularies: Vocabularies | None = None
     ) -> None:
-        self._declared, self._layout = declared, layout
-        self._placer = Placer(declared, layout, vocabularies)
-        self._order = Order(self._placer.agreement, vocabularies)
+        self._declared, self._layout, self.vocabularies = declared, layout, vocabularies
+        self._replicas = layout.axes.local_parts(layout.axes.batch_axes).size
+        # The features as they are in this process's part of a batch.
+        self._configs = [
+            part_of_feature(one.config, self._replicas, layout.axes.replicas)
+            for one in layout.features
+        ]
+        self.agreement = Agreement(layout) if jax.process_count() > 1 else Alone()
+        self._keyed = None
+        if vocabularies is not None:
+            self._keyed = KeyedBatches(layout, vocabularies, self.agreement)
+        # By the size of the small tables of lookups; 0 for batches without them.
+        self._routers = {0: Router(layout, self.agreement)}
 
     def place(
         self,
@@ -53,11 +74,74 @@ class Intake:
 
     def next_turn(self, *, training: bool = True) -> Turn:
         """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
-        return Turn(self._placer, self._order, training=training)
+        return Turn(self, training=training)
+
+    def place_now(
+        self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
+    ) -> Batch:
+        """Return a batch whose turn has come; living vocabularies learn from a training batch.
+
+        Args:
+          features: the ids; of a batch that is only looked up, mappings may leave out some.
+          weights: their weights, or None.
+          spec: see `Router.route`.
+          step: of a batch that is only looked up: the step whose rows it gets of living
+            vocabularies. None: a training batch.
+
+        Raises:
+          ValueError, TypeError: this process, or another one, refuses its part.
+        """
+        routed: Routed = "update" if step is None else "lookup"
+        left_out = ()
+        if spec is not None:
+            if not isinstance(spec, BatchSpec):
+                got, remedy = type(spec).__name__, "batch.spec of a placed batch is one"
+                raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
+            spec = dataclasses.replace(spec, routed=routed)
+        with self.agreement.refusals():
+            if step is not None:
+                features, weights, left_out = self._filled(features, weights)
+            hosts = self.host_ids(features, weights)
+        keyed = contextlib.nullcontext((hosts, {}))
+        if self._keyed is not None:
+            keyed = self._keyed.learn(hosts) if step is None else self._keyed.find(hosts, step)
+        with keyed as (hosts, fields):
+            router = self._router(fields.get("visit_rows", 0))
+            batch = router.route(hosts, spec, routed)
+            return dataclasses.replace(batch, left_out=left_out, **fields)
+
+    def _router(self, rows: int) -> Router:
+        """Return the router of batches whose small tables have this many rows on each shard."""
+        if rows not in self._routers:
+            router = Router(self._layout.visiting(rows), self.agreement)
+            self._routers.setdefault(rows, router)  # another thread may have made one
+        return self._routers[rows]
+
+    def _filled(
+        self, features: PyTree, weights: PyTree | None
+    ) -> tuple[PyTree, PyTree | None, tuple[str, ...]]:
+        """Return features and weights with empty examples of those that are left out; their paths.
+
+        Raises:
+          ValueError, TypeError: as `Structure.match`.
+        """
+        declared, part = self._declared, self._declared.part(features)
+        if part is declared:
+            return features, weights, ()
+        given = zip(*part.match_weighted(features, weights), strict=True)
+        found = dict(zip(part.paths, given, strict=True))
+        left_out = tuple(path for path in declared.paths if path not in found)
+        for path, config in zip(declared.paths, self._configs, strict=True):
+            if path in left_out:  # one example per replica, or as many as are declared
+                bags = config.output_shape or (self._replicas,)
+                found[path] = np.full((*bags, 1), PADDING_ID), None
+        ids, scales = zip(*(found[path] for path in declared.paths), strict=True)
+        return declared.unflatten(ids), declared.unflatten(scales), left_out
 
     def shapes(self) -> Any:
         """Return the shapes that batches get, as JSON; None if no feature is jagged."""
-        return self._placer.shapes()
+        jagged = any(feature.config.jagged for feature in self._layout.features)
+        return self._routers[0].rooms.copy() if jagged else None
 
     def expect(self, shapes: Any) -> None:
         """Give the next batches shapes that `shapes`, or a turn, had; see `shapes.py`.
@@ -65,11 +149,20 @@ class Intake:
         Raises:
           ValueError: it is something else.
         """
-        self._placer.expect(shapes)
+        self._routers[0].rooms.set(shapes)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature; see `EmbeddingEngine.host_ids`."""
-        return self._placer.host_ids(features, weights)
+        if isinstance(features, Batch):
+            expected, got = "ids on the host", "a Batch, whose ids are on the devices"
+            remedy = "give the features themselves; a Batch needs no Prefetcher"
+            raise TypeError(message("features", expected=expected, got=got, remedy=remedy))
+        given, scales = self._declared.match_weighted(features, weights)
+        here = zip(self._layout.features, self._configs, given, scales, strict=True)
+        return [
+            host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
+            for feature, config, ids, scale in here
+        ]
 
     def source(
         self, batch: PyTree, weights: PyTree | None, spec: BatchSpec | None

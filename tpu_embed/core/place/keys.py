@@ -12,13 +12,15 @@ of keys, and what the batch says of the maps.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, split_keys
 from tpu_embed.core.layout import (
@@ -31,101 +33,12 @@ from tpu_embed.core.layout import (
     rooms_in,
 )
 from tpu_embed.core.place.agreement import Agreement, Alone
-from tpu_embed.core.place.visits import NOBODY, Visit, visit
+from tpu_embed.core.place.visits import NOBODY, Guests, visit
 from tpu_embed.storage import Incoming
 from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, Moves, ValidSteps, Vocabularies
 
-# -- what processes tell each other ----------------------------------------------------------------
-
-
-class Part(NamedTuple):
-    """What one process's part of a batch has of one table.
-
-    Attributes:
-      known: int32 `[k]`, the rows of known keys, perhaps repeated.
-      keys: uint64, by feature of the table, the unknown keys in the order of their first examples.
-      examples: int64, by feature, these examples in the global batch.
-      absent: int32, by feature, where the rows of these keys are among those of the feature's keys;
-        empty in the parts of other processes.
-    """
-
-    known: np.ndarray
-    keys: list[np.ndarray]
-    examples: list[np.ndarray]
-    absent: list[np.ndarray]
-
-
-def encode(part: Part) -> bytes:
-    """Return what a process has of one table as bytes: each known row once."""
-    known = distinct_rows(part.known)
-    pieces, sizes = [known], [known.size]
-    for keys, places in zip(part.keys, part.examples, strict=True):
-        pieces += [keys, places.astype(np.int64)]
-        sizes.append(keys.size)
-    return b"".join(array.tobytes() for array in [np.array(sizes, np.int64), *pieces])
-
-
-def distinct_rows(rows: np.ndarray) -> np.ndarray:
-    """Return each of the rows once, int32, without -1."""
-    ascending = np.sort(rows)
-    # Rows -1 3 3 5 have the differences 0 4 0 2.
-    return ascending[np.diff(ascending, prepend=-1) > 0].astype(np.int32)
-
-
-def decode(said: bytes, features: Sequence[int]) -> list[Part]:
-    """Return the parts that a process has sent, one per table.
-
-    Args:
-      said: the bytes of all tables, one after another.
-      features: the number of features of each table.
-    """
-    at, parts = 0, []
-
-    def read(dtype: type, n: int) -> np.ndarray:
-        nonlocal at
-        array = np.frombuffer(said, dtype, n, at)
-        at += array.nbytes
-        return array
-
-    for count in features:
-        num_known, *sizes = read(np.int64, 1 + count).tolist()
-        known = read(np.int32, num_known)
-        pairs = [(read(np.uint64, n), read(np.int64, n)) for n in sizes]
-        parts.append(Part(known, [keys for keys, _ in pairs], [at for _, at in pairs], []))
-    return parts
-
-
-def encode_guests(guests: Sequence[tuple[np.ndarray, np.ndarray]]) -> bytes:
-    """Return keys, uint64, and their rows, int32, as bytes: each key once."""
-    keys = np.concatenate([np.zeros(0, np.uint64), *(some for some, _ in guests)])
-    rows = np.concatenate([np.zeros(0, np.int32), *(rows for _, rows in guests)])
-    keys, first = np.unique(keys, return_index=True)
-    return keys.tobytes() + rows[first].astype(np.int32).tobytes()
-
-
-def decode_guests(said: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return the keys and the rows that a process has sent."""
-    n = len(said) // 12  # 8 bytes a key, then 4 bytes a row
-    return np.frombuffer(said, np.uint64, n), np.frombuffer(said, np.int32, n, 8 * n)
-
-
-# -- keys become rows ------------------------------------------------------------------------------
-
-
-class Keyed(NamedTuple):
-    """A batch whose keys have become rows.
-
-    Attributes:
-      hosts: the ids of every feature.
-      steps: the states that it may be looked up in.
-      keys: its rows, and what the maps did with it.
-      visit: of tables on the host, the small tables of a batch that is only looked up, or None.
-    """
-
-    hosts: list[HostIds]
-    steps: ValidSteps
-    keys: BatchKeys
-    visit: Visit | None = None
+Keyed = tuple[list[HostIds], dict[str, Any]]
+"""A batch whose keys have become rows: the ids of every feature, and fields of its `Batch`."""
 
 
 class KeyedBatches:
@@ -135,28 +48,18 @@ class KeyedBatches:
       layout: the engine's layout.
       vocabularies: the maps.
       agreement: with the other processes.
-      replicas: the numbers of this process's replicas in the global batch.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        vocabularies: Vocabularies,
-        agreement: Agreement | Alone,
-        replicas: np.ndarray,
+        self, layout: Layout, vocabularies: Vocabularies, agreement: Agreement | Alone
     ) -> None:
-        self._layout, self._vocabularies = layout, vocabularies
-        self._agreement, self._replicas = agreement, replicas
+        self._layout, self._vocabularies, self._agreement = layout, vocabularies, agreement
+        self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
         self._tables = {table.name: table for _, table in layout.living}
         self._features = {
             name: [f for f, one in enumerate(layout.features) if one.table == table]
             for name, table in self._tables.items()
         }
-
-    @property
-    def admitted(self) -> int:
-        """The number of training batches that were admitted."""
-        return self._vocabularies.admitted
 
     @contextlib.contextmanager
     def learn(self, hosts: Sequence[HostIds]) -> Iterator[Keyed]:
@@ -167,29 +70,46 @@ class KeyedBatches:
         Args:
           hosts: the ids of every feature, of this process's part of the batch.
         """
+        vocabularies, said = self._vocabularies, []
         with self._agreement.refusals():
-            self._check_batch(hosts)
             _, known = self._find(hosts, None)
             found = {f: one.ids for f, one in known.items()}
-            mine = {name: self._part(name, hosts, found) for name in self._tables}
-        vocabularies = self._vocabularies
+            splits = {f: split_keys(hosts[f], ids) for f, ids in found.items()}
+            for features in self._features.values():
+                rows = np.concatenate([splits[f].known for f in features])
+                said.append(rows if self._agreement.alone else np.unique(rows))
+                for f in features:
+                    said += [splits[f].keys, self._global_examples(hosts[f], splits[f].examples)]
         before = vocabularies.placed
-        parts = self._of_all(mine)
-        merged = {name: self._merge(name, hosts, parts[name]) for name in self._tables}
-        moves = vocabularies.take(
-            {name: (known, keys) for name, (known, keys, _) in merged.items()}
-        )
+        parts = [iter(part) for part in self._agreement.share(said)]
+        batch, orders, ends = {}, {}, {}
+        for name, features in self._features.items():
+            rows = np.concatenate([next(part) for part in parts]).astype(np.int64)
+            # The keys of all features of the first process, of the second, and so on.
+            keys, places = [], []
+            for part, f in itertools.product(parts, features):
+                keys.append(next(part))
+                places.append((next(part), self._local_size(hosts[f]) * self._layout.axes.replicas))
+            # Those of one feature, all in this process, are in batch order as they are.
+            orders[name] = batch_order(places) if len(keys) > 1 else slice(None)
+            ends[name] = np.cumsum([some.size for some in keys])
+            batch[name] = rows, np.concatenate(keys)[orders[name]]
+        moves = vocabularies.take(batch)
         try:
-            # Keys that were known have kept their rows; of the others some have one now.
-            for name, (_, _, order) in merged.items():
+            for name, features in self._features.items():
+                # Keys that were known have kept their rows; of the others some have one now.
                 given = moves.of_keys(name).rows
-                self._give_rows(name, parts[name], given, order, mine[name], found)
-            for name in moves.owners:
-                found |= {f: vocabularies.rows(name, found[f]) for f in self._features[name]}
+                rows = np.empty_like(given)
+                rows[orders[name]] = given
+                here = np.split(rows, ends[name])[jax.process_index() * len(features) :]
+                for f, mine in zip(features, here, strict=False):  # others' pieces follow
+                    found[f][splits[f].absent] = mine
+                if name in moves.owners:
+                    found |= {f: vocabularies.rows(name, found[f]) for f in features}
             keys = self._keys_of(moves, self._by_table(found))
             # An empty range: nobody may look it up before it is admitted.
             unusable = ValidSteps(1, 0, vocabularies.at(before + 1)[1])
-            yield Keyed(self._with_rows(hosts, found), unusable, keys)
+            yield self._with_rows(hosts, found), _fields(unusable, keys) | {"admitted": False}
         except BaseException:
             vocabularies.undo(before)
             raise
@@ -234,16 +154,17 @@ class KeyedBatches:
                 row_groups, owners = homes.tables[name].row_groups, moves.owners.get(name)
                 rows[name] = drawn_keys(row_groups, moves.taken[name], found, owners).rows
             mine += [comes, most_per_shard(stack, rows)]
-        said = self._agreement.share(np.array(mine, np.int64).tobytes())
-        pairs = np.max([np.frombuffer(one, np.int64) for one in said], axis=0).reshape(-1, 2)
+        said = self._agreement.share([np.array(mine, np.int64)])
+        pairs = np.max([one for (one,) in said], axis=0).reshape(-1, 2)
         names = [one.name for one in stacks if one.is_on_host]
         return {
             name: Agreed(bool(comes), int(most))
             for name, (comes, most) in zip(names, pairs, strict=True)
         }
 
-    def find(self, hosts: Sequence[HostIds], step: int) -> Keyed:
-        """Return a batch that is only looked up, with the rows of its keys; no map changes.
+    @contextlib.contextmanager
+    def find(self, hosts: Sequence[HostIds], step: int) -> Iterator[Keyed]:
+        """Give a batch that is only looked up the rows of its keys; no map changes.
 
         Args:
           hosts: the ids of every feature, of this process's part of the batch.
@@ -253,93 +174,86 @@ class KeyedBatches:
           ValueError: the processes are at different steps.
         """
         with self._agreement.refusals():
-            self._check_batch(hosts)
             steps, known = self._find(hosts, step)
         found = {f: one.rows for f, one in known.items()}
-        rows = self._rows_of_all(steps.first, self._by_table(found))
-        guests = self._visit(hosts, known)
-        visits = guests is not None
+        rows, homes = self._by_table(found), self._vocabularies.homes
+        # Of tables on the host, what is at home is found by these keys.
+        guests = {
+            name: {f: self._at_home(hosts[f], known[f], name) for f in self._features[name]}
+            for name in (() if homes is None else homes.tables)
+        }
+        every = {
+            name: [(keys, known[f].rows) for f, keys in mine.items()]
+            for name, mine in guests.items()
+        }
+        if not self._agreement.alone:
+            rows, every = self._of_all(steps.first, rows, every)
+        visited = None if homes is None else visit(self._layout, homes, guests, every)
+        fields, make = {}, None
+        if visited is not None:
+            fields["visit_rows"], small, make = visited
+            found |= small
+            # If batches before it are still to be admitted, its rows come when it is admitted.
+            if steps.first <= self._vocabularies.admitted:
+                with self._agreement.refusals():
+                    fields["visits"] = make()
         tables = {
-            name: KeyedRows(each, None, visits=visits and self._tables[name].is_on_host)
+            name: KeyedRows(each, None, visits=make is not None and name in guests)
             for name, each in rows.items()
         }
-        if guests is not None:
-            found = found | guests.of_features
-        make = None if guests is None else guests.make
-        keys = BatchKeys(tables, make_visits=make)
-        return Keyed(self._with_rows(hosts, found), steps, keys, guests)
+        fields |= _fields(steps, BatchKeys(tables, make_visits=make))
+        yield self._with_rows(hosts, found), fields
 
-    def _visit(self, hosts: Sequence[HostIds], known: Mapping[int, FoundKeys]) -> Visit | None:
-        """Return the small tables of a batch that is only looked up, or None."""
-        homes = self._vocabularies.homes
-        if homes is None:
-            return None
-        given: dict[str, dict[int, np.ndarray]] = {name: {} for name in homes.tables}
-        for name, mine in given.items():
-            for f in self._features[name]:
-                ids = hosts[f].keys
-                assert ids is not None, "ids of living vocabularies are keys"
-                if self._tables[name].key_table is not None:
-                    numbers = self._vocabularies.shared(name, known[f].ids).astype(np.int64)
-                    ids = np.where(numbers < 0, NOBODY, numbers.view(np.uint64))
-                # Of a table of keys, what is at home is found by the ids of the keys.
-                mine[f] = ids
-        every = {
-            name: self._guests_of_all([(ids, known[f].rows) for f, ids in mine.items()])
-            for name, mine in given.items()
-        }
-        return visit(self._layout, homes, given, every)
+    def _at_home(self, host: HostIds, known: FoundKeys, name: str) -> np.ndarray:
+        """Return what the rows of a feature's keys are found by at home, uint64."""
+        if self._tables[name].key_table is None:
+            return _keys(host)
+        # The vocabulary of the table lives: the ids of its keys.
+        ids = self._vocabularies.shared(name, known.ids).astype(np.int64)
+        return np.where(ids < 0, NOBODY, ids.view(np.uint64))
 
-    def _guests_of_all(
-        self, mine: list[tuple[np.ndarray, np.ndarray]]
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the keys, uint64, and rows, int32, that a batch has of a table in any process."""
-        if self._agreement.alone:
-            return mine
-        return [decode_guests(one) for one in self._agreement.share(encode_guests(mine))]
+    def _of_all(
+        self, step: int, rows: dict[str, tuple[np.ndarray, ...]], guests: Guests
+    ) -> tuple[dict[str, tuple[np.ndarray, ...]], Guests]:
+        """Return what a batch has of each table in any process, so that all agree later.
 
-    def _rows_of_all(
-        self, step: int, rows: dict[str, tuple[np.ndarray, ...]]
-    ) -> dict[str, tuple[np.ndarray, ...]]:
-        """Return the rows of each table that a batch has in any process, so that all agree later.
+        Args:
+          step: whose rows they are.
+          rows: the rows of this process's part.
+          guests: its keys and their rows, of tables on the host.
 
         Raises:
           ValueError: the processes are at different steps.
         """
-        if self._agreement.alone:
-            return rows
-        mine = [distinct_rows(np.concatenate(some)) for some in rows.values()]
-        sizes = np.array([step, *(some.size for some in mine)], np.int64)
-        said = self._agreement.share(b"".join(array.tobytes() for array in (sizes, *mine)))
-        heads = [np.frombuffer(one, np.int64, sizes.size).tolist() for one in said]
-        if len({head[0] for head in heads}) > 1:
-            expected = "as many batches admitted in every process"
+        mine = [np.array([step])]
+        mine += [np.setdiff1d(np.concatenate(some), PADDING_ID) for some in rows.values()]
+        for pairs in guests.values():
+            every, at = map(np.concatenate, zip(*pairs, strict=True))
+            keys, first = np.unique(every, return_index=True)
+            mine += [keys, at[first]]
+        parts = [iter(part) for part in self._agreement.share(mine)]
+        steps = sorted({int(next(part)[0]) for part in parts})
+        if len(steps) > 1:
+            expected, got = "as many batches admitted in every process", f"steps {steps}"
             remedy = "admit and place in the same order in every process"
-            got = f"steps {sorted({head[0] for head in heads})}"
             raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
-        # What a process says: [step, a, b] int64, then a and b rows int32 of the two tables.
-        parts = [
-            np.split(np.frombuffer(one, np.int32, offset=sizes.nbytes), np.cumsum(head[1:-1]))
-            for one, head in zip(said, heads, strict=True)
-        ]
-        return dict(zip(rows, zip(*parts, strict=True), strict=True))
-
-    def _check_batch(self, hosts: Sequence[HostIds]) -> None:
-        """Check that the batch sizes divide over the replicas."""
-        shapes = tuple(host.shape for host in hosts)
-        spec = BatchSpec(len(self._replicas), shapes, ())
-        spec.check_batch([feature.path for feature in self._layout.features])
+        return (
+            {name: tuple(next(part) for part in parts) for name in rows},
+            {name: [(next(part), next(part)) for part in parts] for name in guests},
+        )
 
     def _find(
         self, hosts: Sequence[HostIds], step: int | None
     ) -> tuple[ValidSteps, dict[int, FoundKeys]]:
-        """Return which states have the rows, and what is known of each distinct key, by feature."""
-        keys = {}
-        for name, features in self._features.items():
-            for f in features:
-                some = hosts[f].keys
-                assert some is not None, "ids of living vocabularies are keys"
-                keys[f] = name, some
+        """Return which states have the rows, and what is known of each distinct key, by feature.
+
+        Raises:
+          ValueError: a batch size does not divide over the replicas.
+        """
+        spec = BatchSpec(len(self._replicas), tuple(host.shape for host in hosts), ())
+        spec.check_batch([feature.path for feature in self._layout.features])
+        by_table = self._features.items()
+        keys = {f: (name, _keys(hosts[f])) for name, features in by_table for f in features}
         return self._vocabularies.find_all(keys, step)
 
     def _by_table(self, found: Mapping[int, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
@@ -348,76 +262,17 @@ class KeyedBatches:
             name: tuple(found[f] for f in features) for name, features in self._features.items()
         }
 
-    def _part(self, name: str, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]) -> Part:
-        """Return what this process's part of a batch has of one table."""
-        splits = [(hosts[f], split_keys(hosts[f], found[f])) for f in self._features[name]]
-        return Part(
-            np.concatenate([np.zeros(0, np.int32), *(split.known for _, split in splits)]),
-            [split.keys for _, split in splits],
-            [self._global_examples(host, split.examples) for host, split in splits],
-            [split.absent for _, split in splits],
-        )
+    def _local_size(self, host: HostIds) -> int:
+        """Return the examples of a feature on one replica."""
+        return host.shape.batch // len(self._replicas)
 
     def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:
         """Return the numbers in the global batch of examples of this process."""
         if self._agreement.alone:
             return local
         # With 2 examples per replica, and replicas 4 and 6 here: examples 0 1 2 3 are 8 9 12 13.
-        size = host.shape.batch // len(self._replicas)
+        size = self._local_size(host)
         return self._replicas[local // size] * size + local % size
-
-    def _of_all(self, mine: dict[str, Part]) -> dict[str, list[Part]]:
-        """Return what each process has of each table, by table; all processes call this."""
-        if self._agreement.alone:
-            return {name: [part] for name, part in mine.items()}
-        said = self._agreement.share(b"".join(encode(part) for part in mine.values()))
-        decoded = [decode(one, [len(self._features[name]) for name in mine]) for one in said]
-        return {name: [parts[i] for parts in decoded] for i, name in enumerate(mine)}
-
-    def _merge(
-        self, name: str, hosts: Sequence[HostIds], parts: Sequence[Part]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | slice]:
-        """Return the rows of known keys, int64, the unknown keys in batch order, and that order.
-
-        It is the order of the keys of all parts of the first feature, of the second, and so on.
-        """
-        keys, places = [np.zeros(0, np.uint64)], []
-        for i, f in enumerate(self._features[name]):
-            keys += [part.keys[i] for part in parts]
-            size = hosts[f].shape.batch // len(self._replicas) * self._layout.axes.replicas
-            places.append((np.concatenate([part.examples[i] for part in parts]), size))
-        known = np.concatenate([part.known for part in parts]).astype(np.int64)
-        # The keys of one feature, all in this process, are in batch order as they are.
-        order = batch_order(places) if len(places) * len(parts) > 1 else slice(None)
-        return known, np.concatenate(keys)[order], order
-
-    def _give_rows(
-        self,
-        name: str,
-        parts: Sequence[Part],
-        rows: np.ndarray,
-        order: np.ndarray | slice,
-        mine: Part,
-        found: Mapping[int, np.ndarray],
-    ) -> None:
-        """Write the rows that the unknown keys of a table have got, -1 for none.
-
-        Args:
-          name: the table.
-          parts: of all processes.
-          rows: int64, those of the keys of all parts, in batch order.
-          order: see `_merge`.
-          mine: this process's part.
-          found: by feature, the rows of this process's keys.
-        """
-        given = np.empty_like(rows)
-        given[order] = rows
-        here = 0 if self._agreement.alone else jax.process_index()
-        end = 0
-        for i, f in enumerate(self._features[name]):
-            sizes = [part.keys[i].size for part in parts]
-            first, end = end + sum(sizes[:here]), end + sum(sizes)
-            found[f][mine.absent[i]] = given[first : first + sizes[here]]
 
     def _with_rows(
         self, hosts: Sequence[HostIds], found: Mapping[int, np.ndarray]
@@ -427,6 +282,16 @@ class KeyedBatches:
         for f, rows in found.items():
             given[f] = give_rows_of(self._layout.features[f], hosts[f], rows)
         return given
+
+
+def _keys(host: HostIds) -> np.ndarray:
+    assert host.keys is not None, "ids of living vocabularies are keys"
+    return host.keys
+
+
+def _fields(steps: ValidSteps, keys: BatchKeys) -> dict[str, Any]:
+    """Return the fields of a `Batch` that say which states it may be looked up in."""
+    return {"valid_steps": np.array(steps, np.int32), "keys": keys}
 
 
 def give_rows_of(feature: FeatureLayout, host: HostIds, rows: np.ndarray) -> HostIds:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +28,6 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.ids import FeatureShape, HostIds, host_gains
 from tpu_embed.core.layout import Layout
-
-
-class StackIds(NamedTuple):
-    """The ids of one stack on the replicas of this process, feature after feature.
-
-    Attributes:
-      row_ids: physical rows `[replicas, N]`, `PADDING_ID` for absent ids.
-      bags: int32 `[replicas, N]`, the bag of each id on its replica, one past the last for padding
-        after the last id; None in a dense stack.
-      gains: `[replicas, N]`, finite; None for all ones.
-      blocks: int32 `[replicas, N]`, the block of the batch that each id's example is in; None where
-        the examples of a replica are in one block, or nobody asks.
-      row_splits: by jagged feature, int32 `[replicas, B/S + 1]`, where the row of each example
-        begins among the feature's places.
-    """
-
-    row_ids: np.ndarray
-    bags: np.ndarray | None
-    gains: np.ndarray | None
-    blocks: np.ndarray | None
-    row_splits: dict[int, np.ndarray]
 
 
 def natural_spec(
@@ -90,8 +69,8 @@ def _with_capacity(host: HostIds, size: int) -> FeatureShape:
 
 def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     """Return the number of ids in bags of a stack on the device that has the most."""
-    if view.bags.is_dense:  # places of jagged features are counted by themselves
-        shapes = zip(view.bags.shapes, view.bags.counts, strict=True)
+    if view.is_dense:  # places of jagged features are counted by themselves
+        shapes = zip(view.shapes, view.counts, strict=True)
         return sum(n * (s.room_per_bag or 0) for s, n in shapes if not s.has_places)
     spec = view.spec
     per_device = np.zeros(spec.replicas, np.int64)
@@ -110,187 +89,136 @@ def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
     return int(per_device.max())
 
 
-def pack_all(
-    hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout, replicas: np.ndarray
-) -> list[StackIds]:
-    """Return the ids of every stack, in new arrays.
+def pack(hosts: Sequence[HostIds], view: StackView, replicas: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the ids of one stack in new arrays `[replicas, …]`, by the names of `line.py`.
 
     Args:
-      hosts: the ids of every feature; they fit the spec.
-      spec: of the part of the batch that the replicas have; the capacities of the exchange are not
-        used.
-      layout: the engine's layout.
+      hosts: the ids of every feature; they fit the view.
+      view: the stack, in the part of the batch that the replicas have; the capacities of the
+        exchange are not used.
       replicas: the numbers of the replicas in the global batch.
+
+    Returns:
+      Physical rows `row_ids`, `PADDING_ID` for absent ids; `bags`, one past the last for padding
+      after the last id, unless the stack is dense; `gains`, finite, unless all are 1; `blocks`,
+      unless the examples of a replica are in one block, or nobody asks; `row_splits/f` of jagged
+      features.
     """
-    found = []
-    for view in view_stacks(spec, layout):
-        shape, stack = (spec.replicas, view.num_ids), view.stack
-        ids = StackIds(
-            np.empty(shape, stack.index_dtype),
-            None if view.bags.is_dense else np.empty(shape, np.int32),
-            np.empty(shape, stack.compute_dtype) if view.has_gains else None,
-            np.empty(shape, np.int32) if view.needs_blocks else None,
-            _row_splits(hosts, view),
-        )
-        _pack(hosts, view, ids, replicas)
-        found.append(ids)
-    return found
+    shape, stack = (view.spec.replicas, view.num_ids), view.stack
+    ids = {"row_ids": np.empty(shape, stack.index_dtype)}
+    if not view.is_dense:
+        ids["bags"] = np.empty(shape, np.int32)
+    if view.has_gains:
+        ids["gains"] = np.empty(shape, stack.compute_dtype)
+    if view.needs_blocks:
+        ids["blocks"] = np.empty(shape, np.int32)
+    for f, size in zip(view.features, view.sizes, strict=True):
+        if hosts[f].rows is not None:
+            ids[f"{ROW_SPLITS}{f}"] = np.empty((shape[0], size + 1), np.int32)
+    pack_line(hosts, view, ids, replicas)
+    return ids
 
 
-def pack_line(hosts: Sequence[HostIds], view: StackView, fields: Mapping[str, np.ndarray]) -> None:
-    """Write the fields of a stack for a lookup alone.
+def pack_line(
+    hosts: Sequence[HostIds],
+    view: StackView,
+    into: Mapping[str, np.ndarray],
+    replicas: np.ndarray | Sequence[int] = (0,),
+) -> None:
+    """Write the ids of one stack into arrays, or into the fields of a line that is not routed.
 
     Args:
-      hosts: the ids of every feature.
-      view: the stack; its ids are not routed.
-      fields: the fields of its line (`line.py`).
+      hosts, view, replicas: see `pack`.
+      into: what `pack` returns, to be written.
     """
-    given = fields["row_ids"], fields.get("bags"), fields.get("gains")
-    ids = StackIds(*given, None, _row_splits(hosts, view))
-    _pack(hosts, view, ids, np.arange(len(ids.row_ids)))
-    for f, splits in ids.row_splits.items():
-        fields[f"{ROW_SPLITS}{f}"][:] = splits
-
-
-def _row_splits(hosts: Sequence[HostIds], view: StackView) -> dict[int, np.ndarray]:
-    """Return the row splits of the jagged features of a stack; see `StackIds`."""
-    found = {}
-    for f, size in zip(view.features, view.bags.sizes, strict=True):
-        rows = hosts[f].rows
-        if rows is not None:
-            # Splits 0 2 | 5 9 of two replicas with one example each are 0 2 and 0 4.
-            first = rows.row_splits[:-1:size]
-            at = np.arange(len(first))[:, None] * size + np.arange(size + 1)
-            found[f] = (rows.row_splits[at] - first[:, None]).astype(np.int32)
-    return found
-
-
-def _pack(hosts: Sequence[HostIds], view: StackView, into: StackIds, replicas: np.ndarray) -> None:
-    """Write the ids of one stack; see `pack_all`."""
     # Features a and b with the ids 7 3 | 5 on replica 0 and 2 | 9 4 on replica 1 give the lines
     # 7 3 5 and 2 9 4, with the bags 0 0 1 and 0 1 1 if each is one example.
-    ends = [0] * len(into.row_ids)
+    ends, starts = [0] * view.spec.replicas, view.starts
     for number, f in enumerate(view.features):
-        ids = _ids_of_feature(hosts[f], view, number, replicas)
-        for r, rows in enumerate(ids.row_ids):
+        lines, jagged = _ids_of_feature(hosts[f], view, number, replicas), hosts[f].rows
+        for r, rows in enumerate(lines["row_ids"]):
             here = np.s_[r, ends[r] : ends[r] + rows.size]
             ends[r] += rows.size
-            into.row_ids[here] = rows
-            if into.bags is not None and ids.bags is not None:
-                np.add(ids.bags[r], view.bags.starts[number], out=into.bags[here])
-            if into.gains is not None:
-                into.gains[here] = 1 if ids.gains is None else ids.gains[r]
-            if into.blocks is not None and ids.blocks is not None:
-                into.blocks[here] = ids.blocks[r]
-    arrays = into.row_ids, into.bags, into.gains, into.blocks
-    for r, end in enumerate(ends):
-        for array, rest in zip(arrays, (PADDING_ID, view.bags.starts[-1], 0, 0), strict=True):
-            if array is not None:
-                array[r, end:] = rest
-
-
-_Lines = np.ndarray | Sequence[np.ndarray]
-"""One array per replica: `[replicas, n]`, or a list of arrays of different lengths."""
-
-
-class _FeatureIds(NamedTuple):
-    """The ids of one feature on every replica; `StackIds` says what they are.
-
-    Bags are those of the feature, counted from 0 on every replica.
-    """
-
-    row_ids: _Lines
-    bags: _Lines | None
-    gains: _Lines | None
-    blocks: _Lines | None
+            for name, of_replicas in lines.items():
+                if name == "bags":
+                    np.add(of_replicas[r], starts[number], out=into[name][here])
+                else:
+                    into[name][here] = of_replicas[r]
+        if jagged is not None:
+            # Splits 0 2 | 5 9 of two replicas with one example each are 0 2 and 0 4.
+            size = view.sizes[number]
+            first = jagged.row_splits[:-1:size, None]
+            at = np.add.outer(np.arange(len(first)) * size, np.arange(size + 1))
+            into[f"{ROW_SPLITS}{f}"][:] = jagged.row_splits[at] - first
+    rest = {"row_ids": PADDING_ID, "bags": starts[-1], "gains": 0, "blocks": 0}
+    for name in rest.keys() & into.keys():
+        for r, end in enumerate(ends):
+            into[name][r, end:] = rest[name]
 
 
 def _ids_of_feature(
-    host: HostIds, view: StackView, number: int, replicas: np.ndarray
-) -> _FeatureIds:
-    """Return the ids of one feature, by its number in the stack."""
-    feature, size = view.layout.features[view.features[number]], view.bags.sizes[number]
-    blocks = gains = None
-    if view.needs_blocks:
-        # Example e of B is in block e · G // B.
-        examples, axes = (replicas[:, None] * size + np.arange(size)).reshape(-1), view.layout.axes
-        blocks = (examples * view.layout.blocks // (size * axes.replicas)).astype(np.int32)
-    if view.has_gains:
-        gains = host_gains(host, view.bags.combiners[number], view.stack.compute_dtype)
-    ids = host.ids.astype(view.stack.index_dtype, copy=False)
-    rows = view.stack.physical(ids, feature.table)
-    if host.bags is None and host.padded:
-        rows = np.where(ids < 0, ids.dtype.type(PADDING_ID), rows)
-    if host.rows is not None:
-        return _in_places(host, view, number, rows, gains, blocks)
-    count = view.bags.counts[number]
-    if view.bags.is_dense:
-        # [B, bags, width] -> [replicas, bags, width], with padding where the spec is wider.
-        shape, width = (len(replicas), count, ids.shape[-1]), view.bags.shapes[number].width or 0
-        wider = ((0, 0), (0, 0), (0, width - shape[-1]))
-
-        def widened(array: np.ndarray, fill: int) -> np.ndarray:
-            array = array.reshape(shape)
-            if width > shape[-1]:
-                array = np.pad(array, wider, constant_values=fill)
-            return array.reshape(len(replicas), -1)
-
-        gains = None if gains is None else widened(gains, 0)
-        if blocks is not None:
-            blocks = np.repeat(blocks.reshape(len(replicas), -1), count // size * width, axis=1)
-        return _FeatureIds(widened(rows, PADDING_ID), None, gains, blocks)
-    bags = host.bags
-    if bags is None:
-        # The flat index of an id, divided by the width, is its bag.
-        index = np.flatnonzero(ids >= 0)
-        gains = None if gains is None else gains.reshape(-1)[index]
-        rows = rows.reshape(-1)[index]
-        bags = (index // max(1, ids.shape[-1])).astype(np.int32)
-    # Ids of 2 bags per example in the bags 0 1 1 4 are of the examples 0 0 0 2.
-    if blocks is not None:
-        blocks = blocks[bags // view.bags.shapes[number].bags]
-    # Replica r has the bags from r · count on; they are sorted, so bisect.
-    ends = np.searchsorted(bags, np.arange(1, len(replicas)) * count)
-    local = bags % count if len(replicas) > 1 else bags
-    rest = (None if x is None else np.split(x, ends) for x in (local, gains, blocks))
-    return _FeatureIds(np.split(rows, ends), *rest)
-
-
-def _in_places(
-    host: HostIds,
-    view: StackView,
-    number: int,
-    rows: np.ndarray,
-    gains: np.ndarray | None,
-    blocks: np.ndarray | None,
-) -> _FeatureIds:
-    """Return the ids of a jagged feature, each at its place among C.
+    host: HostIds, view: StackView, number: int, replicas: np.ndarray | Sequence[int]
+) -> dict[str, Any]:
+    """Return the ids of one feature: by field, the numbers of each replica.
 
     Args:
       host: the feature.
       view: the stack.
-      number: the feature's number in the stack.
-      rows: `[n]`, the physical rows of its ids.
-      gains: `[n]`, or None.
-      blocks: `[B]`, the block of every example.
+      number: the feature's number in the stack; bags are counted from its first one.
+      replicas: see `pack`.
     """
-    assert host.rows is not None
-    assert host.bags is not None
-    size, count = view.bags.sizes[number], view.bags.counts[number]
-    replicas = host.shape.batch // size
-    # Places of all replicas become those of one: splits 0 2 | 5 9 of two replicas with one example
-    # each begin at 0 and 5, and place 7 is place 2 of the second one.
-    replica = host.bags // size
-    place = host.rows.places - host.rows.row_splits[:-1:size][replica]
-
-    def put(values: np.ndarray, fill: int) -> np.ndarray:
-        found = np.full((replicas, count), fill, values.dtype)
-        found[replica, place] = values
-        return found
-
-    return _FeatureIds(
-        put(rows, PADDING_ID),
-        [np.arange(count, dtype=np.int32)] * replicas,
-        None if gains is None else put(gains, 0),
-        None if blocks is None else put(blocks[host.bags], 0),
-    )
+    feature, size = view.layout.features[view.features[number]], view.sizes[number]
+    parts, count, bags = view.spec.replicas, view.counts[number], host.bags
+    ids = host.ids.astype(view.stack.index_dtype, copy=False)
+    rows = view.stack.physical(ids, feature.table)
+    if bags is None and host.padded:
+        rows = np.where(ids < 0, ids.dtype.type(PADDING_ID), rows)
+    lines: dict[str, Any] = {}
+    found = {"row_ids": rows}
+    if view.has_gains:
+        gains = host_gains(host, feature.config.table.combiner, view.stack.compute_dtype)
+        if gains is None:
+            lines["gains"] = [1] * parts
+        else:
+            found["gains"] = gains
+    if bags is None and not view.is_dense:
+        # The flat index of an id, divided by the width, is its bag.
+        index = np.flatnonzero(ids >= 0)
+        found = {name: one.reshape(-1)[index] for name, one in found.items()}
+        bags = (index // max(1, ids.shape[-1])).astype(np.int32)
+    if view.needs_blocks:
+        # Example e of B is in block e · G // B.
+        examples = np.add.outer(np.multiply(replicas, size), np.arange(size)).reshape(-1)
+        whole = size * view.layout.axes.replicas
+        blocks = (examples * view.layout.blocks // whole).astype(np.int32)
+        if bags is None:
+            found["blocks"] = np.repeat(blocks, ids.size // blocks.size)
+        else:
+            # Ids of 2 bags per example in the bags 0 1 1 4 are of the examples 0 0 0 2.
+            found["blocks"] = blocks[bags // host.shape.bags]
+    if bags is None:
+        given, width = ids.shape[-1], view.shapes[number].width or 0
+        if width == given:
+            return lines | {name: one.reshape(parts, -1) for name, one in found.items()}
+        # The spec is wider: [B, bags, given] -> [replicas, bags, width], with padding.
+        found = {name: one.reshape(parts, count, given) for name, one in found.items()}
+        shape, at = (parts, count, width), np.s_[:, :, :given]
+    elif host.rows is None:
+        # Replica r has the bags from r · count on; they are sorted, so bisect.
+        ends = np.searchsorted(bags, np.arange(1, parts) * count)
+        found["bags"] = bags % count if parts > 1 else bags
+        return lines | {name: np.split(one, ends) for name, one in found.items()}
+    else:
+        # Each id of a jagged feature has a place among C. Places of all replicas become those of
+        # one: splits 0 2 | 5 9 of two replicas with one example each begin at 0 and 5, and place 7
+        # is place 2 of the second one.
+        replica = bags // size
+        place = host.rows.places - host.rows.row_splits[:-1:size][replica]
+        shape, at = (parts, count), (replica, place)
+        if not view.is_dense:
+            lines["bags"] = [np.arange(count, dtype=np.int32)] * parts
+    for name, one in found.items():
+        whole = np.full(shape, PADDING_ID if name == "row_ids" else 0, one.dtype)
+        whole[at] = one
+        lines[name] = whole.reshape(parts, -1)
+    return lines

@@ -18,7 +18,7 @@ Input: the spec that a batch needs. Output: the spec that it gets.
 from __future__ import annotations
 
 import collections
-import dataclasses
+import json
 import logging
 import operator
 import threading
@@ -53,27 +53,36 @@ class Rooms:
         self._specs: dict[Any, dict[int, BatchSpec]] = collections.defaultdict(dict)
         self._lock = threading.RLock()
 
-    def copy(self) -> list[BatchSpec]:
-        """Return all specs, as they are now."""
+    def copy(self) -> Any:
+        """Return all specs as they are now, as a JSON value."""
         with self._lock:
-            return [spec for by_class in self._specs.values() for spec in by_class.values()]
+            specs = [spec for by_class in self._specs.values() for spec in by_class.values()]
+        # JSON has dicts in place of dataclasses, and lists in place of tuples.
+        return [[{"spec": json.loads(json.dumps(spec, default=vars))} for spec in specs]]
 
-    def set(self, specs: Iterable[BatchSpec]) -> None:
-        """Take what `copy` returned in place of the specs of the same kinds."""
-        with self._lock:
-            by_kind: dict[Any, dict[int, BatchSpec]] = {}
-            for spec in specs:
-                by_kind.setdefault(_kind_of(spec), {})[self._class_of(spec)] = spec
-            self._specs.update(by_kind)
+    def set(self, value: Any) -> None:
+        """Take what `copy` returned in place of the specs of the same kinds.
 
-    def settle(self, needed: BatchSpec) -> BatchSpec:
-        """Return the spec that a batch gets if this process alone decides it.
+        Specs of an engine with other features, stacks or devices are left out.
 
-        Args:
-          needed: what the batch needs exactly.
+        Raises:
+          ValueError: it is something else.
         """
+        try:
+            # Version 0.2.0 has written several lists, and more of each spec.
+            specs = [decode_spec(one["spec"]) for some in value for one in some]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            remedy = "give what get_state returned"
+            text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
+            raise ValueError(text) from error
+        # Those of another layout are no error: a checkpoint may be restored on other devices or
+        # with other features. The room of its batches is then found anew.
+        if not all(_is_of(spec, self._layout) for spec in specs):
+            return
         with self._lock:
-            return self.accept(self.propose(needed))
+            self._specs |= {_kind_of(spec): {} for spec in specs}
+            for spec in specs:
+                self._specs[_kind_of(spec)][self._class_of(spec)] = spec
 
     def propose(self, needed: BatchSpec) -> BatchSpec:
         """Return the spec that this process asks for; change nothing.
@@ -153,83 +162,43 @@ def holds(spec: BatchSpec, needed: BatchSpec) -> bool:
 
     It is `BatchSpec.union(spec, needed) == spec`, but makes no spec: `place` asks it several times.
     """
-    if spec is needed:
-        return True
-    for stack, other in zip(spec.stacks, needed.stacks, strict=True):
-        if any(map(operator.lt, stack.sizes, other.sizes)):
-            return False
-    for shape, other in zip(spec.feature_shapes, needed.feature_shapes, strict=True):
-        if (other.weighted and not shape.weighted) or (other.capacity or 0) > (shape.capacity or 0):
-            return False
-        # Flat ids have no width. They hold dense ones, but not the other way round.
-        if shape.width is not None and (other.width is None or other.width > shape.width):
-            return False
-    return True
+    return spec is needed or (
+        all(
+            all(map(operator.ge, stack.sizes, other.sizes))
+            for stack, other in zip(spec.stacks, needed.stacks, strict=True)
+        )
+        and all(map(_holds_shape, spec.feature_shapes, needed.feature_shapes))
+    )
+
+
+def _holds_shape(shape: FeatureShape, other: FeatureShape) -> bool:
+    # Flat ids have no width. They hold dense ones, but not the other way round.
+    wide = shape.width is None or (other.width is not None and shape.width >= other.width)
+    roomy = (shape.capacity or 0) >= (other.capacity or 0)
+    return wide and roomy and shape.weighted >= other.weighted
 
 
 # -- specs as JSON ---------------------------------------------------------------------------------
 
 
-def encode_shapes(specs: list[BatchSpec]) -> list[Any]:
-    """Return specs as a JSON value."""
-    return [[{"spec": encode_spec(spec)} for spec in specs]]
-
-
-def decode_shapes(value: Any, layout: Layout) -> list[BatchSpec]:
-    """Return specs; none if they are of an engine with other features, stacks or devices.
+def decode_spec(value: dict[str, Any]) -> BatchSpec:
+    """Return the spec that `value` has the fields of, as JSON has them.
 
     Raises:
-      ValueError: it is not what `encode_shapes` returned.
+      KeyError, TypeError, ValueError: it has not.
     """
-    try:
-        # Version 0.2.0 has written several lists, and more of each spec.
-        specs = [decode_spec(one["spec"]) for some in value for one in some]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        remedy = "give what get_state returned"
-        text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
-        raise ValueError(text) from error
-    # Those of another layout are no error: a checkpoint may be restored on other devices or with
-    # other features. The room of its batches is then found anew.
-    return specs if all(_is_of(spec, layout) for spec in specs) else []
-
-
-def encode_spec(spec: BatchSpec) -> dict[str, Any]:
-    """Return a spec as a JSON value."""
-    shapes, stacks = map(_fields, spec.feature_shapes), map(_fields, spec.stacks)
-    numbers = {"replicas": spec.replicas, "routed": spec.routed}
-    return numbers | {"feature_shapes": list(shapes), "stacks": list(stacks)}
-
-
-def _fields(one: FeatureShape | StackSpec) -> dict[str, Any]:
-    """Return the fields by name; JSON has lists in place of tuples."""
-    fields = dataclasses.asdict(one)
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
-
-
-def decode_spec(one: dict[str, Any]) -> BatchSpec:
-    """Return the spec that `encode_spec` was given."""
-    if one["routed"] not in get_args(Routed):
-        expected, got = f"one of {get_args(Routed)}", repr(one["routed"])
+    if value["routed"] not in get_args(Routed):
+        expected, got = f"one of {get_args(Routed)}", repr(value["routed"])
         raise ValueError(message("routed", expected=expected, got=got))
-    shapes = tuple(_shape(**shape) for shape in one["feature_shapes"])
-    stacks = tuple(_stack(**stack) for stack in one["stacks"])
-    return BatchSpec(_count(one["replicas"]), shapes, stacks, one["routed"])
+    shapes = tuple(FeatureShape(**_read(FeatureShape, one)) for one in value["feature_shapes"])
+    stacks = tuple(StackSpec(**_read(StackSpec, one)) for one in value["stacks"])
+    return BatchSpec(_count(value["replicas"]), shapes, stacks, value["routed"])
 
 
-def _shape(
-    *, batch: Any, inner: Any, combines: Any, width: Any, weighted: Any, capacity: Any
-) -> FeatureShape:
-    if not isinstance(combines, bool) or not isinstance(weighted, bool):
-        got = f"{combines!r}, {weighted!r}"
-        raise TypeError(message("combines, weighted", expected="bools", got=got))
-    width, capacity = (None if n is None else _count(n) for n in (width, capacity))
-    inner = tuple(map(_count, inner))
-    return FeatureShape(_count(batch), inner, combines, width, weighted, capacity)
-
-
-def _stack(*, features: Any, entries: Any = 0, **sizes: Any) -> StackSpec:
-    del entries  # version 0.2.0 has written them
-    return StackSpec(tuple(map(_count, features)), **{name: _count(n) for name, n in sizes.items()})
+def _read(kind: type, value: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass, each read as its type says."""
+    # Version 0.2.0 has written one more.
+    return {name: _READ[type_](value[name]) for name, type_ in kind.__annotations__.items()}
 
 
 def _count(value: Any) -> int:
@@ -238,6 +207,20 @@ def _count(value: Any) -> int:
     if not is_int(value) or not 0 <= value < 2**31:
         raise ValueError(message("a size", expected="an integer in [0, 2³¹)", got=repr(value)))
     return int(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(message("a flag", expected="true or false", got=repr(value)))
+    return value
+
+
+_READ = {
+    "int": _count,
+    "int | None": lambda value: None if value is None else _count(value),
+    "tuple[int, ...]": lambda values: tuple(map(_count, values)),
+    "bool": _flag,
+}
 
 
 def _is_of(spec: BatchSpec, layout: Layout) -> bool:

@@ -1,4 +1,4 @@
-"""The right to place one batch, and the order in which batches are placed.
+"""The right to place one batch, in the order in which batches are placed.
 
 A `Turn` is drawn where the order of batches is decided, and may be used later, in another thread
 (`processes/turns.py`). The order matters to several processes, which place their parts together,
@@ -10,89 +10,16 @@ Input: calls that draw turns. Output: batches, placed in the order of the turns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch, BatchSpec
-from tpu_embed.core.place.agreement import Agreement, Alone
-from tpu_embed.core.place.placer import Placer
 from tpu_embed.processes import Turns
 from tpu_embed.vocabulary import Vocabularies
-
-
-class Order:
-    """The order in which the batches of an engine are placed; none where it does not matter.
-
-    Args:
-      agreement: with the other processes.
-      vocabularies: the maps of living vocabularies; None without them.
-    """
-
-    def __init__(self, agreement: Agreement | Alone, vocabularies: Vocabularies | None) -> None:
-        self._vocabularies, self._alone = vocabularies, agreement.alone
-        self._turns: Turns | None = agreement.turns if vocabularies is None else vocabularies.turns
-
-    def draw(self, *, training: bool) -> tuple[int, int]:
-        """Return the number of the next turn, and the step of the maps that is admitted now.
-
-        The step is pinned until the turn ends.
-
-        Args:
-          training: False for a batch that will only be looked up. Where no other process waits for
-            it, no map changes by it and any time will do: nobody waits until it is placed.
-        """
-        if self._turns is None:
-            return 0, 0
-        number = self._turns.draw()
-        step = 0 if self._vocabularies is None else self._vocabularies.pin(number)
-        if self._alone and not training:
-            self._turns.release(number)
-        return number, step
-
-    @contextlib.contextmanager
-    def use(self, number: int, *, training: bool) -> Iterator[None]:
-        """Wait for a turn, and end it with the block."""
-        try:
-            if self._turns is None or (self._alone and not training):
-                yield  # there is no order, or the turn ended when it was drawn
-            else:
-                with self._turns.use(number):
-                    yield
-        finally:
-            self._unpin(number)
-
-    @contextlib.contextmanager
-    def leave_out(self, number: int) -> Iterator[None]:
-        """Use a turn to place nothing: wait for it if other processes are to be told so."""
-        if self._alone:
-            self.release(number)
-            yield
-        else:
-            with self.use(number, training=True):
-                yield
-
-    def hold(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Note that this thread will use a turn before the block ends; see `Turns.hold`."""
-        return contextlib.nullcontext() if self._turns is None else self._turns.hold(number)
-
-    def release(self, number: int) -> None:
-        """End a turn that will not be used; every process must do so."""
-        if self._turns is not None:
-            self._turns.release(number)
-            self._unpin(number)
-
-    def give_up(self, number: int) -> None:
-        """End a turn that something has kept from being used; one that has ended is left alone."""
-        if self._turns is not None:
-            self._turns.give_up(number)
-            self._unpin(number)
-
-    def _unpin(self, number: int) -> None:
-        if self._vocabularies is not None:
-            self._vocabularies.unpin(number)
 
 
 class Turn:
@@ -102,22 +29,31 @@ class Turn:
     `refuse` or `end` talk to the other processes, `release` does not. A turn that is lost, because
     an interrupt came before it was used, is given up, so that later ones do not wait for it.
 
+    The step of the maps that is admitted when the turn is drawn is pinned until it ends.
+
     Args:
-      placer: makes the batch.
-      order: draws the turn.
-      training: False for a batch that is only looked up.
+      intake: the `Intake`, which makes the batch.
+      training: False for a batch that is only looked up. Where no other process waits for it, no
+        map changes by it and any time will do: nobody waits until it is placed.
 
     Attributes:
       shapes: once it was used to place a batch: the shapes that batches get from then on, as JSON
         for `Intake.expect`; None if no feature is jagged.
     """
 
-    def __init__(self, placer: Placer, order: Order, *, training: bool = True) -> None:
-        self._placer, self._order, self._training = placer, order, training
+    def __init__(self, intake: Any, *, training: bool = True) -> None:
+        self._intake, self._training = intake, training
         self.shapes: Any = None
+        alone, maps = intake.agreement.alone, intake.vocabularies
+        self._turns = intake.agreement.turns if maps is None else maps.turns
+        self._waits = not alone or (training and maps is not None)
         with SignalsDeferred():
-            self._number, self._step = order.draw(training=training)
-            self._if_lost = weakref.finalize(self, order.give_up, self._number)
+            self._number = self._turns.draw()
+            self._step = 0 if maps is None else maps.pin(self._number)
+            if not self._waits:
+                self._turns.release(self._number)
+            self._give_up = functools.partial(_give_up, self._turns, maps, self._number)
+            self._if_lost = weakref.finalize(self, self._give_up)
             self._if_lost.atexit = False
 
     def place(
@@ -141,18 +77,14 @@ class Turn:
           as_of: the step itself, in place of this choice; it is pinned until the batch is placed.
         """
         try:
-            with self._order.use(self._number, training=self._training):
-                if self._training:
-                    batch = self._placer.place(features, weights, spec)
-                else:
-                    step = max(step, self._step) if as_of is None else as_of
-                    batch = self._placer.place_lookup(features, weights, spec, step)
-                self.shapes = self._placer.shapes()
+            with self._turns.use(self._number) if self._waits else contextlib.nullcontext():
+                of_step = max(step, self._step) if as_of is None else as_of
+                of_step = None if self._training else of_step
+                batch = self._intake.place_now(features, weights, spec, of_step)
+                self.shapes = self._intake.shapes()
                 return batch
-        except BaseException:
-            self._order.give_up(self._number)  # it may not have come to be used
-            raise
         finally:
+            self._give_up()  # it may not have come to be used
             self._if_lost.detach()  # Python would drop a Ctrl-C that comes while it finalizes
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
@@ -161,12 +93,11 @@ class Turn:
         In the block, whatever has to wait for a later turn raises `RuntimeError`: without that it
         would wait for ever.
         """
-        return self._order.hold(self._number)
+        return self._turns.hold(self._number)
 
     def refuse(self, error: BaseException) -> None:
         """Place nothing because of an error; the other processes raise it."""
-        with self._order.leave_out(self._number):
-            self._placer.agreement.refuse(error)
+        self._leave_out(functools.partial(self._intake.agreement.refuse, error))
 
     def end(self) -> None:
         """Place nothing because there are no more batches.
@@ -174,9 +105,25 @@ class Turn:
         Raises:
           ValueError: another process has one.
         """
-        with self._order.leave_out(self._number):
-            self._placer.agreement.end()
+        self._leave_out(self._intake.agreement.end)
+
+    def _leave_out(self, tell: Callable[[], None]) -> None:
+        """Use the turn to place nothing: wait for it if other processes are to be told so."""
+        try:
+            if not self._intake.agreement.alone:
+                with self._turns.use(self._number):
+                    tell()
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Place nothing, and tell the other processes nothing; they must release the turn too."""
-        self._order.release(self._number)
+        self._turns.release(self._number)
+        self._give_up()
+
+
+def _give_up(turns: Turns, vocabularies: Vocabularies | None, number: int) -> None:
+    """End a turn that something has kept from being used; one that has ended is left alone."""
+    turns.give_up(number)
+    if vocabularies is not None:
+        vocabularies.unpin(number)

@@ -7,7 +7,6 @@ these are made of (`core/layout/visits.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,45 +28,13 @@ NOBODY = np.uint64(2**64 - 1)
 """Stands for a key that has no row, at home or on the devices."""
 
 
-class Visit(NamedTuple):
-    """The small tables of one batch.
-
-    Attributes:
-      rows: R, the rows that each shard has of each small table.
-      of_features: int32 `[n]` by feature, the row in its small table of each of its keys; -1 for
-        `NOBODY`.
-      make: returns what each small stack is made of (`Batch.visits`). The batches before this one
-        must be admitted then.
-    """
-
-    rows: int
-    of_features: dict[int, np.ndarray]
-    make: Callable[[], tuple[np.ndarray, dict[str, Visits]]]
-
-
-Given = Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]]
-"""By table on the host: keys, uint64 `[n]`, and their rows on the devices, int32 `[n]`."""
-
-
-class _Guests(NamedTuple):
-    """The distinct keys of one table.
-
-    Attributes:
-      keys: uint64 `[n]`, ascending.
-      large: int64 `[n]`, their rows on the devices; -1: none.
-      shards: int64 `[n]`, the shard that has, or gets, each row.
-      index: int64 `[n]`, the number of each row among those of its shard.
-    """
-
-    keys: np.ndarray
-    large: np.ndarray
-    shards: np.ndarray
-    index: np.ndarray
+Guests = dict[str, list[tuple[np.ndarray, np.ndarray]]]
+"""By table on the host: keys, uint64 `[n]`, and int32 `[n]`, their rows on the devices, or -1."""
 
 
 def visit(
-    layout: Layout, homes: Homes, given: Mapping[str, Mapping[int, np.ndarray]], every: Given
-) -> Visit | None:
+    layout: Layout, homes: Homes, given: Mapping[str, Mapping[int, np.ndarray]], every: Guests
+) -> tuple[int, dict[int, np.ndarray], Callable[[], tuple[np.ndarray, dict[str, Visits]]]] | None:
     """Return the small tables of a batch; None if the devices hold all of its rows.
 
     Args:
@@ -75,26 +42,31 @@ def visit(
       homes: of its tables on the host.
       given: by table on the host, then by feature: the keys of this process's part, uint64 `[n]`.
       every: the keys of all processes' parts, perhaps repeated.
+
+    Returns:
+      R, the rows that each shard has of each small table; by feature, int32 `[n]`, the row in its
+      small table of each of its keys, -1 for `NOBODY`; and a function that returns what each small
+      stack is made of (`Batch.visits`). The batches before this one must be admitted then.
     """
     if all(
         ((rows >= 0) | (keys == NOBODY)).all() for some in every.values() for keys, rows in some
     ):
         return None
-    tables = {table.name: (stack, table) for stack, table in layout.on_host}
-    guests = {
-        name: _guests(*tables[name], every[name], homes.tables[name].row_groups) for name in tables
+    seats = {
+        table.name: _seats(stack, table, every[table.name], homes.tables[table.name].row_groups)
+        for stack, table in layout.on_host
     }
-    most = max(int(one.index.max(initial=0)) + 1 for one in guests.values())
+    most = max(int(index.max(initial=0)) + 1 for *_, index in seats.values())
     # A power of two, because lookups are compiled for each size.
-    rows = max(ROW_MULTIPLE // 8, 1 << max(0, most - 1).bit_length())
-    of_features: dict[int, np.ndarray] = {}
-    for name, one in guests.items():
-        logical = tables[name][0].logical_in(one.shards, one.index, rows)
-        for f, keys in given[name].items():
-            at = np.searchsorted(one.keys, keys)
-            somebody = keys != NOBODY
-            of_features[f] = np.full(keys.size, -1, np.int32)
-            of_features[f][somebody] = logical[at[somebody]]
+    rows = max(ROW_MULTIPLE // 8, 1 << (most - 1).bit_length())
+    guests, of_features = {}, {}
+    for stack, table in layout.on_host:
+        keys, large, shards, index = seats[table.name]
+        logical = stack.logical_in(shards, index, rows)
+        guests[table.name] = keys, large, logical
+        # `NOBODY` is past all keys, where -1 stands.
+        found = np.append(logical, PADDING_ID).astype(np.int32)
+        of_features |= {f: found[np.searchsorted(keys, x)] for f, x in given[table.name].items()}
 
     def make() -> tuple[np.ndarray, dict[str, Visits]]:
         # Before rows are read, because another thread may replace some meanwhile.
@@ -106,25 +78,27 @@ def visit(
                 stacks[small.name] = Visits(*(send_lines(one, split) for one in made))
         return replaced, stacks
 
-    return Visit(rows, of_features, make)
+    return rows, of_features, make
 
 
-def _guests(
+def _seats(
     stack: Stack,
     table: TableSlice,
     every: Sequence[tuple[np.ndarray, np.ndarray]],
     row_groups: RowGroups,
-) -> _Guests:
-    """Return the distinct keys of a table, each on the shard that has its row, if one has.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Choose a shard for each distinct key of a table: the one that has its row, if one has.
 
     The others are on shards of the processes where they are at home.
+
+    Returns:
+      uint64 `[n]`, the keys, ascending; and int64 `[n]` their rows on the devices, -1 for none, the
+      shard that has, or gets, each row, and the number of each row among those of its shard.
     """
-    all_keys = np.concatenate([np.zeros(0, np.uint64), *(keys for keys, _ in every)])
-    rows = np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in every)])
+    all_keys, rows = map(np.concatenate, zip(*every, strict=True))
     keys, first = np.unique(all_keys, return_index=True)
-    if keys.size and keys[-1] == NOBODY:  # the largest of all
-        keys, first = keys[:-1], first[:-1]
-    large = rows[first].astype(np.int64)
+    end = np.searchsorted(keys, NOBODY)  # the largest of all
+    keys, large = keys[:end], rows[first[:end]].astype(np.int64)
     held = large >= 0
     shards = np.zeros(keys.size, np.int64)
     shards[held] = stack.physical(large[held], table) // stack.num_rows
@@ -140,32 +114,41 @@ def _guests(
     whole = np.bincount(shards, minlength=stack.num_shards)
     index = np.empty(keys.size, np.int64)
     index[order] = np.arange(keys.size) - np.repeat(np.cumsum(whole) - whole, whole)
-    return _Guests(keys, large, shards, index)
+    return keys, large, shards, index
 
 
 def _stack(
-    large: Stack, small: Stack, guests: Mapping[str, _Guests], homes: Homes
+    large: Stack,
+    small: Stack,
+    guests: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
+    homes: Homes,
 ) -> tuple[np.ndarray, ...]:
-    """Return what a small stack is made of: the fields of its `Visits`."""
+    """Return what a small stack is made of: the fields of its `Visits`.
+
+    Args:
+      large: the stack on the devices.
+      small: the small one.
+      guests: by table, its distinct keys, their rows on the devices (-1: none) and in `small`.
+      homes: the rows at home.
+    """
     cached = np.full((small.num_shards, small.num_rows), PADDING_ID, large.index_dtype)
-    stored, drawn, values, away = {}, {}, [], {}
+    stored, drawn, ids, values, away = {}, {}, {}, [], {}
     for old, new in zip(large.tables, small.tables, strict=True):
-        one = guests[old.name]
-        held = one.large >= 0
-        local = large.physical(one.large[held], old) % large.num_rows
-        cached[one.shards[held], new.offset + one.index[held]] = local
-        logical = small.logical_in(one.shards, one.index, new.rows_per_shard)
-        away[old.name] = logical[~held]
-        mine = ~held & homes.tables[old.name].row_groups.at_home(one.keys)
-        rows, found = homes.visit(old.name, one.keys[mine])
-        stored[old.name] = logical[mine][found]
-        drawn[old.name] = logical[mine][~found], one.keys[mine][~found]
-        values.append(rows[VALUES][found])
+        name = old.name
+        keys, rows, seats = guests[name]
+        held = rows >= 0
+        # A physical row counts through all shards.
+        local = large.physical(rows[held], old) % large.num_rows
+        cached.reshape(-1)[small.physical(seats[held], new)] = local
+        away[name] = seats[~held]
+        mine = ~held & homes.tables[name].row_groups.at_home(keys)
+        at_home, found = homes.visit(name, keys[mine])
+        stored[name], drawn[name] = seats[mine][found], seats[mine][~found]
+        ids[name] = keys[mine][~found]
+        values.append(at_home[VALUES][found])
     # Other processes do not know which of them were found.
     least = 0 if jax.process_count() == 1 else most_per_shard(small, away)
-    from_home = Parcels(small, stored, least)
-    to_draw = Parcels(small, {name: rows for name, (rows, _) in drawn.items()}, least)
+    from_home, to_draw = Parcels(small, stored, least), Parcels(small, drawn, least)
     # Rows of keys are at home; what has no row there yet is drawn by its id.
-    ids = {name: keys for name, (_, keys) in drawn.items()}
     keyed = to_draw.keyed(ids, dict.fromkeys(ids))
     return cached, from_home.rows(), from_home.packed(np.concatenate(values)), keyed

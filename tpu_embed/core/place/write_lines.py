@@ -21,7 +21,6 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import (
-    ROW_SPLITS,
     BatchSpec,
     StackView,
     fields_of,
@@ -30,8 +29,9 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import host_route
+from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.packing import StackIds
+from tpu_embed.core.place.packing import pack
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put, SortedIds, Take
 
@@ -43,74 +43,65 @@ class HostStack(NamedTuple):
     """One stack of a batch on the host.
 
     Attributes:
-      ids: the ids of this process's replicas.
-      replicas: the sorted ids of each of these replicas.
+      ids: the ids of this process's replicas (`pack`).
+      replicas: the sorted ids of each of these replicas; [] if the devices sort them.
       rows_at: int `[replicas, S + 1]`, where the distinct rows of each shard begin.
       sums_at: int `[replicas, S + 1]`, where the partial sums of each shard begin.
-      numbers: the numbers of these replicas in the global batch.
-      owners: how every shard merges what it gets; () if the host does not know the whole batch.
+      owners: the partial sums that every shard gets from all replicas, one replica's after
+        another's, sorted by row; [] if the host does not know the whole batch.
     """
 
-    ids: StackIds
-    replicas: tuple[SortedIds, ...]
+    ids: Fields
+    replicas: list[SortedIds]
     rows_at: np.ndarray
     sums_at: np.ndarray
-    numbers: np.ndarray
-    owners: tuple[host_route.Merge, ...]
+    owners: list[SortedIds]
 
 
-def sort_stack(ids: StackIds, view: StackView, replicas: np.ndarray) -> HostStack:
-    """Sort the ids of one stack by row, on every replica.
+def sort_stacks(
+    hosts: Sequence[HostIds], spec: BatchSpec, layout: Layout, replicas: np.ndarray
+) -> list[HostStack]:
+    """Pack the ids of every stack in a spec, and sort them by row on every replica.
 
     Args:
-      ids: the ids.
-      view: the stack.
-      replicas: the numbers of this process's replicas in the global batch.
+      hosts: the ids of every feature.
+      spec: of a batch; the capacities of its exchange are not used.
+      layout: the engine's layout.
+      replicas: the numbers of the replicas whose ids they are in the global batch.
     """
-    # The devices sort the ids themselves.
-    if not view.is_routed:
-        nowhere = np.zeros((0, 2), np.int64)
-        return HostStack(ids, (), nowhere, nowhere, replicas, ())
-    ordered = host_kernels().sort_ids(ids.row_ids, ids.blocks)
+    views = view_stacks(spec.over(replicas.size), layout)
+    return [_sort(pack(hosts, view, replicas), view) for view in views]
+
+
+def _sort(ids: Fields, view: StackView) -> HostStack:
+    """Sort the ids of one stack."""
+    # If they are not routed, the devices do that.
+    ordered = host_kernels().sort_ids(ids["row_ids"], ids.get("blocks")) if view.is_routed else []
+    sum_rows = [one.sum_rows for one in ordered]
     rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
-    if ids.blocks is not None:
-        sums_at = host_route.bounds([one.sum_rows for one in ordered], view.stack)
-    merges = ()
-    if view.merges_on_host:
-        merges = tuple(host_route.merge_sums([one.sum_rows for one in ordered], sums_at))
-    return HostStack(ids, tuple(ordered), rows_at, sums_at, replicas, merges)
+    if "blocks" in ids:
+        sums_at = host_route.bounds(sum_rows, view.stack)
+    owners = host_route.merge_sums(sum_rows, sums_at) if view.merges_on_host else []
+    return HostStack(ids, ordered, rows_at, sums_at, owners)
 
 
-def with_capacities(
-    stacks: Sequence[HostStack], natural: BatchSpec, packed_as: BatchSpec, layout: Layout
-) -> BatchSpec:
+def with_capacities(stacks: Sequence[HostStack], natural: BatchSpec, layout: Layout) -> BatchSpec:
     """Return the spec that a batch fits exactly: its own, with the room for its exchange counted.
 
     Args:
       stacks: the sorted ids of every stack.
       natural: the batch's own spec, without capacities.
-      packed_as: the spec that its ids were packed in.
       layout: the engine's layout.
     """
-    views = view_stacks(packed_as, layout)
-    counted = [
-        dataclasses.replace(one, **_room(view, stack))
-        for view, one, stack in zip(views, natural.stacks, stacks, strict=True)
-    ]
+    counted = []
+    for view, host in zip(view_stacks(natural, layout), stacks, strict=True):
+        rows, sums = (
+            int(np.diff(at, axis=1).max(initial=0)) for at in (host.rows_at, host.sums_at)
+        )
+        merged = max((one.rows.size for one in host.owners), default=0)
+        room = {"row_capacity": rows, "partials": sums if view.accumulates else 0, "merged": merged}
+        counted.append(dataclasses.replace(view.room, **room))
     return dataclasses.replace(natural, stacks=tuple(counted))
-
-
-def _room(view: StackView, host: HostStack) -> dict[str, int]:
-    """Return the capacities that a stack's ids need."""
-    if not host.replicas:
-        return {}
-    room = {
-        "row_capacity": int(np.diff(host.rows_at, axis=1).max()),
-        "partials": int(np.diff(host.sums_at, axis=1).max()) if view.accumulates else 0,
-    }
-    if view.merges_on_host:
-        room["merged"] = max(one.sums.rows.size for one in host.owners)
-    return room
 
 
 def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
@@ -149,13 +140,8 @@ class _Writer(NamedTuple):
 
     def write(self, out: Fields) -> None:
         """Write all fields."""
-        ids = self.host.ids
-        if "row_ids" in out:
-            out["row_ids"][:] = self._of_devices(ids.row_ids)
-        for name in {"bags", "gains", "blocks"} & out.keys():
-            out[name][:] = self._of_devices(getattr(ids, name))
-        for f, splits in ids.row_splits.items():
-            out[f"{ROW_SPLITS}{f}"][:] = self._of_devices(splits)
+        for name in self.host.ids.keys() & out.keys():
+            out[name][:] = self._of_devices(self.host.ids[name])
         if "index" in out:
             self._write_lookup(out)
         if "sent" in out:
@@ -174,7 +160,7 @@ class _Writer(NamedTuple):
         """Write where each id's row comes back, and what is asked of whom."""
         stack = self.view.stack
         if stack.num_shards == 1:
-            out["index"][:] = self._of_devices(self.host.ids.row_ids)
+            out["index"][:] = self._of_devices(self.host.ids["row_ids"])
             return
         capacity = out["asked"].shape[-1]
         numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
@@ -232,14 +218,15 @@ class _Writer(NamedTuple):
 
     def _cells(self, out: Fields) -> list[Take]:
         """Return the order of the sums of a psum: row r in block b is added to cell b · R + r."""
-        layout, ids, rows = self.view.layout, self.host.ids, self.view.stack.num_rows
-        blocks = ids.blocks
+        axes, blocks = self.view.layout.axes, self.host.ids.get("blocks")
         if blocks is None:
-            blocks = (self.host.numbers * layout.blocks // layout.axes.replicas)[:, None]
-        cells = np.where(ids.row_ids < 0, PADDING_ID, ids.row_ids + blocks * rows).astype(np.int32)
+            replicas = axes.local_parts(axes.batch_axes)
+            blocks = (replicas * self.view.layout.blocks // axes.replicas)[:, None]
+        row_ids, rows = self.host.ids["row_ids"], self.view.stack.num_rows
+        cells = np.where(row_ids < 0, PADDING_ID, row_ids + blocks * rows).astype(np.int32)
         by_cell = host_kernels().sort_ids(cells)
         if "merged" in out:
-            touched = self.host.owners[0].sums.rows
+            touched = self.host.owners[0].rows
             out["merged"].fill(PADDING_ID)
             out["merged"][:, touched] = touched
         ordered = [(one.order, one.row, one.rows) for one in by_cell]
@@ -258,14 +245,14 @@ class _Writer(NamedTuple):
           absent: what fills the rest of `sum_segments`: a number past those of all sums.
         """
         ids, lines = self.host.ids, []
-        bags = self.view.bags.dense_bags(np) if ids.bags is None else ids.bags
-        bags = np.broadcast_to(bags, ids.row_ids.shape)
+        bags = ids["bags"] if "bags" in ids else self.view.dense_bags(np)
+        bags = np.broadcast_to(bags, ids["row_ids"].shape)
         for d, r in enumerate(self.replica):
             order, runs, sums = ordered[r]
             lines.append(Take(out["sum_index"][d], bags[r], order, 0))
             lines.append(Take(out["sum_segments"][d], sums, runs, absent))
-            if ids.gains is not None:
-                lines.append(Take(out["sum_gains"][d], ids.gains[r], order, 0))
+            if "gains" in ids:
+                lines.append(Take(out["sum_gains"][d], ids["gains"][r], order, 0))
         return lines
 
     def _merges(self, out: Fields) -> list[Take]:
@@ -273,8 +260,9 @@ class _Writer(NamedTuple):
         view, stack, lines = self.view, self.view.stack, []
         # [S, replicas]: where each replica's parcel begins in what each owner receives.
         first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
+        sent = np.diff(self.host.sums_at, axis=1).T  # [S, replicas], the sums in each parcel
         for owner in np.unique(self.shard):
-            sizes, sums = self.host.owners[owner]
+            sums, sizes = self.host.owners[owner], sent[owner]
             # Where the parcel of each replica arrives, and in it each of its partial sums: parcels
             # of 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
             shift = first[owner] - (sizes.cumsum() - sizes)

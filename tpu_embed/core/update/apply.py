@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._types import Array, ArrayLike
-from tpu_embed.core.exchange import MergeRoute, RowSums, collectives, padded
+from tpu_embed._types import PADDING_ID, Array, ArrayLike
+from tpu_embed.core.exchange import RowSums, collectives
 from tpu_embed.core.layout import (
     NUMBERS_SLOT,
+    ROW_MULTIPLE,
     SEED_SLOT,
     Stack,
     rounding_slots,
@@ -42,65 +43,56 @@ from tpu_embed.kernels.stochastic import Rounding
 
 
 def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
-    """Return the stack's rule if the compiled kernels can apply it to this stack, else None."""
-    optimizer = stack.optimizer
+    """Return the stack's rule as the kernels take it that its rows are packed for, or None.
+
+    Rows that are not packed are for the CPU's kernels, which read one after the other; rows that
+    are packed as words are for SparseCores.
+    """
+    optimizer, row_format = stack.optimizer, stack.row_format
     if optimizer is None or stack.compute_dtype != jnp.float32 or optimizer.updates_every_row:
         return None
-    # Packed rows are made for TPUs; the CPU kernels read one row after the other.
-    if stack.packing != "none":
-        return None
-    return optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
-
-
-def sparse_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
-    """Return the stack's rule if SparseCores can apply it to rows that they merge, else None."""
-    optimizer, row_format = stack.optimizer, stack.row_format
-    if optimizer is None or optimizer.updates_every_row or stack.compute_dtype != jnp.float32:
-        return None
-    if not row_format.moved_by_sparse_cores or not row_format.packed:
+    on_cpu = stack.packing == "none"
+    if not on_cpu and not (row_format.moved_by_sparse_cores and row_format.packed):
         return None
     rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
+    if rule is None or on_cpu:
+        return rule
     sums_format = sent_sums_format(stack)
-    packed = sums_format.dtype.itemsize < 4
     # A word has two numbers of bfloat16.
     width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
-    return rule if rule and sparsecore_update.takes(rule, width, packed) else None
+    return rule if sparsecore_update.takes(rule, width, sums_format.dtype.itemsize < 4) else None
 
 
 def merge_and_apply(
-    held: StackShard,
-    sums: Array,
-    route: MergeRoute,
-    stack: Stack,
-    rule: CompiledRule,
-    step: Array,
+    held: StackShard, given: RowSums, stack: Stack, rule: CompiledRule, step: Array
 ) -> StackShard:
     """Merge partial sums and update their rows, in one SparseCore kernel, in place.
 
     Args:
       held: the shard.
-      sums: partial sums `[P, …]`, packed for SparseCores.
-      route: how they are merged.
+      given: partial sums, and how they are merged.
       stack: the stack.
-      rule: what `sparse_rule` returned.
+      rule: what `compiled_rule` returned.
       step: int32 `[]`, t.
     """
     shapes, row_format = rule_slots(stack), stack.row_format
     formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
-    segments = route.segments
-    if segments is None:
-        segments = jax.lax.iota(jnp.int32, route.row_ids.shape[0])
-    index = jax.lax.iota(jnp.int32, segments.shape[0]) if route.index is None else route.index
+    segments, index, sums = given.segments, given.index, given.packed
+    assert segments is not None, "only partial sums are merged"
+    if index is None:
+        index = jax.lax.iota(jnp.int32, segments.shape[0])
+    if sums is None:
+        sums = sent_sums_format(stack).pack(given.sums)
     table, new = sparsecore_update.merge_update(
         sums,
         index,
         segments,
-        route.row_ids.astype(jnp.int32),
+        given.row_ids.astype(jnp.int32),
         row_format.by_row(held.table),
         [formats[name].by_row(held.slots[name]) for name in rule.slots],
         rule,
         stack.dim,
-        _row_keys(route.row_ids, held, stack, step),
+        _row_keys(given.row_ids, held, stack, step),
     )
     named = zip(rule.slots, new, strict=True)
     slots = {name: x.reshape(held.slots[name].shape) for name, x in named}
@@ -186,17 +178,16 @@ def apply_rule(
         else new_slots[name]
         for name, slot in shapes.items()
     }
-    stored = _rounded(new_rows, sums.row_ids, held, stack, step)
+    keys = _row_keys(sums.row_ids, held, stack, step)
+    stored = (
+        storage.encode(new_rows, stack.dtype)
+        if keys is None
+        else stochastic.round_rows(new_rows, keys)
+    )
     return StackShard(
         dispatch.write_ascending_rows(held.table, sums.row_ids, stored, stack.row_format),
         {**held.slots, **written},
     )
-
-
-def _rounded(rows: Array, row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array:
-    """Return new rows `[U, D]` as they are stored, rounded as the stack declares it."""
-    keys = _row_keys(row_ids, held, stack, step)
-    return storage.encode(rows, stack.dtype) if keys is None else stochastic.round_rows(rows, keys)
 
 
 def _row_keys(row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array | None:
@@ -237,10 +228,16 @@ def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
 def every_row(sums: RowSums, stack: Stack) -> RowSums:
     """Return all R rows with their gradients, zero where a row was not touched.
 
-    This is for a rule that changes every row, such as Adam with `lazy_adam=False`.
+    This is for a rule that changes every row, such as Adam with `lazy_adam=False`. The rows are
+    padded with absent ones to a multiple of `ROW_MULTIPLE`.
     """
     # Rows (1, 4, none) with gradients (a, b, 0) become the rows 0 … R - 1 with (0, a, 0, 0, b, …).
     dense = dispatch.set_rows(
         jnp.zeros((stack.num_rows, stack.dim), sums.sums.dtype), sums.row_ids, sums.sums
     )
-    return padded(RowSums(jnp.arange(stack.num_rows, dtype=sums.row_ids.dtype), dense))
+    rows = jnp.arange(stack.num_rows, dtype=sums.row_ids.dtype)
+    missing = -stack.num_rows % ROW_MULTIPLE
+    return RowSums(
+        jnp.pad(rows, (0, missing), constant_values=PADDING_ID),
+        jnp.pad(dense, ((0, missing), (0, 0))),
+    )

@@ -25,9 +25,11 @@ from tpu_embed.core.lookup import Jagged, segments
 def check_trainable(what: str, layout: Layout) -> None:
     """Check that every trainable table has an optimizer; see `EmbeddingEngine.check_trainable`."""
     # Only tables that a feature uses can receive gradients; dict.fromkeys drops repeated names.
-    without = {g for g, stack in enumerate(layout.stacks) if stack.optimizer is None}
-    users = [feature for feature in layout.features if feature.stack in without] if without else []
-    bare = dict.fromkeys(user.table.name for user in users if user.config.table.trainable)
+    bare = dict.fromkeys(
+        user.table.name
+        for user in layout.features
+        if user.config.table.trainable and layout.stacks[user.stack].optimizer is None
+    )
     if bare:
         remedy = "give the engine or the tables an optimizer, or set trainable=False"
         expected, got = "an optimizer for every trainable table", f"none for {list(bare)}"
@@ -69,12 +71,10 @@ def checked_gradients(
             warn_user(text)
             checked.append(None)
             continue
-        if not hasattr(gradient, "shape") or not hasattr(gradient, "dtype"):
-            got = type(gradient).__name__
-            raise ValueError(message(what, expected=f"an array of shape {expected}", got=got))
-        if gradient.shape != expected:
+        got = getattr(gradient, "shape", f"no array: {type(gradient).__name__}")
+        if got != expected or not hasattr(gradient, "dtype"):
             text = f"shape {expected}"
-            raise ValueError(message(what, expected=text, got=f"{gradient.shape}", remedy=remedy))
+            raise ValueError(message(what, expected=text, got=f"{got}", remedy=remedy))
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
             raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
         check_live(what, [gradient])
@@ -89,18 +89,18 @@ def stack_gradients(
 
     Args:
       gradients: one leaf per feature, of this device's examples; None is zero.
-      row_splits: `[B/S + 1]` of every jagged feature.
+      row_splits: `[1, B/S + 1]` of every jagged feature.
       view: the stack.
     """
     stack, arrays = view.stack, []
     # [examples, …, D] -> [examples * bags, D]: a sequence of 5 positions has 5 bags per example.
-    for f, size, own in zip(view.features, view.bags.sizes, view.bags.shapes, strict=True):
+    for f, size, own in zip(view.features, view.sizes, view.shapes, strict=True):
         shape, given = (own.bags_of(size), stack.dim), gradients[f]
         if given is None:
             arrays.append(jnp.zeros(shape, stack.compute_dtype))
             continue
         given = given.astype(stack.compute_dtype)
         if own.capacity is not None and not own.has_places:
-            given, _ = segments.pad(row_splits[f], given[0], own.bags)
+            given, _ = segments.pad(row_splits[f][0], given[0], own.bags)
         arrays.append(given.reshape(shape))
     return tuple(arrays)

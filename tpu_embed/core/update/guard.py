@@ -24,6 +24,7 @@ from tpu_embed._types import Array, Tracer
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout
+from tpu_embed.core.lookup import Jagged, row_splits
 
 OnBadGradient = Literal["allow", "skip", "error"]
 
@@ -77,14 +78,11 @@ class Guard:
           bad: what `find` returned.
           refused: bool `[]`, whether the batch was not in order; None: it was.
         """
-        step = {"bad_ids": bad_ids}
-        if bad is not None:
-            step[COUNTER] = bad.astype(jnp.int32)
-        if refused is not None:
-            step[REFUSED] = refused.astype(jnp.int32)
+        step = {"bad_ids": bad_ids, COUNTER: bad, REFUSED: refused}
+        numbers = {name: n.astype(jnp.int32) for name, n in step.items() if n is not None}
         # A restored state may come from an engine with another policy: a counter that it lacks
         # starts at 0, and one that this policy does not use is kept.
-        return {**counters, **{name: counters.get(name, 0) + n for name, n in step.items()}}
+        return {**counters, **{name: counters.get(name, 0) + n for name, n in numbers.items()}}
 
     def find(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> Array | None:
         """Return which features' gradients are not finite, bool `[F]`; None under "allow".
@@ -95,7 +93,7 @@ class Guard:
         """
         if self.policy == "allow":
             return None
-        return not_finite(gradients, _with_lengths(source), self.layout)
+        return not_finite(gradients, _splits(source, self.layout), self.layout)
 
     def refuse(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> None:
         """Under "error" and outside a jit, wait for the gradients and refuse bad ones.
@@ -109,7 +107,7 @@ class Guard:
         """
         if self.policy != "error":
             return
-        found = _not_finite_program(list(gradients), _with_lengths(source), self.layout)
+        found = _not_finite_program(gradients, _splits(source, self.layout), self.layout)
         # A tracer is not known yet: then the step is skipped, and `report` tells checkify.
         if isinstance(found, Tracer) or not np.any(found):
             return
@@ -137,14 +135,14 @@ class Guard:
         return f"feature {feature.path!r} of table {feature.table.name!r}"
 
 
-def _with_lengths(source: Batch | TracedIds) -> Batch | TracedIds | None:
-    """Return the ids if they say where gradients end; the program of others knows no ids."""
+def _splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
+    """Return the row splits of jagged features, which say where their gradients end."""
     jagged = any(shape.capacity is not None for shape in source.spec.feature_shapes)
-    return source if jagged else None
+    return row_splits(source, layout) if jagged else {}
 
 
 def not_finite(
-    gradients: Sequence[Array | None], source: Batch | TracedIds | None, layout: Layout
+    gradients: Sequence[Array | None], splits: Mapping[int, Array], layout: Layout
 ) -> Array:
     """Return which features' gradients contain NaN or infinity on any device, bool `[F]`.
 
@@ -153,44 +151,30 @@ def not_finite(
 
     Args:
       gradients: one leaf per feature, with the batch dimension sharded; None is zero.
-      source: the ids, if a feature is jagged; otherwise None.
+      splits: the row splits `[S, B / S + 1]` of every jagged feature.
       layout: the engine's layout.
     """
     axes = layout.axes
     batch = axes.spec(axes.batch_axes)
-    of_source = axes.batch_axes if source is None else source.axes(layout)
 
-    def device(gradients: list[Array | None], source: Batch | TracedIds | None) -> Array:
+    def is_bad(f: int, gradient: Array | None, splits: Mapping[int, Array]) -> Array:
+        stack = layout.stacks[layout.features[f].stack]
+        if gradient is None or stack.optimizer is None:
+            return jnp.asarray(False)
+        # Cast first: a finite float64 gradient may be infinite in the float32 that the table uses.
+        finite = jnp.isfinite(gradient.astype(stack.compute_dtype))
+        if f in splits:
+            finite |= ~Jagged(gradient, splits[f]).valid[..., None]
+        return ~jnp.all(finite)
+
+    def device(gradients: Sequence[Array | None], splits: Mapping[int, Array]) -> Array:
         with jax.named_scope("guard"):
-            splits = {} if source is None else source.row_splits(layout)
-            given = [
-                gradient if gradient is None or f not in splits else _in_rows(gradient, splits[f])
-                for f, gradient in enumerate(gradients)
-            ]
-            bad = [_is_bad(gradient, layout, f) for f, gradient in enumerate(given)]
+            bad = [is_bad(f, gradient, splits) for f, gradient in enumerate(gradients)]
             return collectives.any_device(jnp.stack(bad), axes.mesh)
 
     return jax.shard_map(
-        device,
-        mesh=axes.mesh,
-        in_specs=(batch, axes.spec(of_source)),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(axes.reshard(list(gradients), axes.batch_axes), axes.reshard(source, of_source))
-
-
-def _in_rows(gradient: Array, row_splits: Array) -> Array:
-    """Return a jagged gradient `[1, C, D]` with zeros beyond the last row."""
-    places = jnp.arange(gradient.shape[1], dtype=row_splits.dtype)
-    return jnp.where((places < row_splits[-1])[:, None], gradient, jnp.zeros_like(gradient))
+        device, mesh=axes.mesh, in_specs=batch, out_specs=PartitionSpec(), check_vma=False
+    )(*axes.reshard((list(gradients), splits), axes.batch_axes))
 
 
 _not_finite_program = partial(jax.jit, static_argnames="layout")(not_finite)
-
-
-def _is_bad(gradient: Array | None, layout: Layout, f: int) -> Array:
-    stack = layout.stacks[layout.features[f].stack]
-    if gradient is None or stack.optimizer is None:
-        return jnp.asarray(False)
-    # Cast first: a finite float64 gradient may be infinite in the float32 that the table uses.
-    return ~jnp.all(jnp.isfinite(gradient.astype(stack.compute_dtype)))

@@ -10,15 +10,14 @@ arrays, in the memory of the old ones if those are donated.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embed._types import PADDING_ID, Array, ArrayLike
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import (
     Batch,
     LocalIds,
@@ -26,9 +25,9 @@ from tpu_embed.core.batch import (
     TracedIds,
     view_stacks,
 )
-from tpu_embed.core.exchange import RowSums, collectives, device_route, route
-from tpu_embed.core.layout import Layout, Stack, sent_sums_format
-from tpu_embed.core.state import StackShard, slot_shapes, state_specs
+from tpu_embed.core.exchange import RowSums, collectives, route
+from tpu_embed.core.layout import Layout
+from tpu_embed.core.state import StackShard, rule_slots, state_specs
 from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
     apply_rule,
@@ -36,16 +35,14 @@ from tpu_embed.core.update.apply import (
     every_row,
     merge_and_apply,
     rounding_of,
-    sparse_rule,
     sum_and_apply,
 )
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.core.update.sums import (
-    Partials,
-    Task,
+    Splits,
     bags_to_merge,
     exchange_sums,
-    gather_task,
+    gather_all,
     gradients_to_sort,
     partials_for_kernel,
     psum_sums,
@@ -54,7 +51,6 @@ from tpu_embed.core.update.sums import (
 )
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.operands import GradientLayout, RowGradients
-from tpu_embed.kernels.rules import CompiledRule
 from tpu_embed.kernels.waits import zero_after
 
 
@@ -82,28 +78,14 @@ class Operands(NamedTuple):
         return self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
 
 
-class Updated(NamedTuple):
-    """What an update returns.
-
-    Attributes:
-      tables: `TableState.tables` after the update.
-      slots: `TableState.slots` after the update.
-      bad_ids: int32 `[F]`, the bad ids of this step, per feature.
-    """
-
-    tables: dict[str, Array]
-    slots: dict[str, dict[str, Array]]
-    bad_ids: Array
-
-
 def update(
     tables: Mapping[str, Array],
     slots: Mapping[str, dict[str, Array]],
     source: Batch | TracedIds,
     operands: Operands,
     layout: Layout,
-) -> Updated:
-    """Return tables and slots after one update, and what the step adds to the counters.
+) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
+    """Return tables and slots after one update, and the bad ids of this step, int32 `[F]`.
 
     Args:
       tables: `TableState.tables`.
@@ -116,12 +98,28 @@ def update(
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
+    def device(
+        tables: dict[str, Array],
+        slots: dict[str, dict[str, Array]],
+        source: Batch | TracedIds,
+        operands: Operands,
+    ) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
+        new_tables, new_slots = {}, {}
+        for view in trained:
+            name = view.stack.name
+            with jax.named_scope(f"update/{view.stack.label}"):
+                held = StackShard(tables[name], slots[name])
+                new_tables[name], new_slots[name] = _apply(
+                    held, located[view.number], view, splits, operands
+                )
+        return new_tables, new_slots, collectives.psum(bad_ids, axes.batch_axes)
+
     table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
     whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
-    source = axes.reshard(source, source.axes(layout))
     gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
-    step = jax.shard_map(
-        functools.partial(_update_device, trained, layout),
+    new_tables, new_slots, bad_ids = jax.shard_map(
+        device,
         mesh=axes.mesh,
         in_specs=(
             table_specs,
@@ -129,194 +127,128 @@ def update(
             axes.spec(source.axes(layout)),
             Operands(batch, whole, whole, batch, whole),  # type: ignore
         ),
-        out_specs=Updated(table_specs, slot_specs, whole),  # type: ignore
+        out_specs=(table_specs, slot_specs, whole),
         check_vma=False,
+    )(
+        {name: tables[name] for name in table_specs},
+        {name: slots[name] for name in table_specs},
+        axes.reshard(source, source.axes(layout)),
+        operands._replace(gradients=gradients, reads=reads),
     )
-    operands = operands._replace(gradients=gradients, reads=reads)
-    held = {name: tables[name] for name in table_specs}, {name: slots[name] for name in table_specs}
-    new = step(*held, source, operands)
-    return new._replace(tables={**tables, **new.tables}, slots={**slots, **new.slots})
+    return {**tables, **new_tables}, {**slots, **new_slots}, bad_ids
 
 
-def _update_device(
-    trained: Sequence[StackView],
-    layout: Layout,
-    tables: dict[str, Array],
-    slots: dict[str, dict[str, Array]],
-    source: Batch | TracedIds,
+def _apply(
+    held: StackShard,
+    ids: LocalIds,
+    view: StackView,
+    splits: Splits,
     operands: Operands,
-) -> Updated:
-    """Do what `update` does on one device, with its shards and its part of the batch."""
-    (located, bad_ids), row_splits = source.locate(layout), source.row_splits(layout)
-    new_tables, new_slots = {}, {}
-    for view in trained:
-        stack = view.stack
-        held = StackShard(tables[stack.name], slots[stack.name])
-        gradients = stack_gradients(operands.gradients, row_splits, view)
-        ids, operands = _reads_first(located[view.number], operands, stack)
-        task = Task(ids, gradients, view, row_splits)
-        with jax.named_scope(f"update/{stack.label}"):
-            held = _apply(held, task, operands)
-            held = _shared_slots_kept(held, slots[stack.name], stack, operands.skip)
-        new_tables[stack.name], new_slots[stack.name] = held
-    bad_ids = collectives.psum(bad_ids, layout.axes.batch_axes)
-    return Updated(new_tables, new_slots, bad_ids)
-
-
-def _reads_first(ids: LocalIds, operands: Operands, stack: Stack) -> tuple[LocalIds, Operands]:
-    """Make the ids of a stack wait for its lookups, and keep one number of each activation.
-
-    An update must wait for what was looked up (`_to_apply`), for which the first number of each
-    activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's compiler
-    reads them when it writes the rows, and keeps whole activations until then.
-    """
-    # An empty activation has no number, and nothing was read for it.
-    firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
-    ids, firsts = jax.lax.optimization_barrier((ids, firsts))
-    return ids, operands._replace(reads={**operands.reads, stack.name: firsts})
-
-
-def _apply(held: StackShard, task: Task, operands: Operands) -> StackShard:
+) -> StackShard:
     """Apply the stack's optimizer to the rows of this device's shard that the batch touches.
 
     XLA sums gradients within blocks, exchanges them, sums over blocks, and then applies the rule. A
     compiled CPU kernel sums and applies in one pass, so it gets the gradients as early as possible.
     Which kernel runs is chosen when the program is lowered for a platform.
     """
-    rule, view = _StackRule.of(task, operands), task.view
-    if view.by_psum:
-        return rule.to_sums(held, psum_sums(task))
-    if not view.routes_update:
-        every = gather_task(task)
-        # Without accumulation, occurrences must not be summed at all.
-        if not view.accumulates:
-            return rule.to_each_occurrence(held, sort_own_ids(every), every.gradients)
+    stack, step, optimizer = view.stack, operands.step, view.stack.optimizer
+    assert optimizer is not None, "only stacks with an optimizer are updated"
+    rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(view.number))
+    rule = compiled_rule(stack, step, rate)
+    gradients = stack_gradients(operands.gradients, splits, view)
+    # An update must wait for what was looked up (`lookup/reads.py`), for which the first number of
+    # each activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's
+    # compiler reads them when it writes the rows, and keeps whole activations until then. An empty
+    # activation has no number, and nothing was read for it.
+    firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
+    ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
-        def in_kernel(held: StackShard) -> StackShard:
-            return rule.in_kernel(held, *gradients_to_sort(every))
+    def to_apply(row_ids: Array) -> Array:
+        """Return row ids that depend on all lookups; all padding if the step is skipped."""
+        # Adds a zero that is computed from the activations.
+        if firsts:
+            row_ids += zero_after(firsts).astype(row_ids.dtype)
+        # Nothing is written to padding. A branch around the update would make XLA copy tables and
+        # slots.
+        if operands.skip is not None:
+            row_ids = jnp.where(operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids)
+        return row_ids
 
-        def in_steps(held: StackShard) -> StackShard:
-            return rule.to_partials(held, sum_own_rows(every))
-
-        def at_once(held: StackShard) -> StackShard:
-            return rule.to_partials(held, bags_to_merge(every))
-
-        # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
-        # SparseCores adds up gradients of bags as well as partial sums, which then nobody stores.
-        # With gains, or sums that are rounded, they are not the same.
-        exact = every.ids.gains is None and not every.rounds
-        native, sparse = rule.compiled and in_kernel, at_once if exact else None
-        return dispatch.choose(held, otherwise=in_steps, native=native, sparse=sparse)
-    # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
-    native = rule.compiled and (lambda held, got: rule.in_kernel(held, *partials_for_kernel(got)))
-    received = exchange_sums(task)
-    return dispatch.choose(held, received, otherwise=rule.to_partials, native=native)
-
-
-class _StackRule(NamedTuple):
-    """The optimizer's rule of one stack in one step, and the ways to apply it.
-
-    Attributes:
-      task: the stack, its ids and its gradients.
-      operands: the operands of the update.
-      learning_rate: the learning rate of this step, scalar.
-      compiled: the rule as the compiled kernels take it; None if they cannot apply it.
-    """
-
-    task: Task
-    operands: Operands
-    learning_rate: ArrayLike
-    compiled: CompiledRule | None
-
-    @classmethod
-    def of(cls, task: Task, operands: Operands) -> _StackRule:
-        """Return the rule of a task's stack at this step."""
-        optimizer, given = task.stack.optimizer, operands.learning_rates.get(task.view.number)
-        assert optimizer is not None, "only stacks with an optimizer are updated"
-        rate = optimizer.resolve_learning_rate(operands.step, given)
-        return cls(task, operands, rate, compiled_rule(task.stack, operands.step, rate))
-
-    def to_each_occurrence(
-        self, held: StackShard, ids: device_route.SortedIds, gradients: Sequence[Array]
-    ) -> StackShard:
-        """Apply the rule once per occurrence of a row, in the order of sums."""
+    def to_sums(held: StackShard, sums: RowSums) -> StackShard:
+        """Apply the rule to distinct rows with their whole gradients, in XLA's operations."""
         with jax.named_scope("rule"):
-            ids, step = _to_apply(ids, self.task, self.operands), self.operands.step
-            given = ids, jnp.concatenate(gradients), self.task.stack, step, self.learning_rate
-            return occurrences.apply_each(held, *given)
+            if optimizer.updates_every_row:
+                sums = every_row(sums, stack)
+            sums = sums._replace(row_ids=to_apply(sums.row_ids))
+            new = apply_rule(held, sums, stack, step, rate)
+        if operands.skip is None:
+            return new
+        # Slots with rows are unchanged already, because the rule got no rows.
+        kept = {
+            name: jnp.where(operands.skip, held.slots[name], new.slots[name])
+            for name, shape in rule_slots(stack).items()
+            if not shape.per_row
+        }
+        return new._replace(slots={**new.slots, **kept})
 
-    def to_partials(self, held: StackShard, given: Partials) -> StackShard:
+    def to_partials(held: StackShard, given: RowSums) -> StackShard:
         """Sum the partial sums of each row and apply the rule: in XLA's operations, one by one.
 
         SparseCores that know the rule do all in one kernel.
         """
-        operands, stack = self.operands, self.task.stack
-        rule = sparse_rule(stack, operands.step, self.learning_rate)
-        sparse = rule and functools.partial(_merge_and_apply, self.task, operands, rule)
 
-        def in_steps(held: StackShard, given: Partials) -> StackShard:
+        def in_steps(held: StackShard, given: RowSums) -> StackShard:
             with jax.named_scope("merge"):
-                sums = route.merge(given.sums, given.merge, given.packed)
-            return self.to_sums(held, sums)
+                sums = route.merge(given)
+            return to_sums(held, sums)
 
+        def at_once(held: StackShard, given: RowSums) -> StackShard:
+            assert rule is not None
+            with jax.named_scope("rule"):
+                given = given._replace(row_ids=to_apply(given.row_ids))
+                return merge_and_apply(held, given, stack, rule, step)
+
+        sparse = at_once if rule and stack.packing != "none" else None
         return dispatch.choose(held, given, otherwise=in_steps, sparse=sparse)
 
-    def to_sums(self, held: StackShard, sums: RowSums) -> StackShard:
-        """Apply the rule to distinct rows with their whole gradients, in XLA's operations."""
-        stack = self.task.stack
-        with jax.named_scope("rule"):
-            if stack.optimizer is not None and stack.optimizer.updates_every_row:
-                sums = every_row(sums, stack)
-            given = _to_apply(sums, self.task, self.operands)
-            return apply_rule(held, given, stack, self.operands.step, self.learning_rate)
-
-    def in_kernel(
-        self, held: StackShard, given: RowGradients, layout: GradientLayout
-    ) -> StackShard:
+    def in_kernel(held: StackShard, given: RowGradients, layout: GradientLayout) -> StackShard:
         """Sum gradients and apply the rule in one compiled kernel."""
-        assert self.compiled is not None, "only stacks with a compiled rule come here"
-        given = _to_apply(given, self.task, self.operands)
-        rounding = rounding_of(held, self.task.stack, self.operands.step)
-        return sum_and_apply(held, given, layout, self.compiled, rounding)
+        assert rule is not None
+        given = given._replace(row_ids=to_apply(given.row_ids))
+        rounding = rounding_of(held, stack, step)
+        return sum_and_apply(held, given, layout, rule, rounding)
 
+    native = rule is not None and stack.packing == "none"
+    if view.by_psum:
+        return to_sums(held, psum_sums(ids, gradients, view, splits))
+    if view.routes_update:
+        # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
+        def adds_up(held: StackShard, given: RowSums) -> StackShard:
+            return in_kernel(held, *partials_for_kernel(given))
 
-def _merge_and_apply(
-    task: Task, operands: Operands, rule: CompiledRule, held: StackShard, given: Partials
-) -> StackShard:
-    """Merge partial sums and apply the rule in one kernel of the SparseCores."""
-    with jax.named_scope("rule"):
-        merge = _to_apply(given.merge, task, operands)
-        sums = given.packed
-        if sums is None:
-            sums = sent_sums_format(task.stack).pack(given.sums)
-        return merge_and_apply(held, sums, merge, task.stack, rule, operands.step)
+        received = exchange_sums(ids, gradients, view)
+        native = adds_up if native else None
+        return dispatch.choose(held, received, otherwise=to_partials, native=native)
+    every = gather_all(ids, gradients, view, splits)
+    # Without accumulation, occurrences must not be summed at all.
+    if not view.accumulates:
+        ids, each = sort_own_ids(every[0], view), jnp.concatenate(every[1])
+        with jax.named_scope("rule"):
+            ids = ids._replace(index=to_apply(ids.index))
+            return occurrences.apply_each(held, ids, each, stack, step, rate)
 
+    def sorts(held: StackShard) -> StackShard:
+        return in_kernel(held, *gradients_to_sort(*every, view, splits))
 
-def _to_apply(given: Any, task: Task, operands: Operands) -> Any:
-    """Return `RowSums` or `RowGradients` with row ids that depend on all lookups of the table.
+    def in_steps(held: StackShard) -> StackShard:
+        return to_partials(held, sum_own_rows(*every, view))
 
-    If the step is skipped, all row ids become padding, so nothing is written. A branch around the
-    update would make XLA copy tables and slots.
-    """
-    row_ids = given.row_ids
-    # Adds a zero that is computed from the activations (`lookup/reads.py`).
-    if reads := operands.reads[task.stack.name]:
-        row_ids += zero_after(reads).astype(row_ids.dtype)
-    if operands.skip is not None:
-        row_ids = jnp.where(operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids)
-    return given._replace(row_ids=row_ids)
+    def by_bag(held: StackShard) -> StackShard:
+        return to_partials(held, bags_to_merge(*every, view))
 
-
-def _shared_slots_kept(
-    held: StackShard, before: Mapping[str, Array], stack: Stack, skip: Array | None
-) -> StackShard:
-    """Return the shard; if the step is skipped, with the slots that all rows share as before."""
-    if skip is None:
-        return held
-    # Slots with rows are unchanged already, because `_to_apply` gave the rule no rows.
-    shared = {
-        name: jnp.where(skip, before[name], held.slots[name])
-        for name, shape in slot_shapes(stack).items()
-        if not shape.per_row
-    }
-    return held._replace(slots={**held.slots, **shared})
+    # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
+    # SparseCores adds up gradients of bags as well as partial sums, which then nobody stores.
+    # With gains, or sums that are rounded, they are not the same.
+    exact = every[0].gains is None and stack.exchange_dtype is None
+    native, sparse = sorts if native else None, by_bag if exact else None
+    return dispatch.choose(held, otherwise=in_steps, native=native, sparse=sparse)

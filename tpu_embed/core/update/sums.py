@@ -14,9 +14,9 @@ their rows' owners, with the order to merge them in; or what a compiled kernel n
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,199 +24,168 @@ import numpy as np
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import LocalIds, StackView, gather, gather_ids
-from tpu_embed.core.exchange import (
-    MergeRoute,
-    RowSums,
-    SumRoute,
-    collectives,
-    device_route,
-    number_runs,
-    route,
-)
-from tpu_embed.core.layout import Layout, Stack, sent_sums_format
+from tpu_embed.core.exchange import RowSums, collectives, device_route, number_runs, route
+from tpu_embed.core.layout import Stack, sent_sums_format
 from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.formats import RowFormat
-from tpu_embed.kernels.operands import GradientLayout, RowGradients
+from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum
+
+Gradients = Sequence[Array]
+"""The gradients of a stack's bags on one device, `[bags, D]` per feature."""
+
+Splits = Mapping[int, Array]
+"""The row splits `[1, B/S + 1]` of every jagged feature."""
 
 
-class Task(NamedTuple):
-    """One stack to update on one device.
+def gather_all(
+    ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits
+) -> tuple[LocalIds, Gradients]:
+    """Return the ids and gradients of all devices, of ids that the host has not routed.
 
-    Attributes:
-      ids: this device's ids of the stack.
-      gradients: the gradients of the stack's features, `[bags, D]` each.
-      view: the stack, in the batch that the ids are from.
-      row_splits: `[B/S + 1]` of every jagged feature.
+    The ids are local rows of this device's shard, and their blocks are known; the gradients are one
+    array. On one device they are its own, but for the blocks.
     """
-
-    ids: LocalIds
-    gradients: tuple[Array, ...]
-    view: StackView
-    row_splits: Mapping[int, Array]
-
-    @property
-    def stack(self) -> Stack:
-        """The stack."""
-        return self.view.stack
-
-    @property
-    def layout(self) -> Layout:
-        """The engine's layout."""
-        return self.view.layout
-
-    @property
-    def rounds(self) -> bool:
-        """Whether partial sums are rounded to bfloat16 where they are made."""
-        return self.stack.exchange_dtype is not None
-
-    @property
-    def rounded_format(self) -> RowFormat | None:
-        """The format of partial sums that are rounded; None: they are not."""
-        return sent_sums_format(self.stack) if self.rounds else None
-
-
-class Partials(NamedTuple):
-    """Partial sums at the owner of their rows, and how they are merged.
-
-    Attributes:
-      sums: `[P, D]`, float; if the exchange rounds them, bfloat16 as uint16.
-      merge: their order, and the merged sum that each is added to.
-      packed: the sums packed for SparseCores, if they arrived so.
-    """
-
-    sums: Array
-    merge: MergeRoute
-    packed: Array | None = None
-
-
-def gather_task(task: Task) -> Task:
-    """Return a task of ids that the host has not routed, with those of all devices.
-
-    Its ids are local rows of this device's shard, and their blocks are known; its gradients are one
-    array. On one device it is the task itself, but for the blocks.
-    """
-    ids = task.ids._replace(blocks=_blocks(task))
+    ids = ids._replace(blocks=_blocks(ids, view, splits))
     # One device has all ids and all rows: nothing is sent, and gradients stay by feature.
-    if task.view.is_local:
-        return task._replace(ids=ids)
-    names = task.layout.axes.batch_axes
+    if view.is_local:
+        return ids, gradients
+    names = view.layout.axes.batch_axes
     with jax.named_scope("route"):
-        gradients = gather(jnp.concatenate(task.gradients), names)
-        return task._replace(ids=gather_ids(ids, task.view, names), gradients=(gradients,))
+        every = gather(jnp.concatenate(gradients), names)
+        return gather_ids(ids, view, names), (every,)
 
 
-def sort_own_ids(task: Task) -> device_route.SortedIds:
-    """Return the ids of a gathered task, sorted by row and block, with their bags and gains."""
-    ids = task.ids
+def sort_own_ids(ids: LocalIds, view: StackView) -> LocalIds:
+    """Return gathered ids sorted by row and block; R stands for the rows of others."""
     assert ids.blocks is not None, "gathered ids have them"
     with jax.named_scope("dedup"):
-        blocks = ids.blocks, task.layout.blocks
-        given = ids.row_ids, task.stack.num_rows, *blocks, ids.bags, ids.gains
-        return device_route.sort_ids(*given)
+        blocks = ids.blocks, view.layout.blocks
+        given = ids.rows, view.stack.num_rows, *blocks, ids.bags, ids.gains
+        return LocalIds(*device_route.sort_ids(*given))
 
 
-def sum_own_rows(task: Task) -> Partials:
-    """Return the partial sums of a gathered task."""
-    given, num_rows = sort_own_ids(task), task.stack.num_rows
+def sum_own_rows(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
+    """Return the partial sums of gathered ids."""
+    stack, num_rows, ids = view.stack, view.stack.num_rows, sort_own_ids(ids, view)
     with jax.named_scope("dedup"):
-        runs = number_runs(given.row_ids, num_rows, given.blocks)
+        run, rows = number_runs(ids.index, num_rows, ids.blocks)
         # A sum is of one row and one block, and of an id at least. Rows 3 7 7 9 in the blocks 0 0 1
         # 0 have the sums 0 1 2 3, and these the rows 3 7 7 9.
-        most = min(given.row_ids.size, num_rows * task.layout.blocks)
-        segments = jnp.where(given.row_ids < num_rows, runs.run, most)
-        order, rounded = SumRoute(given.bags, given.gains, segments), task.rounded_format
-        sums = sum_gradients(task.gradients, order, most, filled=False, sent=rounded)
+        most = min(ids.index.size, num_rows * view.layout.blocks)
+        segments = jnp.where(ids.index < num_rows, run, most)
+        given = RowsToSum(jnp.concatenate(gradients), ids.bags, segments, ids.gains)
+        sums = sum_gradients(given, most, stack, filled=False)
     with jax.named_scope("merge"):
-        rows = runs.run_row_ids[:most]
-        return _unpacked(sums, device_route.merge_sorted(rows, None, num_rows), rounded)
+        return _unpacked(device_route.merge_sorted(sums, rows[:most], None, num_rows), stack)
 
 
-def exchange_sums(task: Task) -> Partials:
+def exchange_sums(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
     """Make the partial sums of a batch that the host has routed, and send them to the owners."""
-    ids, stack, axes, rounded = task.ids, task.stack, task.layout.axes, task.rounded_format
-    assert ids.sums is not None, "the batch was placed for an update"
+    stack, axes = view.stack, view.layout.axes
     with jax.named_scope("dedup"):
-        size = stack.num_shards * task.view.parcel_size
-        sums = sum_gradients(task.gradients, ids.sums, size, filled=False, sent=rounded)
-    if task.view.is_local:  # nothing is sent, but sums are rounded as if it were
-        assert ids.merge is not None, "one device knows the whole batch"
-        return _unpacked(sums, ids.merge, rounded)
+        size = stack.num_shards * view.parcel_size
+        sums = sum_gradients(_routed(ids, gradients), size, stack, filled=False)
+    if view.is_local:  # nothing is sent, but sums are rounded as if it were
+        assert ids.merged is not None, "one device knows the whole batch"
+        return _unpacked(RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index), stack)
     with jax.named_scope("route"):
-        received, packed = route.send_sums(sums, stack, axes)
-        if ids.merge is not None:
-            return Partials(received, ids.merge, packed)
+        sums, packed = route.send_sums(sums, stack, axes)
+        if ids.merged is not None:
+            return RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index, packed)
         assert ids.sent is not None, "the host tells the rows that it sends"
         rows = route.send_rows(device_route.only_mine(ids.sent, stack, axes), stack, axes)
     with jax.named_scope("merge"):
-        return Partials(received, device_route.route_merge(rows, stack, axes), packed)
+        return device_route.route_merge(sums, packed, rows, stack, axes)
 
 
-def _unpacked(sums: Array, merge: MergeRoute, rounded: RowFormat | None) -> Partials:
+def _routed(ids: LocalIds, gradients: Gradients) -> RowsToSum:
+    """Return the gradients of bags, and their sums, of a batch that the host has routed."""
+    assert ids.sum_index is not None, "the batch was placed for an update"
+    assert ids.sum_segments is not None, "the host tells both"
+    return RowsToSum(jnp.concatenate(gradients), ids.sum_index, ids.sum_segments, ids.sum_gains)
+
+
+def _unpacked(given: RowSums, stack: Stack) -> RowSums:
     """Return partial sums that stay where they were made, perhaps rounded."""
-    if rounded is None:
-        return Partials(sums, merge)
-    return Partials(rounded.unpack(sums), merge, sums if rounded.packing == "words" else None)
+    if stack.exchange_dtype is None:
+        return given
+    packed = given.sums if stack.packing == "words" else None
+    return given._replace(sums=sent_sums_format(stack).unpack(given.sums), packed=packed)
 
 
-def psum_sums(task: Task) -> RowSums:
+def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits) -> RowSums:
     """Return all R rows of a small replicated stack with their whole gradients.
 
     Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
     is exact, because only the device that has a block's examples contributes numbers other than
-    zero. Then the blocks are added in order.
+    zero. Then the blocks are added in order. Rows without ids are `PADDING_ID`.
     """
-    # A cell for every block and row: no batch needs more. If the devices do not divide G, a block
-    # may end on the next device, and a cell is the sum of two: still the same in any order.
-    blocks, rows, axes = task.view.layout.blocks, task.stack.num_rows, task.layout.axes.batch_axes
+    # A cell for every block and row, b * R + r for row r in block b: no batch needs more. If the
+    # devices do not divide G, a block may end on the next device, and a cell is the sum of two:
+    # still the same in any order.
+    stack, blocks, axes = view.stack, view.layout.blocks, view.layout.axes.batch_axes
+    rows = stack.num_rows
     with jax.named_scope("psum"):
-        order, touched = _order_of_cells(task)
-        sums = sum_gradients(task.gradients, order, blocks * rows)
-        sums = collectives.psum(sums, axes).reshape(blocks, rows, task.stack.dim)
+        if ids.sum_segments is None:
+            cells = _blocks(ids, view, splits) * rows + ids.rows.astype(jnp.int32)
+            cells = jnp.where(ids.rows < 0, blocks * rows, cells)
+            cells, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
+            ids = ids._replace(sum_index=bags, sum_segments=cells, sum_gains=gains)
+        given = _routed(ids, gradients)
+        touched = ids.merged
+        if touched is None:
+            # A row without ids must stay absent: with a zero gradient it would still decay or move.
+            cells = given.segments
+            own = dispatch.occurs(jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows)
+            counts = collectives.psum(own.astype(jnp.int32), axes)
+            numbers = jnp.arange(rows, dtype=stack.index_dtype)
+            touched = jnp.where(counts > 0, numbers, PADDING_ID)
+            missing = (0, view.num_merged - rows)
+            touched = jnp.pad(touched, missing, constant_values=PADDING_ID)
+        sums = sum_gradients(given, blocks * rows, stack)
+        sums = collectives.psum(sums, axes).reshape(blocks, rows, stack.dim)
         zero = jnp.zeros_like(sums[0])
         total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], zero)
-        missing = ((0, touched.shape[0] - rows), (0, 0))
-        return RowSums(touched, jnp.pad(total, missing))
+        return RowSums(touched, jnp.pad(total, ((0, touched.shape[0] - rows), (0, 0))))
 
 
-def bags_to_merge(task: Task) -> Partials:
-    """Return the gradients of the bags of a gathered task, as if each were a partial sum.
+def bags_to_merge(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
+    """Return the gradients of the bags of gathered ids, as if each were a partial sum.
 
     A row's gradients are then added one by one, so they must have no gains.
     """
-    given = sort_own_ids(task)
+    ids = sort_own_ids(ids, view)
     # Rows 3 7 7 of the bags 2 0 5: the gradients 2, 0 and 5 are added to the sums 0, 1 and 1.
-    merge = device_route.merge_sorted(given.row_ids, given.bags, task.stack.num_rows)
-    return Partials(jnp.concatenate(task.gradients), merge)
+    bags = jnp.concatenate(gradients)
+    return device_route.merge_sorted(bags, ids.index, ids.bags, view.stack.num_rows)
 
 
-def gradients_to_sort(task: Task) -> tuple[RowGradients, GradientLayout]:
-    """Return the gradients of a gathered task, for a kernel that sorts and sums them itself.
+def gradients_to_sort(
+    ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits
+) -> tuple[RowGradients, GradientLayout]:
+    """Return the gradients of gathered ids, for a kernel that sorts and sums them itself.
 
     It sums feature after feature, so the ids and gradients of several devices are put in order.
     """
-    ids, gradients, view = task.ids, task.gradients, task.view
-    row_ids, numbers, gains = ids.row_ids, ids.bags, ids.gains
+    row_ids, bags, gains = ids.rows, ids.bags, ids.gains
     if not view.is_local:
-        n, bags = task.layout.axes.replicas, view.bags
-        view = view.joined(n)
-        gradients = _by_feature(gradients[0], bags.counts, n)
+        n, own = view.layout.axes.replicas, view
+        view = dataclasses.replace(own, spec=dataclasses.replace(own.spec, replicas=1))
+        gradients = _by_feature(gradients[0], own.counts, n)
         # Of bags a0 a1 | b0 and a2 a3 | b1 on two devices: a0 a1 a2 a3 | b0 b1, and their ids
         # alike.
-        if bags.widths:
-            sizes = np.multiply(bags.widths, bags.counts).tolist()
-            numbers = view.bags.dense_bags()
+        if own.widths:
+            sizes, bags = np.multiply(own.widths, own.counts).tolist(), view.dense_bags()
             row_ids, gains = jax.tree.map(
                 lambda x: jnp.concatenate(_by_feature(x, sizes, n)), (row_ids, gains)
             )
-    given = RowGradients(row_ids, numbers, gains, gradients)
-    if task.layout.blocks > 1:
-        numbered = range(len(view.features))
-        starts = [_block_starts(view, task.row_splits, number) for number in numbered]
+    given = RowGradients(row_ids, bags, gains, tuple(gradients))
+    if view.layout.blocks > 1:
+        starts = [view.block_starts(number, splits) for number in range(len(view.features))]
         static = all(isinstance(one, np.ndarray) for one in starts)
         joined = jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
         given = given._replace(blocks=joined)
-    return given, view.bags.gradients._replace(rounds=task.rounds)
+    return given, GradientLayout(view.counts, view.stack.exchange_dtype is not None)
 
 
 def _by_feature(values: Array, sizes: Sequence[int], n: int) -> tuple[Array, ...]:
@@ -232,68 +201,35 @@ def _by_feature(values: Array, sizes: Sequence[int], n: int) -> tuple[Array, ...
     return tuple(part.reshape(-1, *values.shape[1:]) for part in parts)
 
 
-def _block_starts(view: StackView, row_splits: Mapping[int, Array], number: int) -> Any:
-    """Return the first bags of all blocks but the first, of the feature of this number."""
-    jagged = view.bags.shapes[number].has_places
-    splits = row_splits[view.features[number]] if jagged else None
-    return view.bags.block_starts(number, view.layout.blocks, splits)
-
-
-def partials_for_kernel(given: Partials) -> tuple[RowGradients, GradientLayout]:
+def partials_for_kernel(given: RowSums) -> tuple[RowGradients, GradientLayout]:
     """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
-    size, merge, sums = given.sums.shape[0], given.merge, storage.widened(given.sums)
-    sorted_by_row = RowGradients(merge.row_ids, merge.index, None, (sums,), merge.segments)
-    return sorted_by_row, GradientLayout((size,))
+    sums = storage.widened(given.sums)
+    sorted_by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
+    return sorted_by_row, GradientLayout(sums.shape[:1])
 
 
-def _order_of_cells(task: Task) -> tuple[SumRoute, Array]:
-    """Return how the sums of a psum are made, and the touched rows `[U]`, `PADDING_ID` for others.
-
-    An id of row r in block b adds to cell b * R + r of `[G * R, D]`; an absent id to none.
-    """
-    ids, blocks, rows = task.ids, task.view.layout.blocks, task.stack.num_rows
-    sums = ids.sums
-    if sums is None:
-        row_ids = ids.row_ids
-        cells = _blocks(task) * rows + row_ids.astype(jnp.int32)
-        cells = jnp.where(row_ids < 0, blocks * rows, cells)
-        ordered, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
-        sums = SumRoute(bags, gains, ordered)
-    if ids.merge is not None:
-        return sums, ids.merge.row_ids
-    # A row without ids must stay absent: with a zero gradient it would still decay or move.
-    cells = sums.segments
-    own = dispatch.occurs(jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows)
-    counts = collectives.psum(own.astype(jnp.int32), task.layout.axes.batch_axes)
-    numbers = jnp.arange(rows, dtype=task.stack.index_dtype)
-    touched = jnp.where(counts > 0, numbers, PADDING_ID)
-    missing = (0, task.view.num_merged - rows)
-    return sums, jnp.pad(touched, missing, constant_values=PADDING_ID)
-
-
-def _blocks(task: Task) -> Array:
+def _blocks(ids: LocalIds, view: StackView, splits: Splits) -> Array:
     """Return the block of the global batch that each id's example is in, int32 `[N]`."""
-    ids, view, axes = task.ids, task.view, task.layout.axes
+    axes, num_blocks = view.layout.axes, view.layout.blocks
     if ids.blocks is not None:
         return ids.blocks
-    bags, num_blocks = view.bags, view.layout.blocks
     replica, numbers = collectives.axis_index(axes.batch_axes), np.arange(axes.replicas)
     first = numbers * num_blocks // axes.replicas  # of each replica's blocks
     if view.blocks_per_device == 1:
         return jnp.full_like(ids.bags, jnp.asarray(first, jnp.int32)[replica])
-    if not bags.widths or any(shape.has_places for shape in bags.shapes):
+    if not view.widths or any(shape.has_places for shape in view.shapes):
         # One device: the host numbers the blocks of such ids of others. The blocks of each feature
         # begin at G bags, ascending; if j of all features' are not after a bag, it is in block
         # (j - 1) % G.
         firsts = [
-            jnp.append(jnp.int32(start), _block_starts(view, task.row_splits, number))
-            for number, start in enumerate(bags.starts[:-1])
+            jnp.append(jnp.int32(start), view.block_starts(number, splits))
+            for number, start in enumerate(view.starts[:-1])
         ]
         at = jnp.searchsorted(jnp.concatenate(firsts), ids.bags, side="right")
         return ((at - 1) % num_blocks).astype(jnp.int32)
     later, parts = np.arange(1, view.blocks_per_device), []
     # Features of one size are alike: [features, ids].
-    each = zip(bags.sizes, bags.shapes, strict=True)
+    each = zip(view.sizes, view.shapes, strict=True)
     for (size, count, width), some in itertools.groupby(
         each, key=lambda pair: (pair[0], pair[1].bags, pair[1].width)
     ):

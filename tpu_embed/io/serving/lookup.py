@@ -37,7 +37,6 @@ from tpu_embed.core.batch import (
 from tpu_embed.core.ids import RaggedIds, SparseIds, Structure, host_ids, structure
 from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, make_stacks
 from tpu_embed.core.lookup import (
-    as_jagged,
     by_feature,
     combine,
     not_differentiable,
@@ -46,6 +45,7 @@ from tpu_embed.core.place import natural_spec, pack_line
 from tpu_embed.io.serving.fetched import fetched
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
+from tpu_embed.kernels.operands import RowsToSum
 
 
 def serving_lookup(
@@ -240,15 +240,14 @@ class Server:
           source: the ids.
         """
         layout = self.layout
-        located, bad_ids = source.locate(layout)
+        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
         fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             stack = view.stack
             with jax.named_scope(f"lookup/{stack.tables[0].name}"):
-                rows = fixed[stack.name].found(ids.rows.index, stack)
-                found |= by_feature(combine(rows, ids, view.bags.sums, stack), view)
-        for f, splits in source.row_splits(layout).items():
-            found[f] = as_jagged(found[f], splits, source.spec.feature_shapes[f])
+                values, index = fixed[stack.name].found(ids.index, stack)
+                rows = RowsToSum(values, index, ids.bags, ids.gains)
+                found |= by_feature(combine(rows, view.sum_layout, stack), view, splits)
         return [found[f] for f in range(len(layout.features))], bad_ids

@@ -17,7 +17,6 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.config import TableConfig
-from tpu_embed.core.exchange import FetchedRows
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout import Stack
 from tpu_embed.io.quantize import QuantizedTable
@@ -54,7 +53,7 @@ class Stored:
         """Return some rows, int64 `[n]`, on the host, by part."""
         return {name: np.asarray(array)[rows] for name, array in self.arrays.items()}
 
-    def found(self, row_ids: Array, stack: Stack) -> FetchedRows:
+    def found(self, row_ids: Array, stack: Stack) -> tuple[Array, Array]:
         """Return rows in the compute dtype, and the position of each id's row; runs in a jit.
 
         Args:
@@ -65,7 +64,7 @@ class Stored:
         values = self.arrays["values"]
         plain = values.dtype in (stack.compute_dtype, jnp.uint16) and FIRST not in self.arrays
         if not self.picked and plain:
-            return FetchedRows(values, row_ids)
+            return values, row_ids
         arrays = {name: array for name, array in self.arrays.items() if name != FIRST}
         if not self.picked:
             arrays = {name: dispatch.gather_rows(a, row_ids) for name, a in arrays.items()}
@@ -77,9 +76,7 @@ class Stored:
         if values.dtype != jnp.uint16:
             values = values.astype(stack.compute_dtype)
         positions = jax.lax.iota(row_ids.dtype, row_ids.shape[0])
-        return FetchedRows(
-            values, jnp.where(row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions)
-        )
+        return values, jnp.where(row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions)
 
     def _with_first(self, values: Array, row_ids: Array) -> Array:
         """Return rows `[N, D]`, those with a number beyond the table from the rows drawn first."""
