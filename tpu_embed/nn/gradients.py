@@ -78,11 +78,11 @@ def sparse_value_and_grad(
     """Return a function that computes `f`'s value, a model's gradients and those of its tables.
 
     It works like `nnx.value_and_grad` and also returns the gradients of all tables that `f` looks
-    up. (For tables that are plain arrays use `tpu_embed.sparse_value_and_grad`.) Lookups are found
-    through jit, vmap, remat, scan and cond. Changes that `f` makes to the model (statistics, keys)
-    are kept. Only models among `argnums` are differentiated; layers of other models, and layers
-    that `f` closes over, get no gradient. If the value is computed from a table in another way than
-    by a lookup, the table is a constant there, and a warning is given.
+    up. (For tables that are plain arrays use `tpu_embed.sparse_value_and_grad`.) `f` looks up in
+    plain code, in `nnx.jit` and in `nnx.remat`. Changes that `f` makes to the model (statistics,
+    keys) are kept. Only models among `argnums` are differentiated; layers of other models, and
+    layers that `f` closes over, get no gradient. If the value is computed from a table in another
+    way than by a lookup, the table is a constant there, and a warning is given.
 
     Only lookups that are connected to the value have a gradient, as `tpu_embed.training.gradients`
     defines it. A lookup is left out if it stands behind `stop_gradient`, or if its activations are
@@ -104,9 +104,9 @@ def sparse_value_and_grad(
     Raises:
       TypeError: an argument is not an nnx module; the value is not a float.
       ValueError: a number in `argnums` is not that of an argument, or two are the same argument; a
-        lookup stands where it cannot be found: in a `custom_jvp` or `custom_vjp` function, a
-        `while` or a `shard_map`, in a layer that is part of a scan's carry, or where `f` itself
-        differentiates by its weights.
+        lookup stands where its gradient would be lost: in `jax.jit`, `jax.checkpoint`, `vmap`,
+        `scan`, `cond`, `while`, `shard_map` or a custom rule, in a copy of the model, or where `f`
+        itself differentiates by its weights.
 
     Example:
       >>> import jax.numpy as jnp, tpu_embed
