@@ -24,9 +24,8 @@ from tpu_embed.core.state import TableState, refuse_gradient
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.pull_back import pull_back
-from tpu_embed.sparse.tapped_program import Reached, differentiable, tap_lookups
-from tpu_embed.sparse.taps import count_lookups
+from tpu_embed.sparse.program import pull_back, tap
+from tpu_embed.sparse.taps import find_sites, looked_up
 
 _BY_POSITION = "give what is differentiated by position, not by keyword"
 
@@ -139,17 +138,15 @@ def _flat_gradients(
     program is then differentiated by the other leaves and by the taps of the lookups that count.
     """
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    structure = jax.tree.structure(shapes)
-    program = tap_lookups(closed, leaves, differentiable(leaves))
+    program = tap(closed, leaves, find_sites(closed.jaxpr))
     of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
-    reached = Reached.any_of(program.reach(range(len(leaves)))[:of_value])
-    sparse = program.tables.keys() - reached.inputs
-    numbers = {var: i for i, var in enumerate(closed.jaxpr.invars)}
-    _warn_dense([names[i] for i in sorted(count_lookups(closed.jaxpr, numbers).keys() - sparse)])
-    _check_floats(shapes[0], [leaf for i, leaf in enumerate(leaves) if i not in sparse])
-    wanted = reached._replace(inputs=frozenset(range(len(leaves))) - sparse)
-    results, found = pull_back(program, wanted, {0: None})
-    value, aux = jax.tree.unflatten(structure, results)
+    reached, _ = program.reaching(range(of_value))
+    sparse = set(program.tables.values()) - reached
+    _warn_dense([names[i] for i in sorted(looked_up(closed.jaxpr) - sparse)])
+    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+    _check_floats(shapes[0], list(dense.values()))
+    results, found = pull_back(program, reached | dense.keys(), {0: None})
+    value, aux = jax.tree.structure(shapes).unflatten(results)
     gradients = {i: _no_slices(leaves[i]) for i in sparse} | found
     return value, aux, [gradients[i] for i in range(len(leaves))]
 

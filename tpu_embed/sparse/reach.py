@@ -101,12 +101,6 @@ def _one_to_one(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return operands
 
 
-def _tapped(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    """Return the tap's source, and that of the value unless the tap stops it."""
-    value, tap = operands
-    return [tap if eqn.params["stop"] else value | tap]
-
-
 def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # A call runs one program, a cond one of several.
     results = [_enter(inner, operands) for inner in inner_jaxprs(eqn)]
@@ -149,10 +143,9 @@ def _while(eqn: Any, operands: list[Sources]) -> list[Sources]:
 
 
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("stop_gradient", "floor", "ceil", "round"), _cut),
+    **dict.fromkeys(("stop_gradient", "stopped", "floor", "ceil", "round"), _cut),
     **dict.fromkeys(("tag", "optimization_barrier"), _one_to_one),
     **dict.fromkeys((*CALLS, *REMATS, "cond"), _call),
-    "tapped": _tapped,
     "scan": _scan,
     "while": _while,
 }

@@ -20,10 +20,9 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
 from tpu_embed.core.lookup import Jagged
-from tpu_embed.sparse import tapped
+from tpu_embed.sparse import full, tapped
 from tpu_embed.training.autodiff.collect import checked_loss
 from tpu_embed.training.autodiff.gradients import gradients, value_and_gradients
-from tpu_embed.training.autodiff.tags import full
 
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros in the shape of the activations."""
