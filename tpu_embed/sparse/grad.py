@@ -77,19 +77,20 @@ def sparse_value_and_grad(
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         which = positions(argnums, len(args), remedy=_BY_POSITION)
-        chosen = tuple(args[i] for i in which)
+        chosen = [args[i] for i in which]
         if any(map(_is_state, jax.tree.leaves(chosen, is_leaf=_is_state))):
             refuse_gradient("sparse_value_and_grad")
-        leaves, structure = jax.tree.flatten(chosen)
+        paths, structure = jax.tree_util.tree_flatten_with_path(chosen)
 
         def flat(*leaves: Any) -> Any:
-            given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
+            given = dict(zip(which, structure.unflatten(leaves), strict=True))
             result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
             return value_and_aux(result, has_aux=has_aux)
 
-        names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
-        value, aux, gradients = _flat_gradients(flat, [as_array(x) for x in leaves], names)
-        gradients = jax.tree.unflatten(structure, gradients)
+        # Names for warnings: of a single argument ['w'], of several [0]['w'].
+        names = [jax.tree_util.keystr(path[len(which) == 1 :]) for path, _ in paths]
+        value, aux, found = _flat_gradients(flat, [as_array(leaf) for _, leaf in paths], names)
+        gradients = tuple(structure.unflatten(found))
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -123,12 +124,6 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, TableState)
 
 
-def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
-    # Names for warnings: of a single argument ['w'], of several [0]['w'].
-    chosen = [args[i] for i in which]
-    return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
-
-
 def _flat_gradients(
     flat: Callable[..., Any], leaves: list[Array], names: list[str]
 ) -> tuple[Any, Any, list[Any]]:
@@ -142,7 +137,11 @@ def _flat_gradients(
     of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
     reached, _ = program.reaching(range(of_value))
     sparse = set(program.tables.values()) - reached
-    _warn_dense([names[i] for i in sorted(looked_up(closed.jaxpr) - sparse)])
+    for i in sorted(looked_up(closed.jaxpr) - sparse):
+        warn_user(
+            f"the gradient of table {names[i] or 'argument'} is dense: the function also uses it "
+            "outside of embedding_lookup, or looks it up where lookups are not found"
+        )
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
     _check_floats(shapes[0], list(dense.values()))
     results, found = pull_back(program, reached | dense.keys(), {0: None})
@@ -161,15 +160,6 @@ def _check_floats(value: Any, leaves: Sequence[Array]) -> None:
     # The errors depend on shapes and dtypes alone, so zeros can stand for the value.
     zeros = functools.partial(jax.tree.map, lambda one: jnp.zeros(one.shape, one.dtype))
     jax.eval_shape(jax.grad(lambda _: zeros(value)), list(leaves))
-
-
-def _warn_dense(names: Sequence[str]) -> None:
-    """Warn about tables whose gradient is dense although they are looked up."""
-    for name in names:
-        warn_user(
-            f"the gradient of table {name or 'argument'} is dense: the function also uses it "
-            "outside of embedding_lookup, or looks it up where lookups are not found"
-        )
 
 
 def _no_slices(table: Array) -> IndexedSlices:

@@ -119,9 +119,7 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the whole array, `dense_shape`, which is as large as the table."""
-        values = _widened(self.values)
-        zeros = jnp.zeros(self.dense_shape, values.dtype)
-        return zeros.at[self._valid_indices()].add(values, mode="drop").astype(self.values.dtype)
+        return self + jnp.zeros(self.dense_shape, self.dtype)
 
     def __add__(self, other: Any) -> Any:
         """Return the sum with other slices (the entries of both), or with an array (an array).
@@ -167,10 +165,8 @@ class IndexedSlices:
         if np.ndim(factor):
             got = f"shape {np.shape(factor)}"
             raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
-        values = _widened(self.values)
-        product = values * jnp.asarray(snapshot(factor), values.dtype)
-        kept = as_array(self.indices)
-        return dataclasses.replace(self, values=product.astype(self.values.dtype), indices=kept)
+        values, kept = _product(as_array(self.values), factor), as_array(self.indices)
+        return dataclasses.replace(self, values=values, indices=kept)
 
     __rmul__ = __mul__
 
@@ -218,7 +214,11 @@ def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
       gradients: a pytree of arrays and `IndexedSlices`.
       factor: `[]`.
     """
-    return jax.tree.map(lambda g: _times(g, factor), gradients, is_leaf=is_indexed_slices)
+
+    def product(g: Any) -> Any:
+        return g * factor if is_indexed_slices(g) else _product(_checked_floats(g), factor)
+
+    return jax.tree.map(product, gradients, is_leaf=is_indexed_slices)
 
 
 def global_norm(gradients: PyTree) -> Array:
@@ -271,11 +271,8 @@ def _widened(numbers: Array) -> Array:
     return numbers.astype(jnp.float32) if small else numbers
 
 
-def _times(gradient: Any, factor: ArrayLike) -> Any:
-    """Return a gradient times a scalar, in its own dtype."""
-    if is_indexed_slices(gradient):
-        return gradient * factor
-    numbers = _checked_floats(gradient)
+def _product(numbers: Array, factor: ArrayLike) -> Array:
+    """Return numbers times a scalar, in their own dtype."""
     wide = _widened(numbers)
     return (wide * jnp.asarray(snapshot(factor), wide.dtype)).astype(numbers.dtype)
 

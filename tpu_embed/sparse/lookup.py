@@ -10,7 +10,6 @@ Output: activations.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -103,21 +102,18 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
         numbers = np.asarray(ids)
         bad = (numbers < PADDING_ID) | (numbers >= size)
         if bad.any():
+            first = np.argwhere(bad)[0].tolist()
             raise ValueError(
                 message(
                     "embedding_lookup: ids",
                     expected=f"numbers in [0, {size}), or -1 for padding",
-                    got=f"{numbers.reshape(-1)[np.argmax(bad)]} at {_first(bad)}",
+                    got=f"{numbers[tuple(first)]} at {first}",
                 )
             )
     array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):
         return array
     return narrow_ids(array, np.int32)
-
-
-def _first(bad: np.ndarray) -> list[int]:
-    return [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
 
 
 def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
@@ -153,8 +149,7 @@ def _batched(arrays: tuple, dims: tuple) -> tuple[Array, int]:
     # to look up, so it becomes a plain gather.
     if table_dim is None:
         return lookup_p.bind(table, jnp.moveaxis(ids, ids_dim, 0)), 0
-    in_axes = (table_dim, ids_dim)
-    return jax.vmap(_gather, in_axes)(table, ids), 0
+    return jax.vmap(_gather, dims)(table, ids), 0
 
 
 def _tangent(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
@@ -171,10 +166,8 @@ def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
     # The dense gradient: scatter-add of [N, D] into zeros [V, D]. `at` would count a negative id
     # from the end, so -1 becomes V, which is dropped.
     aval = table.aval
-    flat = cotangent.reshape(math.prod(ids.shape), *aval.shape[1:])
-    rows = ids.reshape(-1)
-    absent = jnp.where(rows < 0, aval.shape[0], rows)
-    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(flat, mode="drop"), None
+    absent = jnp.where(ids < 0, aval.shape[0], ids)
+    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(cotangent, mode="drop"), None
 
 
 lookup_p = Primitive("embedding_lookup")

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, is_number, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
@@ -198,6 +198,24 @@ def value_and_gradients(
 
     values = ys.unflatten(results[: ys.num_leaves]), aux.unflatten(results[ys.num_leaves :])
     return values, _GATES[gate_gradients](jax.tree.map(gradient, places))
+
+
+def checked_loss(loss: Any) -> Array:
+    """Return what a loss function returned, as an array.
+
+    Raises:
+      ValueError: it is not an array of floats.
+    """
+    # A pair (loss, aux) would become an array of two numbers where both are scalars: refuse it.
+    if not hasattr(loss, "dtype") and not is_number(loss):
+        expected, got = "a float array", type(loss).__name__
+        remedy = "return the loss alone: there is no aux"
+        raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
+    array = as_array(loss)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        got, remedy = f"{array.dtype} of shape {array.shape}", "return real floats"
+        raise ValueError(message("loss", expected="a float array", got=got, remedy=remedy))
+    return array
 
 
 def _as_list(xs: Any) -> list[Any]:
