@@ -27,8 +27,6 @@ from tpu_embed.sparse.indexed_slices import IndexedSlices
 from tpu_embed.sparse.program import pull_back, tap
 from tpu_embed.sparse.taps import find_sites, looked_up
 
-_BY_POSITION = "give what is differentiated by position, not by keyword"
-
 
 def sparse_value_and_grad(
     fun: Callable[..., Any], argnums: int | Sequence[int] = 0, *, has_aux: bool = False
@@ -76,7 +74,8 @@ def sparse_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        which = positions(argnums, len(args), remedy=_BY_POSITION)
+        remedy = "give what is differentiated by position, not by keyword"
+        which = positions(argnums, len(args), remedy=remedy)
         chosen = [args[i] for i in which]
         if any(map(_is_state, jax.tree.leaves(chosen, is_leaf=_is_state))):
             refuse_gradient("sparse_value_and_grad")
@@ -143,23 +142,14 @@ def _flat_gradients(
             "outside of embedding_lookup, or looks it up where lookups are not found"
         )
     dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
-    _check_floats(shapes[0], list(dense.values()))
+    # The errors of `jax.grad`, for leaves that have no gradient, or a value that is no loss. They
+    # depend on shapes and dtypes alone, so zeros can stand for the value.
+    zeros = lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])  # noqa: E731
+    jax.eval_shape(jax.grad(zeros), list(dense.values()))
     results, found = pull_back(program, reached | dense.keys(), {0: None})
     value, aux = jax.tree.structure(shapes).unflatten(results)
-    gradients = {i: _no_slices(leaves[i]) for i in sparse} | found
-    return value, aux, [gradients[i] for i in range(len(leaves))]
-
-
-def _check_floats(value: Any, leaves: Sequence[Array]) -> None:
-    """Raise the errors of `jax.grad` for leaves that have no gradient, or a value that is no loss.
-
-    Args:
-      value: the shape and dtype of what the function returned.
-      leaves: what is differentiated by.
-    """
-    # The errors depend on shapes and dtypes alone, so zeros can stand for the value.
-    zeros = functools.partial(jax.tree.map, lambda one: jnp.zeros(one.shape, one.dtype))
-    jax.eval_shape(jax.grad(lambda _: zeros(value)), list(leaves))
+    gradients = [found[i] if i in found else _no_slices(leaf) for i, leaf in enumerate(leaves)]
+    return value, aux, gradients
 
 
 def _no_slices(table: Array) -> IndexedSlices:

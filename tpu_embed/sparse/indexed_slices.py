@@ -132,22 +132,14 @@ class IndexedSlices:
         """
         if isinstance(other, int) and other == 0:
             return self  # the built-in `sum` starts with 0
+        if np.shape(other) != self.dense_shape:
+            expected = f"IndexedSlices or an array, of shape {self.dense_shape}"
+            got = f"shape {np.shape(other)}"
+            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
         if isinstance(other, IndexedSlices):
-            if other.dense_shape != self.dense_shape:
-                raise ValueError(
-                    message(
-                        "IndexedSlices: sum",
-                        expected=f"dense_shape {self.dense_shape}",
-                        got=f"{other.dense_shape}",
-                    )
-                )
             values = jnp.concatenate([as_array(one.values) for one in (self, other)])
             indices = jnp.concatenate([as_array(one.indices) for one in (self, other)])
             return IndexedSlices(values, indices, self.dense_shape)
-        if np.shape(other) != self.dense_shape:
-            got = f"shape {np.shape(other)}"
-            expected = f"IndexedSlices, or an array of shape {self.dense_shape}"
-            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
         array = as_array(other)
         dtype = jnp.promote_types(array.dtype, self.values.dtype)
         whole = _widened(array.astype(dtype))
@@ -233,8 +225,7 @@ def global_norm(gradients: PyTree) -> Array:
       TypeError: a gradient is an array of integers.
     """
     squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
-    wide = any(square.dtype == jnp.float64 for square in squares)
-    dtype = jnp.float64 if wide else jnp.float32
+    dtype = np.result_type(np.float32, *(square.dtype for square in squares))
     return jnp.sqrt(sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype)))
 
 

@@ -60,9 +60,19 @@ def embedding_lookup(
       >>> embedding_lookup(table, np.array([[4, 1], [0, -1]]), combiner="sum").tolist()
       [[10.0, 12.0], [0.0, 1.0]]
     """
-    table, ids = _checked_table(table), _checked_ids(ids, np.shape(table)[0])
+    table, c = as_array(table), None if weights is None else as_array(weights)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(
+            message("embedding_lookup: table", expected="a float dtype", got=str(table.dtype))
+        )
+    if table.ndim < 1:
+        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
+    ids = _checked_ids(ids, table.shape[0])
     check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
-    c = _checked_weights(weights, ids)
+    if c is not None and (c.shape != ids.shape or not is_real(c.dtype)):
+        got = f"{c.dtype} of shape {c.shape}"
+        expected = f"real numbers of the ids' shape {ids.shape}"
+        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
     axes = varying_axes(table) | varying_axes(ids)
     rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
     trailing = (1,) * (table.ndim - 1)
@@ -76,21 +86,10 @@ def embedding_lookup(
         raise ValueError(
             message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
         )
-    wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
+    wide = np.promote_types(table.dtype, np.float32)
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
     gains = gains_in_program(c, combiner).reshape(*ids.shape, *trailing)
     return jnp.sum(rows.astype(wide) * gains, axis=ids.ndim - 1)
-
-
-def _checked_table(table: ArrayLike) -> Array:
-    array = as_array(table)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            message("embedding_lookup: table", expected="a float dtype", got=str(array.dtype))
-        )
-    if array.ndim < 1:
-        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
-    return array
 
 
 def _checked_ids(ids: ArrayLike, size: int) -> Array:
@@ -116,24 +115,14 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
     return narrow_ids(array, np.int32)
 
 
-def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
-    if weights is None:
-        return None
-    array = as_array(weights)
-    if array.shape != ids.shape or not is_real(array.dtype):
-        got = f"{array.dtype} of shape {array.shape}"
-        expected = f"real numbers of the ids' shape {ids.shape}"
-        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
-    return array
-
-
 # -- the primitive: rows of a table, zeros for ids outside it --------------------------------------
 
 
 def _gather(table: Array, ids: Array) -> Array:
     # ids [3, 5] of a table [V, D]: gather [15, D], then [3, 5, D].
-    rows = dispatch.gather_rows(table, ids.reshape(-1))
-    return rows.reshape(*ids.shape, *table.shape[1:])
+    # An id that is a literal of the program is a Python number under vmap.
+    rows = dispatch.gather_rows(table, jnp.ravel(ids))
+    return rows.reshape(*jnp.shape(ids), *table.shape[1:])
 
 
 def _abstract(table: Any, ids: Any) -> Any:

@@ -108,36 +108,23 @@ def pull_back(
     gradients = {i: found[i] for i in wanted if i not in tables}
     # Lookups with the taps 7 and 9 read table 5: its slices hold the ids of 7, then those of 9.
     for table in sorted({tables[k] for k in tables if k in wanted}):
-        mine = [k for k in tables if tables[k] == table and k in wanted]
+        lookups = [k for k in tables if tables[k] == table]
+        mine = [k for k in lookups if k in wanted]
         # One update of a table uses all its wanted lookups. It must come after every lookup of the
         # table, so one of the wanted is made to depend on those that are left out.
-        others = [asked[k] for k in tables if tables[k] == table and k not in wanted]
-        asked[mine[0]] = functools.reduce(known_after_ids, others, asked[mine[0]])
+        for k in {*lookups} - {*mine}:
+            asked[mine[0]] = known_after_ids(asked[mine[0]], asked[k])
+        # Ids [2, 3] with rows [2, 3, D] and ids [4] with rows [4, D]: indices [10], values [10, D].
+        # An id outside of the table (-1) becomes the index V, which is padding, with a zero row.
         shape = program.values[table].shape
-        slices = _slices(shape, [asked[k] for k in mine], [found[k] for k in mine])
+        wide = np.result_type(*(asked[k].dtype for k in mine))
+        joined = jnp.concatenate([asked[k].reshape(-1).astype(wide) for k in mine])
+        rows = jnp.concatenate([found[k].reshape(asked[k].size, *shape[1:]) for k in mine])
+        absent = (joined < 0) | (joined >= shape[0])
+        indices = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
+        values = jnp.where(absent.reshape(-1, *[1] * (rows.ndim - 1)), 0, rows)
         if table in gradients:
-            dense = gradients[table]
-            gradients[table] = dense.at[slices.indices].add(slices.values, mode="drop")
+            gradients[table] = gradients[table].at[indices].add(values, mode="drop")
         else:
-            gradients[table] = slices
+            gradients[table] = IndexedSlices(values, indices, shape)
     return results, gradients
-
-
-def _slices(shape: tuple[int, ...], ids: Sequence[Array], rows: Sequence[Array]) -> IndexedSlices:
-    """Return the gradient by a table from the gradients by its looked-up rows.
-
-    Args:
-      shape: the shape of the table.
-      ids: the ids of each lookup; at least one lookup.
-      rows: the gradient by each lookup's tap.
-    """
-    # Ids [2, 3] with rows [2, 3, D] and ids [4] with rows [4, D]: indices [10], values [10, D]. An
-    # id outside of the table (-1) becomes the index V, which is padding, with a zero row.
-    wide = np.result_type(*(i.dtype for i in ids))
-    joined = jnp.concatenate([i.reshape(-1).astype(wide) for i in ids])
-    absent = (joined < 0) | (joined >= shape[0])
-    joined = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
-    values = [g.reshape(i.size, *shape[1:]) for g, i in zip(rows, ids, strict=True)]
-    together = jnp.concatenate(values)
-    outside = absent.reshape(-1, *[1] * (together.ndim - 1))
-    return IndexedSlices(jnp.where(outside, 0, together), joined, shape)

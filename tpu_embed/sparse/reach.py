@@ -52,9 +52,11 @@ def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
     """
 
     def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
-        references = list(filter(_is_reference, eqn.invars))
+        # What is written into a reference may be read from it later, so it counts as a result.
+        references = [
+            one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
+        ]
         if references:
-            # What is written into a reference may be read from it later, so it counts as a result.
             return _inexact(dict.fromkeys([*references, *eqn.outvars], _union(operands)))
         rule = _RULES.get(eqn.primitive.name, _opaque)
         return _inexact(dict(zip(eqn.outvars, rule(eqn, operands), strict=True)))
@@ -68,16 +70,9 @@ def _enter(inner: Inner, operands: Sequence[Sources]) -> list[Sources]:
 
 def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """Return the sources of those variables that are floats or complex numbers."""
-    return {var: one for var, one in sources.items() if _is_inexact(var)}
-
-
-def _is_inexact(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_reference(atom: Any) -> bool:
-    return getattr(atom.aval, "inner_aval", None) is not None
+    # A token has no dtype. Booleans have one that is not inexact either.
+    kinds = {var: getattr(var.aval, "dtype", bool) for var in sources}
+    return {var: sources[var] for var in sources if jnp.issubdtype(kinds[var], jnp.inexact)}
 
 
 def _union(sources: Iterable[Sources]) -> Sources:
@@ -117,11 +112,12 @@ def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
         end = start + carried
     # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
     # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
-    before: list[Sources] = []
-    while before != operands:
-        before, results = operands, _enter(body, operands)
-        carry = [a | b for a, b in zip(before[start:end], results, strict=False)]
-        operands = [*before[:start], *carry, *before[end:]]
+    while True:
+        results = _enter(body, operands)
+        carry = [a | b for a, b in zip(operands[start:end], results, strict=False)]
+        if carry == operands[start:end]:
+            break
+        operands = [*operands[:start], *carry, *operands[end:]]
     if conditions:
         return [Sources(one.reached, one.reached) for one in carry]
     return [*carry, *results[end - start :]]

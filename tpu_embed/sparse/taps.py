@@ -97,16 +97,16 @@ def find_sites(
             if eqn.primitive in others and (site := others[eqn.primitive](path)):
                 sites.append(site)
             # A scan's constants are the same in every iteration; a table in the carry may not be.
-            known = len(held) if name in (*called, *_SAME, "cond") else 0
-            known = scan_counts(eqn)[0] if name == "scan" else known
-            held = [one if i < known else None for i, one in enumerate(held)]
+            known = scan_counts(eqn)[0] if name == "scan" else len(held)
+            entered = name in (*called, "scan", "cond")
+            marks = [one if entered and i < known else None for i, one in enumerate(held)]
             inside = [
-                find(inner.jaxpr, inner.marks(held), (*around, (eqn, number)))
+                find(inner.jaxpr, inner.marks(marks), (*around, (eqn, number)))
                 for number, inner in enumerate(inner_jaxprs(eqn))
             ]
             # A jit may return its table: the variable outside is then a table as well.
-            held = inside[0] if name in called else held
-            return zip(eqn.outvars, held, strict=False) if name in (*called, *_SAME) else ()
+            passed = inside[0] if name in called else held if name in _SAME else ()
+            return zip(eqn.outvars, passed, strict=False)
 
         return walk(jaxpr, tables, step, lambda _: None)
 
@@ -143,7 +143,9 @@ def known_after(found: Array, ids: Array) -> Array:
     Each bag's ids get a zero added that XLA cannot recognise as a zero. An optimization barrier
     does not help, since XLA removes it before it decides about copies.
     """
-    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
+    # A mesh with explicit axes does not allow the reshapes here.
+    explicit = AxisType.Explicit in jax.typeof(found).sharding.mesh.axis_types
+    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or explicit:
         return ids
     # result [B, …, D] -> first number of each bag, [B, …] -> as int32 bits -> zeros, one per entry
     # of the first axis of ids.
@@ -175,12 +177,6 @@ def _zeros(bits: Array, dtype: Any) -> Array:
     """Return zeros that are computed from integers, so that XLA cannot recognise them as zeros."""
     # Without the sign bit a number is never negative, so its minimum with 0 is 0.
     return jnp.minimum(bits & 0x7FFFFFFF, 0).astype(dtype)
-
-
-def _is_explicit(array: Array) -> bool:
-    """Return whether the array's mesh has explicit axes, which do not allow the reshapes here."""
-    kinds = jax.typeof(array).sharding.mesh.axis_types
-    return any(kind == AxisType.Explicit for kind in kinds)
 
 
 @jax.custom_jvp

@@ -96,11 +96,7 @@ class Tagged(Site):
 
     def taps(self) -> list[Array]:
         """Return zeros like each leaf of the value, or nothing if its gradient is not wanted."""
-        avals = [atom.aval for atom in self.eqn.invars] if self.own else []
-        # A random key has no zeros, and no gradient either.
-        keys = [jnp.issubdtype(aval.dtype, jax.dtypes.extended) for aval in avals]
-        pairs = zip(avals, keys, strict=True)
-        return [jnp.zeros(()) if is_key else full(aval, 0) for aval, is_key in pairs]
+        return [full(atom.aval, 0) for atom in self.eqn.invars] if self.own else []
 
     def run(
         self, values: Iterable[Array], taps: Sequence[Array], guard: Array

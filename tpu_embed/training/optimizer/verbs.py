@@ -179,7 +179,7 @@ class TreeOptimizer(abc.ABC):
             raise TypeError(message("loss", expected=expected, got=repr(loss), remedy=remedy))
         # Leaves w, ids, b and variables [0, 1]: only w is differentiated by. Integers have no
         # gradient (None in the result), and b is a constant like all leaves outside of `variables`.
-        kinds = [jnp.result_type(leaf) for leaf in leaves.values]
+        kinds = {i: jnp.result_type(leaves.values[i]) for i in variables}
         floats = [i for i in variables if jnp.issubdtype(kinds[i], jnp.inexact)]
 
         def objective(*chosen: Array) -> tuple[Array, Array]:
