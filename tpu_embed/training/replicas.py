@@ -210,7 +210,7 @@ def make_replicas(
     """
     check_choice(f"{what}: reduction", reduction, get_args(Reduction))
     # "x" -> ("x",), ["x", "y"] -> ("x", "y").
-    names = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    names: Any = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
     good = all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)
     if axis_name is None and not required:
         names = ()
@@ -220,9 +220,9 @@ def make_replicas(
         raise ValueError(
             message(f"{what}: axis_name", expected=expected, got=repr(axis_name), remedy=remedy)
         )
+    groups: Any = () if group_assignment is None else group_assignment
     try:
-        given = [] if group_assignment is None else group_assignment
-        groups = tuple(tuple(group) for group in given)
+        groups = tuple(tuple(group) for group in groups)
     except TypeError:
         groups = ((group_assignment,),)  # not a list of lists: ids that are no integers
     fault = _fault(groups)
