@@ -51,7 +51,7 @@ class State(NamedTuple):
         The state must be divisible, or these be all parameters. What belongs to no parameter stays.
         """
         # parameters [1] of {b, w}: [count, mu b, mu w] -> the tree of [count, NOTHING, mu w].
-        kept = (_NOBODY, *parameters)
+        kept = {_NOBODY, *parameters}
         pairs = zip(self.values, self.owners, strict=True)
         return self.structure.unflatten([x if owner in kept else NOTHING for x, owner in pairs])
 
@@ -111,7 +111,6 @@ def _owners(
     # Replace each slot by the number of its parameter and every other leaf by -1:
     # [count, mu b, mu w] -> [-1, 0, 1].
     numbers = params.structure.unflatten(range(len(params.labels)))
-
     try:
         with jax.numpy_dtype_promotion("standard"):
             owners = optax.tree_map_params(
