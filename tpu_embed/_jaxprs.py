@@ -193,6 +193,8 @@ def rerun(
       the results; the note of each site.
     """
     jaxpr, notes = program.jaxpr, []
+    if not sites:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, program.consts))(*args), []
 
     # Equations with a site inside are rebuilt around the rerun of their own jaxpr. All others are
     # evaluated as they are, which keeps their custom derivatives.

@@ -133,9 +133,9 @@ def test_errors_name_what_is_wrong():
         IndexedSlices(jnp.ones((3, 1)), jnp.zeros(2, jnp.int32), (V, 1)).to_dense()
     with pytest.raises(ValueError, match="call compact outside the jit"):
         jax.jit(lambda s: s.compact().values)(draw(0, 3))
-    with pytest.raises(ValueError, match=r"expected dense_shape \(7, 3\), got \(7, 2\)"):
+    with pytest.raises(ValueError, match=r"array, of shape \(7, 3\), got shape \(7, 2\)"):
         draw(0, 3) + draw(0, 3, (2,))
-    with pytest.raises(ValueError, match=r"expected IndexedSlices, or an array of shape \(7, 3\)"):
+    with pytest.raises(ValueError, match=r"expected IndexedSlices or an array, of shape \(7, 3\)"):
         draw(0, 3) + jnp.ones((7, 2))
     with pytest.raises(ValueError, match="expected a scalar"):
         draw(0, 3) * jnp.ones(2)

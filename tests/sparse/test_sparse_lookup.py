@@ -162,3 +162,13 @@ def test_errors_name_the_argument():
         embedding_lookup(jnp.ones((2, 2)), [0], np.ones(1, bool))
     with pytest.raises(ValueError, match="ids: expected bags"):
         embedding_lookup(jnp.ones((2, 2)), np.int32(0), combiner="sum")
+
+
+def test_an_id_that_is_a_literal_of_a_branch_under_vmap():
+    table = jnp.asarray(table_of())
+
+    def fn(sign):
+        return jax.lax.cond(sign > 0, lambda: embedding_lookup(table * sign, 2), lambda: table[0])
+
+    found = jax.vmap(jax.jit(fn))(jnp.array([1.0, -1.0]))
+    assert np.array_equal(found, np.stack([table[2], table[0]]))

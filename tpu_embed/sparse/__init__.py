@@ -10,20 +10,26 @@ from tpu_embed.sparse.indexed_slices import (
     scale,
 )
 from tpu_embed.sparse.lookup import embedding_lookup
-from tpu_embed.sparse.pull_back import pull_back
+from tpu_embed.sparse.program import Program, pull_back, tap
 from tpu_embed.sparse.reach import NOTHING, Sources, propagate
-from tpu_embed.sparse.tapped_program import Reached, TappedProgram, differentiable, tap_lookups
-from tpu_embed.sparse.taps import known_after, known_after_ids, tapped
+from tpu_embed.sparse.taps import (
+    find_sites,
+    full,
+    known_after,
+    known_after_ids,
+    stopped_p,
+    tapped,
+)
 
 __all__ = [
     "NOTHING",
     "IndexedSlices",
-    "Reached",
+    "Program",
     "Sources",
-    "TappedProgram",
     "clip_by_global_norm",
-    "differentiable",
     "embedding_lookup",
+    "find_sites",
+    "full",
     "global_norm",
     "is_indexed_slices",
     "known_after",
@@ -34,7 +40,8 @@ __all__ = [
     "scale",
     "sparse_grad",
     "sparse_value_and_grad",
-    "tap_lookups",
+    "stopped_p",
+    "tap",
     "tapped",
     "value_and_aux",
 ]

@@ -24,11 +24,8 @@ from tpu_embed.core.state import TableState, refuse_gradient
 from tpu_embed.kernels.varying import as_varying, varying_axes
 from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.pull_back import pull_back
-from tpu_embed.sparse.tapped_program import Reached, differentiable, tap_lookups
-from tpu_embed.sparse.taps import count_lookups
-
-_BY_POSITION = "give what is differentiated by position, not by keyword"
+from tpu_embed.sparse.program import pull_back, tap
+from tpu_embed.sparse.taps import find_sites, looked_up
 
 
 def sparse_value_and_grad(
@@ -77,20 +74,22 @@ def sparse_value_and_grad(
 
     @functools.wraps(fun)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        which = positions(argnums, len(args), remedy=_BY_POSITION)
-        chosen = tuple(args[i] for i in which)
+        remedy = "give what is differentiated by position, not by keyword"
+        which = positions(argnums, len(args), remedy=remedy)
+        chosen = [args[i] for i in which]
         if any(map(_is_state, jax.tree.leaves(chosen, is_leaf=_is_state))):
             refuse_gradient("sparse_value_and_grad")
-        leaves, structure = jax.tree.flatten(chosen)
+        paths, structure = jax.tree_util.tree_flatten_with_path(chosen)
 
         def flat(*leaves: Any) -> Any:
-            given = dict(zip(which, jax.tree.unflatten(structure, leaves), strict=True))
+            given = dict(zip(which, structure.unflatten(leaves), strict=True))
             result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
             return value_and_aux(result, has_aux=has_aux)
 
-        names = [jax.tree_util.keystr(path) for path, _ in _paths(args, which)]
-        value, aux, gradients = _flat_gradients(flat, [as_array(x) for x in leaves], names)
-        gradients = jax.tree.unflatten(structure, gradients)
+        # Names for warnings: of a single argument ['w'], of several [0]['w'].
+        names = [jax.tree_util.keystr(path[len(which) == 1 :]) for path, _ in paths]
+        value, aux, found = _flat_gradients(flat, [as_array(leaf) for _, leaf in paths], names)
+        gradients = tuple(structure.unflatten(found))
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -124,12 +123,6 @@ def _is_state(value: Any) -> bool:
     return isinstance(value, TableState)
 
 
-def _paths(args: Sequence[Any], which: Sequence[int]) -> list[tuple[Any, Any]]:
-    # Names for warnings: of a single argument ['w'], of several [0]['w'].
-    chosen = [args[i] for i in which]
-    return jax.tree_util.tree_flatten_with_path(chosen[0] if len(which) == 1 else chosen)[0]
-
-
 def _flat_gradients(
     flat: Callable[..., Any], leaves: list[Array], names: list[str]
 ) -> tuple[Any, Any, list[Any]]:
@@ -139,40 +132,24 @@ def _flat_gradients(
     program is then differentiated by the other leaves and by the taps of the lookups that count.
     """
     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    structure = jax.tree.structure(shapes)
-    program = tap_lookups(closed, leaves, differentiable(leaves))
+    program = tap(closed, leaves, find_sites(closed.jaxpr))
     of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
-    reached = Reached.any_of(program.reach(range(len(leaves)))[:of_value])
-    sparse = program.tables.keys() - reached.inputs
-    numbers = {var: i for i, var in enumerate(closed.jaxpr.invars)}
-    _warn_dense([names[i] for i in sorted(count_lookups(closed.jaxpr, numbers).keys() - sparse)])
-    _check_floats(shapes[0], [leaf for i, leaf in enumerate(leaves) if i not in sparse])
-    wanted = reached._replace(inputs=frozenset(range(len(leaves))) - sparse)
-    results, found = pull_back(program, wanted, {0: None})
-    value, aux = jax.tree.unflatten(structure, results)
-    gradients = {i: _no_slices(leaves[i]) for i in sparse} | found
-    return value, aux, [gradients[i] for i in range(len(leaves))]
-
-
-def _check_floats(value: Any, leaves: Sequence[Array]) -> None:
-    """Raise the errors of `jax.grad` for leaves that have no gradient, or a value that is no loss.
-
-    Args:
-      value: the shape and dtype of what the function returned.
-      leaves: what is differentiated by.
-    """
-    # The errors depend on shapes and dtypes alone, so zeros can stand for the value.
-    zeros = functools.partial(jax.tree.map, lambda one: jnp.zeros(one.shape, one.dtype))
-    jax.eval_shape(jax.grad(lambda _: zeros(value)), list(leaves))
-
-
-def _warn_dense(names: Sequence[str]) -> None:
-    """Warn about tables whose gradient is dense although they are looked up."""
-    for name in names:
+    reached, _ = program.reaching(range(of_value))
+    sparse = set(program.tables.values()) - reached
+    for i in sorted(looked_up(closed.jaxpr) - sparse):
         warn_user(
-            f"the gradient of table {name or 'argument'} is dense: the function also uses it "
+            f"the gradient of table {names[i] or 'argument'} is dense: the function also uses it "
             "outside of embedding_lookup, or looks it up where lookups are not found"
         )
+    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+    # The errors of `jax.grad`, for leaves that have no gradient, or a value that is no loss. They
+    # depend on shapes and dtypes alone, so zeros can stand for the value.
+    zeros = lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])  # noqa: E731
+    jax.eval_shape(jax.grad(zeros), list(dense.values()))
+    results, found = pull_back(program, reached | dense.keys(), {0: None})
+    value, aux = jax.tree.structure(shapes).unflatten(results)
+    gradients = [found[i] if i in found else _no_slices(leaf) for i, leaf in enumerate(leaves)]
+    return value, aux, gradients
 
 
 def _no_slices(table: Array) -> IndexedSlices:

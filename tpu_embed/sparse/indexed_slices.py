@@ -119,9 +119,7 @@ class IndexedSlices:
 
     def to_dense(self) -> Array:
         """Return the whole array, `dense_shape`, which is as large as the table."""
-        values = _widened(self.values)
-        zeros = jnp.zeros(self.dense_shape, values.dtype)
-        return zeros.at[self._valid_indices()].add(values, mode="drop").astype(self.values.dtype)
+        return self + jnp.zeros(self.dense_shape, self.dtype)
 
     def __add__(self, other: Any) -> Any:
         """Return the sum with other slices (the entries of both), or with an array (an array).
@@ -134,22 +132,14 @@ class IndexedSlices:
         """
         if isinstance(other, int) and other == 0:
             return self  # the built-in `sum` starts with 0
+        if np.shape(other) != self.dense_shape:
+            expected = f"IndexedSlices or an array, of shape {self.dense_shape}"
+            got = f"shape {np.shape(other)}"
+            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
         if isinstance(other, IndexedSlices):
-            if other.dense_shape != self.dense_shape:
-                raise ValueError(
-                    message(
-                        "IndexedSlices: sum",
-                        expected=f"dense_shape {self.dense_shape}",
-                        got=f"{other.dense_shape}",
-                    )
-                )
             values = jnp.concatenate([as_array(one.values) for one in (self, other)])
             indices = jnp.concatenate([as_array(one.indices) for one in (self, other)])
             return IndexedSlices(values, indices, self.dense_shape)
-        if np.shape(other) != self.dense_shape:
-            got = f"shape {np.shape(other)}"
-            expected = f"IndexedSlices, or an array of shape {self.dense_shape}"
-            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
         array = as_array(other)
         dtype = jnp.promote_types(array.dtype, self.values.dtype)
         whole = _widened(array.astype(dtype))
@@ -167,10 +157,8 @@ class IndexedSlices:
         if np.ndim(factor):
             got = f"shape {np.shape(factor)}"
             raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
-        values = _widened(self.values)
-        product = values * jnp.asarray(snapshot(factor), values.dtype)
-        kept = as_array(self.indices)
-        return dataclasses.replace(self, values=product.astype(self.values.dtype), indices=kept)
+        values, kept = _product(as_array(self.values), factor), as_array(self.indices)
+        return dataclasses.replace(self, values=values, indices=kept)
 
     __rmul__ = __mul__
 
@@ -218,7 +206,11 @@ def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
       gradients: a pytree of arrays and `IndexedSlices`.
       factor: `[]`.
     """
-    return jax.tree.map(lambda g: _times(g, factor), gradients, is_leaf=is_indexed_slices)
+
+    def product(g: Any) -> Any:
+        return g * factor if is_indexed_slices(g) else _product(_checked_floats(g), factor)
+
+    return jax.tree.map(product, gradients, is_leaf=is_indexed_slices)
 
 
 def global_norm(gradients: PyTree) -> Array:
@@ -233,8 +225,7 @@ def global_norm(gradients: PyTree) -> Array:
       TypeError: a gradient is an array of integers.
     """
     squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
-    wide = any(square.dtype == jnp.float64 for square in squares)
-    dtype = jnp.float64 if wide else jnp.float32
+    dtype = np.result_type(np.float32, *(square.dtype for square in squares))
     return jnp.sqrt(sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype)))
 
 
@@ -271,11 +262,8 @@ def _widened(numbers: Array) -> Array:
     return numbers.astype(jnp.float32) if small else numbers
 
 
-def _times(gradient: Any, factor: ArrayLike) -> Any:
-    """Return a gradient times a scalar, in its own dtype."""
-    if is_indexed_slices(gradient):
-        return gradient * factor
-    numbers = _checked_floats(gradient)
+def _product(numbers: Array, factor: ArrayLike) -> Array:
+    """Return numbers times a scalar, in their own dtype."""
     wide = _widened(numbers)
     return (wide * jnp.asarray(snapshot(factor), wide.dtype)).astype(numbers.dtype)
 

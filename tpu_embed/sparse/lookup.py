@@ -10,7 +10,6 @@ Output: activations.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -61,9 +60,19 @@ def embedding_lookup(
       >>> embedding_lookup(table, np.array([[4, 1], [0, -1]]), combiner="sum").tolist()
       [[10.0, 12.0], [0.0, 1.0]]
     """
-    table, ids = _checked_table(table), _checked_ids(ids, np.shape(table)[0])
+    table, c = as_array(table), None if weights is None else as_array(weights)
+    if not jnp.issubdtype(table.dtype, jnp.floating):
+        raise TypeError(
+            message("embedding_lookup: table", expected="a float dtype", got=str(table.dtype))
+        )
+    if table.ndim < 1:
+        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
+    ids = _checked_ids(ids, table.shape[0])
     check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
-    c = _checked_weights(weights, ids)
+    if c is not None and (c.shape != ids.shape or not is_real(c.dtype)):
+        got = f"{c.dtype} of shape {c.shape}"
+        expected = f"real numbers of the ids' shape {ids.shape}"
+        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
     axes = varying_axes(table) | varying_axes(ids)
     rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
     trailing = (1,) * (table.ndim - 1)
@@ -77,21 +86,10 @@ def embedding_lookup(
         raise ValueError(
             message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
         )
-    wide = np.dtype(np.float32) if table.dtype.itemsize < 4 else table.dtype
+    wide = np.promote_types(table.dtype, np.float32)
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
     gains = gains_in_program(c, combiner).reshape(*ids.shape, *trailing)
     return jnp.sum(rows.astype(wide) * gains, axis=ids.ndim - 1)
-
-
-def _checked_table(table: ArrayLike) -> Array:
-    array = as_array(table)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            message("embedding_lookup: table", expected="a float dtype", got=str(array.dtype))
-        )
-    if array.ndim < 1:
-        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
-    return array
 
 
 def _checked_ids(ids: ArrayLike, size: int) -> Array:
@@ -103,11 +101,12 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
         numbers = np.asarray(ids)
         bad = (numbers < PADDING_ID) | (numbers >= size)
         if bad.any():
+            first = np.argwhere(bad)[0].tolist()
             raise ValueError(
                 message(
                     "embedding_lookup: ids",
                     expected=f"numbers in [0, {size}), or -1 for padding",
-                    got=f"{numbers.reshape(-1)[np.argmax(bad)]} at {_first(bad)}",
+                    got=f"{numbers[tuple(first)]} at {first}",
                 )
             )
     array = as_array(ids)
@@ -116,28 +115,14 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
     return narrow_ids(array, np.int32)
 
 
-def _first(bad: np.ndarray) -> list[int]:
-    return [int(i) for i in np.unravel_index(int(np.argmax(bad)), bad.shape)]
-
-
-def _checked_weights(weights: ArrayLike | None, ids: Array) -> Array | None:
-    if weights is None:
-        return None
-    array = as_array(weights)
-    if array.shape != ids.shape or not is_real(array.dtype):
-        got = f"{array.dtype} of shape {array.shape}"
-        expected = f"real numbers of the ids' shape {ids.shape}"
-        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
-    return array
-
-
 # -- the primitive: rows of a table, zeros for ids outside it --------------------------------------
 
 
 def _gather(table: Array, ids: Array) -> Array:
     # ids [3, 5] of a table [V, D]: gather [15, D], then [3, 5, D].
-    rows = dispatch.gather_rows(table, ids.reshape(-1))
-    return rows.reshape(*ids.shape, *table.shape[1:])
+    # An id that is a literal of the program is a Python number under vmap.
+    rows = dispatch.gather_rows(table, jnp.ravel(ids))
+    return rows.reshape(*jnp.shape(ids), *table.shape[1:])
 
 
 def _abstract(table: Any, ids: Any) -> Any:
@@ -153,8 +138,7 @@ def _batched(arrays: tuple, dims: tuple) -> tuple[Array, int]:
     # to look up, so it becomes a plain gather.
     if table_dim is None:
         return lookup_p.bind(table, jnp.moveaxis(ids, ids_dim, 0)), 0
-    in_axes = (table_dim, ids_dim)
-    return jax.vmap(_gather, in_axes)(table, ids), 0
+    return jax.vmap(_gather, dims)(table, ids), 0
 
 
 def _tangent(primals: tuple, tangents: tuple) -> tuple[Any, Any]:
@@ -171,10 +155,8 @@ def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
     # The dense gradient: scatter-add of [N, D] into zeros [V, D]. `at` would count a negative id
     # from the end, so -1 becomes V, which is dropped.
     aval = table.aval
-    flat = cotangent.reshape(math.prod(ids.shape), *aval.shape[1:])
-    rows = ids.reshape(-1)
-    absent = jnp.where(rows < 0, aval.shape[0], rows)
-    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(flat, mode="drop"), None
+    absent = jnp.where(ids < 0, aval.shape[0], ids)
+    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(cotangent, mode="drop"), None
 
 
 lookup_p = Primitive("embedding_lookup")

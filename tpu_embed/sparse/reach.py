@@ -52,9 +52,11 @@ def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
     """
 
     def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
-        references = list(filter(_is_reference, eqn.invars))
+        # What is written into a reference may be read from it later, so it counts as a result.
+        references = [
+            one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
+        ]
         if references:
-            # What is written into a reference may be read from it later, so it counts as a result.
             return _inexact(dict.fromkeys([*references, *eqn.outvars], _union(operands)))
         rule = _RULES.get(eqn.primitive.name, _opaque)
         return _inexact(dict(zip(eqn.outvars, rule(eqn, operands), strict=True)))
@@ -68,16 +70,9 @@ def _enter(inner: Inner, operands: Sequence[Sources]) -> list[Sources]:
 
 def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """Return the sources of those variables that are floats or complex numbers."""
-    return {var: one for var, one in sources.items() if _is_inexact(var)}
-
-
-def _is_inexact(atom: Any) -> bool:
-    dtype = getattr(atom.aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-
-
-def _is_reference(atom: Any) -> bool:
-    return getattr(atom.aval, "inner_aval", None) is not None
+    # A token has no dtype. Booleans have one that is not inexact either.
+    kinds = {var: getattr(var.aval, "dtype", bool) for var in sources}
+    return {var: sources[var] for var in sources if jnp.issubdtype(kinds[var], jnp.inexact)}
 
 
 def _union(sources: Iterable[Sources]) -> Sources:
@@ -93,66 +88,47 @@ def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [_union(operands)] * len(eqn.outvars)
 
 
-def _cut(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    return [NOTHING] * len(eqn.outvars)
-
-
-def _one_to_one(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    return operands
-
-
-def _tapped(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    """Return the tap's source, and that of the value unless the tap stops it."""
-    value, tap = operands
-    return [tap if eqn.params["stop"] else value | tap]
-
-
 def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # A call runs one program, a cond one of several.
     results = [_enter(inner, operands) for inner in inner_jaxprs(eqn)]
     return [_union(same) for same in zip(*results, strict=True)]
 
 
-def _loop(
-    body: Any, before: list[Sources], carry: list[Sources], after: list[Sources]
-) -> tuple[list[Sources], list[Sources]]:
-    """Return the sources of a loop's carry at a fixed point, and those of its other results.
+def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
+    """Return the sources of a loop's last carry, and those of the other results of a scan.
 
     The sources of the first carry are included, since it is the result of a loop that runs zero
     times.
     """
+    # The operands of a scan are [constants, first carry, xs], those of a while [constants of cond,
+    # constants of body, first carry]. The condition is a boolean, so nothing is differentiated
+    # through it.
+    *conditions, body = inner_jaxprs(eqn)
+    if conditions:
+        start = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        end = len(operands)
+    else:
+        start, carried = scan_counts(eqn)
+        end = start + carried
     # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
     # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
     while True:
-        results = _enter(body, [*before, *carry, *after])
-        grown = [a | b for a, b in zip(carry, results, strict=False)]
-        if grown == carry:
-            return carry, results[len(carry) :]
-        carry = grown
-
-
-def _scan(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    fixed, carried = scan_counts(eqn)
-    first, rest = operands[fixed : fixed + carried], operands[fixed + carried :]
-    (body,) = inner_jaxprs(eqn)
-    carry, ys = _loop(body, operands[:fixed], first, rest)
-    return [*carry, *ys]
-
-
-def _while(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    # Operands are [constants of cond, constants of body, first carry]. The condition is a boolean,
-    # so nothing is differentiated through it.
-    _, body = inner_jaxprs(eqn)
-    first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    carry, _ = _loop(body, operands[:first], operands[first:], [])
-    return [Sources(one.reached, one.reached) for one in carry]
+        results = _enter(body, operands)
+        carry = [a | b for a, b in zip(operands[start:end], results, strict=False)]
+        if carry == operands[start:end]:
+            break
+        operands = [*operands[:start], *carry, *operands[end:]]
+    if conditions:
+        return [Sources(one.reached, one.reached) for one in carry]
+    return [*carry, *results[end - start :]]
 
 
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(("stop_gradient", "floor", "ceil", "round"), _cut),
-    **dict.fromkeys(("tag", "optimization_barrier"), _one_to_one),
+    **dict.fromkeys(
+        ("stop_gradient", "stopped", "floor", "ceil", "round"),
+        lambda eqn, _: [NOTHING] * len(eqn.outvars),
+    ),
+    **dict.fromkeys(("tag", "optimization_barrier"), lambda _, operands: operands),
     **dict.fromkeys((*CALLS, *REMATS, "cond"), _call),
-    "tapped": _tapped,
-    "scan": _scan,
-    "while": _while,
+    **dict.fromkeys(("scan", "while"), _loop),
 }

@@ -1,43 +1,30 @@
-"""Find the lookups of a traced function, and run it again with a tap at each of them.
+"""Find the lookups of a traced function, and run each of them with a tap.
 
 A tap is a further input in the shape of a lookup's result, whose gradient is that of the rows that
 were looked up. A lookup inside a scan has one tap for all iterations, stacked. A lookup in a branch
 of a cond returns padding for ids when another branch is taken.
 
-Input: a jaxpr, and which of its inputs are tables.
-Output: their lookups in program order (`find_lookups`); the results of the jaxpr and the ids of
-each lookup (`run_with_taps`).
+Input: a jaxpr, whose inputs may be tables.
+Output: its lookups in program order, together with other equations that the caller asks for
+(`find_sites`); what a lookup with a tap returns (`Lookup.run`).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 from jax.sharding import AxisType
 
-from tpu_embed._jaxprs import (
-    CALLS,
-    REMATS,
-    Path,
-    Site,
-    evaluate,
-    flow,
-    inner_jaxprs,
-    rerun,
-    scan_counts,
-)
+from tpu_embed._jaxprs import CALLS, REMATS, Path, Site, flow, inner_jaxprs, scan_counts, walk
 from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
 from tpu_embed.sparse.lookup import lookup_p
-
-Tables = dict[Any, int]
-"""Variable of a jaxpr that holds a table -> the number of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,126 +32,108 @@ class Lookup(Site):
     """One lookup of a table, an equation of `(table, ids)`.
 
     Attributes:
-      table: the number of the table.
+      table: the number of the input that is the table.
     """
 
     table: int
 
-    def tap(self) -> Array:
+    def taps(self) -> list[Array]:
         """Return the lookup's tap: zeros like its result."""
-        return self._full(self.eqn.outvars[0].aval, 0)
+        return [self._full(self.eqn.outvars[0].aval, 0)]
+
+    def run(
+        self, values: Sequence[Array], taps: Sequence[Array], guard: Array
+    ) -> tuple[list[Array], Array]:
+        """Return the rows, whose gradient goes to the tap and not to the table, and the ids."""
+        table, ids = values
+        found = lookup_p.bind(stopped_p.bind(table, guard), ids)
+        return [tapped(found, taps[0])], known_after(found, ids)
 
     def nothing(self) -> Array:
         """Return ids that are all padding."""
         return self._full(self.eqn.invars[1].aval, PADDING_ID)
 
-    def _full(self, aval: Any, value: int) -> Array:
+    def _full(self, aval: Any, number: int) -> Array:
         # Leading axes are the iterations of the scans around the lookup, outermost first.
         lead = [eqn.params["length"] for eqn in self.around if eqn.primitive.name == "scan"]
-        shape = (*lead, *aval.shape)
-        return as_varying(jnp.full(shape, value, aval.dtype), axes_of(aval))
+        return full(aval, number, lead)
 
 
-def find_lookups(jaxpr: Any, tables: Tables) -> list[Lookup]:
-    """List the lookups of tables in program order.
+def full(aval: Any, number: float, lead: Sequence[int] = ()) -> Array:
+    """Return an array filled with a number, in an aval's shape, dtype and varying mesh axes.
 
     Args:
-      jaxpr: an open jaxpr.
-      tables: the variables of the jaxpr that are tables.
+      aval: the abstract value.
+      number: the number.
+      lead: sizes of further axes before those of the aval.
     """
-    lookups: list[Lookup] = []
-    _find(lookups, jaxpr, tables, ())
-    return lookups
+    return as_varying(jnp.full((*lead, *aval.shape), number, aval.dtype), axes_of(aval))
 
 
 _SAME = frozenset({"pvary", "pcast", "copy"})
 """Names of primitives whose result is still the table."""
 
 
-def _find(lookups: list[Lookup], jaxpr: Any, tables: Mapping[Any, Any], around: Path) -> list[Any]:
-    """Append the lookups in a jaxpr, and return the number of the table that each result is."""
+def find_sites(
+    jaxpr: Any, others: Mapping[Primitive, Callable[[Path], Site | None]] = {}
+) -> list[Any]:
+    """List the lookups of inputs, and other equations, in program order.
 
-    def rule(eqn: Any, held: list[int | None]) -> Iterable[tuple[Any, Any]]:
-        name, called = eqn.primitive.name, (*CALLS, *REMATS)
-        if eqn.primitive is lookup_p and held[0] is not None:
-            lookups.append(Lookup((*around, (eqn, 0)), held[0]))
-        if name == "scan":
-            # A scan's constants are the same in every iteration; a table in the carry may not be.
-            fixed, _ = scan_counts(eqn)
-            held = [one if i < fixed else None for i, one in enumerate(held)]
-        if name in (*called, "scan", "cond"):
-            inside = [
-                _find(lookups, inner.jaxpr, inner.marks(held), (*around, (eqn, number)))
-                for number, inner in enumerate(inner_jaxprs(eqn))
-            ]
-            # A jit may return its table: the variable outside is then a table as well.
-            held = inside[0] if name in called else []
-        return zip(eqn.outvars, held, strict=False) if name in (*called, *_SAME) else ()
-
-    return flow(jaxpr, tables, rule, None)
-
-
-def count_lookups(jaxpr: Any, tables: Tables) -> collections.Counter[int]:
-    """Count, per table, the lookups reachable from it.
-
-    These are the lookups in the table and in whatever is computed from it, also inside of equations
-    that `find_lookups` does not enter.
+    Lookups are found in the jaxpr, and in calls, scans and conds; other equations everywhere.
 
     Args:
       jaxpr: an open jaxpr.
-      tables: the variables of the jaxpr that are tables.
+      others: for each primitive to find what makes a site of a path, or None to leave it out.
     """
-    counts = collections.Counter()
+    sites: list[Any] = []
+
+    def find(jaxpr: Any, tables: Mapping[Any, int | None], around: Path) -> list[int | None]:
+        """Append the sites in a jaxpr, and return the number of the table that each result is."""
+
+        def step(eqn: Any, held: list[int | None]) -> Iterable[tuple[Any, Any]]:
+            name, called, path = eqn.primitive.name, (*CALLS, *REMATS), (*around, (eqn, 0))
+            if eqn.primitive is lookup_p and held[0] is not None:
+                sites.append(Lookup(path, held[0]))
+            if eqn.primitive in others and (site := others[eqn.primitive](path)):
+                sites.append(site)
+            # A scan's constants are the same in every iteration; a table in the carry may not be.
+            known = scan_counts(eqn)[0] if name == "scan" else len(held)
+            entered = name in (*called, "scan", "cond")
+            marks = [one if entered and i < known else None for i, one in enumerate(held)]
+            inside = [
+                find(inner.jaxpr, inner.marks(marks), (*around, (eqn, number)))
+                for number, inner in enumerate(inner_jaxprs(eqn))
+            ]
+            # A jit may return its table: the variable outside is then a table as well.
+            passed = inside[0] if name in called else held if name in _SAME else ()
+            return zip(eqn.outvars, passed, strict=False)
+
+        return walk(jaxpr, tables, step, lambda _: None)
+
+    find(jaxpr, {var: i for i, var in enumerate(jaxpr.invars)}, ())
+    return sites
+
+
+def looked_up(jaxpr: Any) -> set[int]:
+    """Return the numbers of the inputs that are looked up in, or something computed from them.
+
+    This includes lookups inside of equations in which `find_sites` finds none.
+
+    Args:
+      jaxpr: an open jaxpr.
+    """
+    found: set[int] = set()
 
     def rule(eqn: Any, operands: list[frozenset[int]]) -> Iterable[tuple[Any, Any]]:
         together = frozenset().union(*operands)
         if eqn.primitive is lookup_p:
-            counts.update(operands[0])
+            found.update(operands[0])
         for inner in inner_jaxprs(eqn):
-            count(inner.jaxpr, inner.marks(operands, unknown=together))
+            flow(inner.jaxpr, inner.marks(operands, unknown=together), rule, frozenset())
         return dict.fromkeys(eqn.outvars, together).items()
 
-    def count(jaxpr: Any, sources: Mapping[Any, frozenset[int]]) -> None:
-        flow(jaxpr, sources, rule, frozenset())
-
-    count(jaxpr, {var: frozenset([number]) for var, number in tables.items()})
-    return counts
-
-
-class Taps(NamedTuple):
-    """Further inputs that a program is run with.
-
-    Attributes:
-      taps: one tap per lookup, in program order, as `Lookup.tap` makes them.
-      arrays: the tables that the lookups read, by number. They are separate from the program's own
-        inputs, so that the derivative by such an input covers only the table's other uses.
-    """
-
-    taps: list[Array]
-    arrays: Mapping[int, Array]
-
-
-def run_with_taps(
-    closed: ClosedJaxpr, args: Sequence[Any], lookups: Sequence[Lookup], given: Taps
-) -> tuple[list[Any], list[Array]]:
-    """Evaluate a jaxpr with a tap at each lookup.
-
-    Args:
-      closed: the jaxpr.
-      args: the values of its inputs.
-      lookups: its lookups, as `find_lookups` returns them.
-      given: the taps, and the tables that the lookups read.
-
-    Returns:
-      the results; the ids of every lookup.
-    """
-
-    def at(lookup: Lookup, values: list[Any], tap: Array) -> tuple[list[Array], Array]:
-        table = as_varying(given.arrays[lookup.table], axes_of(lookup.eqn.invars[0].aval))
-        (found,) = evaluate(closed.jaxpr, lookup.eqn, [table, *values[1:]])
-        return [tapped(found, tap)], known_after(found, values[1])
-
-    return rerun(at, closed, args, lookups, given.taps)
+    flow(jaxpr, {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}, rule, frozenset())
+    return found
 
 
 def known_after(found: Array, ids: Array) -> Array:
@@ -174,7 +143,9 @@ def known_after(found: Array, ids: Array) -> Array:
     Each bag's ids get a zero added that XLA cannot recognise as a zero. An optimization barrier
     does not help, since XLA removes it before it decides about copies.
     """
-    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or _is_explicit(found):
+    # A mesh with explicit axes does not allow the reshapes here.
+    explicit = AxisType.Explicit in jax.typeof(found).sharding.mesh.axis_types
+    if not isinstance(ids, Tracer) or not ids.ndim or 0 in found.shape or explicit:
         return ids
     # result [B, …, D] -> first number of each bag, [B, …] -> as int32 bits -> zeros, one per entry
     # of the first axis of ids.
@@ -194,7 +165,7 @@ def known_after_ids(ids: Array, later: Array) -> Array:
 
     Args:
       ids: of the lookup.
-      later: of the other lookup, as `run_with_taps` returns them.
+      later: of the other lookup, as `known_after` returns them.
     """
     traced = isinstance(later, Tracer) and later.size
     if not traced or not varying_axes(later) <= varying_axes(ids):
@@ -208,12 +179,6 @@ def _zeros(bits: Array, dtype: Any) -> Array:
     return jnp.minimum(bits & 0x7FFFFFFF, 0).astype(dtype)
 
 
-def _is_explicit(array: Array) -> bool:
-    """Return whether the array's mesh has explicit axes, which do not allow the reshapes here."""
-    kinds = jax.typeof(array).sharding.mesh.axis_types
-    return any(kind == AxisType.Explicit for kind in kinds)
-
-
 @jax.custom_jvp
 def tapped(value: Array, tap: Array) -> Array:
     """Return the value unchanged; its gradient goes to the tap too, which has the same type."""
@@ -223,3 +188,21 @@ def tapped(value: Array, tap: Array) -> Array:
 @tapped.defjvp
 def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
+
+
+def _stopped_tangent(primals: Sequence[Any], _: Any) -> tuple[Any, Any]:
+    # The value is returned as it is, without binding the primitive again: it is constant in this
+    # differentiation only, and one around it must see the identity.
+    return primals[0], ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
+
+
+stopped_p = Primitive("stopped")
+"""Maps a value and a guard to the value, which is constant in a differentiation by the guard.
+
+`stop_gradient` would make it constant in every differentiation. JAX applies the rule below only in
+those of which an operand has a tangent; the guard, a scalar, has one also where the value has none.
+Such a differentiation leaves none of these equations, so they need no other rules.
+"""
+
+stopped_p.def_abstract_eval(lambda value, guard: value)
+ad.primitive_jvps[stopped_p] = _stopped_tangent

@@ -9,7 +9,7 @@ Output: `Leaves`, which maps paths to numbers, and trees that hold some of the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -61,29 +61,20 @@ class Leaves(NamedTuple):
         Raises:
           ValueError: no leaf has one of the paths, or a path occurs twice.
         """
-        found: list[int] = []
-        for path in paths:
-            i = self.find(path, what=what)
-            if i in found:
+        found = [self.find(path, what=what) for path in paths]
+        for i in found:
+            if found.count(i) > 1:
                 got, remedy = self.labels[i] or "the parameter", "leave the repeated one out"
                 expected = "each path once"
                 raise ValueError(
                     message(what, expected=expected, got=f"{got} twice", remedy=remedy)
                 )
-            found.append(i)
         return found
 
     def only(self, keep: Mapping[int, Any]) -> PyTree:
         """Return a tree with `NOTHING` at every leaf whose number is not in `keep`."""
         # Leaves a, b, c and keep = {1: x}: the tree of [NOTHING, x, NOTHING].
         return self.structure.unflatten([keep.get(i, NOTHING) for i in range(len(self.labels))])
-
-    def among(self, tree: PyTree) -> Iterator[tuple[int, Any]]:
-        """Yield the number and the value of each leaf that is not `NOTHING`."""
-        # flatten_up_to stops at this tree's leaves, so that NOTHING is still seen as an entry.
-        for i, value in enumerate(self.structure.flatten_up_to(tree)):
-            if not is_nothing(value):
-                yield i, value
 
 
 def is_nothing(tree: Any) -> bool:

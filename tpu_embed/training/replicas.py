@@ -52,20 +52,17 @@ class Replicas:
     groups: Groups
     _said: list[str] = dataclasses.field(default_factory=list, repr=False)
 
-    def count(self) -> int:
-        """Return how many replicas are summed: the size of a group, or the number of all replicas.
+    def scaled(self, x: Any) -> Any:
+        """Return a loss or a gradient, divided by the number of summed replicas under a mean.
+
+        These are the replicas of a group, or all replicas.
 
         Raises:
           ValueError: only some of the axes are bound, or the groups do not hold each replica once.
         """
         # 8 replicas in 2 groups: sums are over 4. Groups have equal lengths.
-        size = self._size()
-        return size // max(len(self.groups), 1)
-
-    def scaled(self, x: Any) -> Any:
-        """Return a loss or a gradient, divided by `count` if the global loss is a mean."""
-        count = self.count() if self.mean else 1
-        return x if count == 1 else x / count
+        count = self._size() // max(len(self.groups), 1) if self.mean else 1
+        return x if count <= 1 else x / count
 
     def local(self, tree: PyTree) -> PyTree:
         """Return the same arrays, marked as different on each replica.
@@ -74,10 +71,9 @@ class Replicas:
         marked as equal on all replicas it gives the sum over the replicas.
 
         Raises:
-          ValueError: see `count`.
+          ValueError: see `scaled`.
         """
-        self._size()  # checks that all axes are bound, or none
-        if not self._tracked():
+        if not self._size() or not self._tracked():
             return tree
         # The backward pass of the mark is a psum, which then stands outside of what is
         # differentiated: gradients can still be clipped before they are summed.
@@ -92,12 +88,25 @@ class Replicas:
             are not summed here.
 
         Raises:
-          ValueError: a gradient is the same on all replicas already, or see `count`.
+          ValueError: a gradient is the same on all replicas already, or see `scaled`.
         """
-        self._size()
-        if not self._bound():
+        if not self._size():
             return gradients
-        self._refuse_summed(gradients)
+        # Where the program does not track it, nothing says whether a gradient is summed.
+        for label, gradient in gradients.items() if self._tracked() else ():
+            numbers = gradient.values if is_indexed_slices(gradient) else gradient
+            missing = [name for name in self.names if name not in varying_axes(numbers)]
+            if missing:
+                raise ValueError(
+                    message(
+                        f"{self.what}: gradient of {label or 'the parameter'}",
+                        expected=f"this replica's own, varying over {self.names}",
+                        got=f"one that is the same over {missing}, as jax.grad by a replicated "
+                        "parameter gives it: already summed",
+                        remedy="take it from compute_gradients, or pass "
+                        "skip_gradients_aggregation=True",
+                    )
+                )
         with jax.named_scope("sum_over_shards"):
             return {label: self._sum(g) for label, g in gradients.items()}
 
@@ -137,11 +146,11 @@ class Replicas:
         return jax.lax.all_gather(x, self.names)[jnp.asarray(members)[me]]
 
     def _size(self) -> int:
-        """Return the number of replicas, 1 where no axis is bound."""
-        # names ("data", "model") of sizes [2, 4]: 8 replicas. None is the size of an unbound axis.
+        """Return the number of replicas, 0 where no axis is bound."""
+        # names ("data", "model") of sizes [2, 4]: 8 replicas. 0 is the size of an unbound axis.
         sizes = [_axis_size(name) for name in self.names]
-        unbound = [name for name, size in zip(self.names, sizes, strict=True) if size is None]
-        if unbound and len(unbound) < len(self.names):
+        unbound = [name for name, size in zip(self.names, sizes, strict=True) if not size]
+        if unbound and any(sizes):
             raise ValueError(
                 message(
                     f"{self.what}: axis_name {self.names}",
@@ -150,56 +159,27 @@ class Replicas:
                     remedy="run it inside a shard_map over all of them",
                 )
             )
-        size = 1 if unbound else math.prod(size for size in sizes if size is not None)
-        self._check_groups(size)
-        if unbound:
-            self._say_unbound()
-        return size
-
-    def _check_groups(self, size: int) -> None:
-        count = sum(len(group) for group in self.groups)
-        if self.groups and count != size:
-            expected = f"each of {size} replicas once"
-            got = f"{count} ids: {_listed(self.groups)}"
+        size, count = math.prod(sizes), sum(map(len, self.groups))
+        if self.groups and count != (size or 1):
+            expected, got = f"each of {size or 1} replicas once", f"{count} ids: {self.groups}"
             what, remedy = f"{self.what}: group_assignment", "leave it out for one group of all"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-    def _say_unbound(self) -> None:
         # One warning per optimizer, not per trace: the list is the only mutable part of this class.
-        if not self._said:
+        if unbound and not self._said:
             self._said.append("unbound")
             warn_user(
                 f"{self.what}: no axis named {', '.join(self.names)} is bound here, so nothing is "
                 "scaled or summed; run it inside a shard_map over it"
             )
+        return size if self.names else 0
 
     def _tracked(self) -> bool:
-        """Return whether the program tracks which arrays differ between replicas (`check_vma`)."""
+        """Return whether the program tracks which arrays differ between replicas (`check_vma`).
+
+        The axes must be bound.
+        """
         # The index of a replica differs on all of them; if its type does not say so, none does.
-        return self._bound() and bool(varying_axes(jax.lax.axis_index(self.names[0])))
-
-    def _bound(self) -> bool:
-        # One axis is enough: _size has refused programs that bind only some of them.
-        return bool(self.names) and _axis_size(self.names[0]) is not None
-
-    def _refuse_summed(self, gradients: dict[str, Any]) -> None:
-        """Raise a `ValueError` for a gradient that is already summed over the replicas."""
-        if not self._tracked():
-            return  # nothing in the program says whether a gradient is summed
-        for label, gradient in gradients.items():
-            numbers = gradient.values if is_indexed_slices(gradient) else gradient
-            missing = [name for name in self.names if name not in varying_axes(numbers)]
-            if missing:
-                raise ValueError(
-                    message(
-                        f"{self.what}: gradient of {label or 'the parameter'}",
-                        expected=f"this replica's own, varying over {self.names}",
-                        got=f"one that is the same over {missing}, as jax.grad by a replicated "
-                        "parameter gives it: already summed",
-                        remedy="take it from compute_gradients, or pass "
-                        "skip_gradients_aggregation=True",
-                    )
-                )
+        return bool(varying_axes(jax.lax.axis_index(self.names[0])))
 
 
 def make_replicas(
@@ -207,6 +187,8 @@ def make_replicas(
     axis_name: AxisName | None,
     reduction: Reduction,
     group_assignment: Iterable[Iterable[int]] | None = None,
+    *,
+    required: bool = True,
 ) -> Replicas:
     """Return the replicas that a user describes.
 
@@ -216,6 +198,7 @@ def make_replicas(
       reduction: "mean" or "sum".
       group_assignment: lists of equal length that together hold the index of every replica once.
         With None or [] all replicas are one group.
+      required: whether `axis_name` may not be None, which stands for one replica.
 
     Raises:
       ValueError: an unknown reduction, a name that is not a non-empty string, a repeated name, or
@@ -226,59 +209,52 @@ def make_replicas(
       ((0, 2), (1, 3))
     """
     check_choice(f"{what}: reduction", reduction, get_args(Reduction))
-    # None -> (), "x" -> ("x",), ["x", "y"] -> ("x", "y").
-    given: Any = () if axis_name is None else axis_name
-    names = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    good = all(isinstance(name, str) and name for name in names) and len(set(names)) == len(names)
-    if not good or (axis_name is not None and not names):
+    # "x" -> ("x",), ["x", "y"] -> ("x", "y").
+    names: Any = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    good = all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)
+    if axis_name is None and not required:
+        names = ()
+    elif not good or not names:
         expected = "the name of a mesh axis, or different ones"
-        remedy = "give the names that are in Mesh(devices, names)"
+        remedy = "give names of Mesh(devices, names); without an axis use the Optimizer alone"
         raise ValueError(
             message(f"{what}: axis_name", expected=expected, got=repr(axis_name), remedy=remedy)
         )
-    return Replicas(what, names, reduction == "mean", _checked_groups(what, group_assignment))
-
-
-def _axis_size(name: str) -> int | None:
-    """Return the size of a mesh axis, or None if it is not bound."""
+    groups: Any = () if group_assignment is None else group_assignment
     try:
-        return int(jax.lax.axis_size(name))
-    except (NameError, KeyError):
-        return None
-
-
-def _checked_groups(what: str, given: Any) -> Groups:
-    if given is None:
-        return ()
-    try:
-        groups = tuple(tuple(group) for group in given)
+        groups = tuple(tuple(group) for group in groups)
     except TypeError:
-        groups = ((given,),)  # not a list of lists: _fault names it as ids that are no integers
+        groups = ((group_assignment,),)  # not a list of lists: ids that are no integers
     fault = _fault(groups)
     if fault:
         expected = "lists of equal length with each replica's index once"
-        got, remedy = f"{fault}: {given!r}", "as [[0, 1], [2, 3]] of 4 replicas"
-        what = f"{what}: group_assignment"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    return tuple(tuple(int(i) for i in group) for group in groups)
+        got, remedy = f"{fault}: {group_assignment!r}", "as [[0, 1], [2, 3]] of 4 replicas"
+        place = f"{what}: group_assignment"
+        raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
+    ids = tuple(tuple(int(i) for i in group) for group in groups)
+    return Replicas(what, names, reduction == "mean", ids)
 
 
-def _fault(groups: tuple[tuple[Any, ...], ...]) -> str:
+def _fault(groups: Groups) -> str:
     """Return what is wrong with the groups, or an empty string."""
     # [[0, 1], [1, 4]]: repeated [1]; absent [2, 3], since four ids must be 0 to 3.
-    ids = [i for group in groups for i in group]
+    ids, sizes = [i for group in groups for i in group], sorted({len(group) for group in groups})
     if not all(is_int(i) for i in ids):
         return "ids that are no integers"
-    if len({len(group) for group in groups}) > 1:
-        return f"lists of {sorted({len(group) for group in groups})} ids"
+    if len(sizes) > 1:
+        return f"lists of {sizes} ids"
     repeated = sorted(i for i, n in collections.Counter(ids).items() if n > 1)
     if repeated:
         return f"{repeated} more than once"
-    absent = sorted(set(range(len(ids))) - set(ids))
+    absent = sorted({*range(len(ids))} - {*ids})
     if absent:
         return f"{absent} in none"
     return "lists without ids" if groups and not ids else ""
 
 
-def _listed(groups: Groups) -> str:
-    return str([list(group) for group in groups])
+def _axis_size(name: str) -> int:
+    """Return the size of a mesh axis, 0 if it is not bound."""
+    try:
+        return int(jax.lax.axis_size(name))
+    except (NameError, KeyError):
+        return 0

@@ -9,6 +9,7 @@ import pytest
 from gradient_cases import W, X, same, square
 from jax import lax
 
+from tpu_embed.sparse import embedding_lookup
 from tpu_embed.training.autodiff import Tag, gradients, tag
 
 
@@ -62,6 +63,32 @@ def test_a_tag_may_name_a_tree_or_integers():
     assert zeros["n"].dtype == jnp.argsort(X).dtype
     assert not zeros["n"].any()
     same(gradients(fn, [X], stop_gradients=["h"], unconnected_gradients="zero"), [X * 0])
+
+
+def test_a_random_key_in_a_tagged_tree_has_no_gradient():
+    def fn(x):
+        return tag({"key": jax.random.key(1), "x": 2 * x}, "h")["x"] ** 2
+
+    for stops in ((), ("h",)):
+        (found,) = gradients(lambda: fn(X), [Tag("h")], stop_gradients=stops)
+        assert found["key"] is None
+        same([found["x"]], [4 * X])
+
+
+def test_a_stop_and_lookups_of_one_scan():
+    table = jnp.arange(12.0).reshape(4, 3)
+
+    def fn(table, x):
+        def body(carry, i):
+            h = tag(embedding_lookup(table, i) * carry, "h")
+            return carry + embedding_lookup(table, i).sum() * x, h
+
+        return lax.scan(body, x, jnp.array([1, 2, 1]))
+
+    by_table, by_x = gradients(fn, [table, X], stop_gradients=["h"])
+    assert by_table.indices.tolist() == [1, 2, 1]  # of those lookups that the stop leaves
+    assert np.array_equal(by_table.values, np.full((3, 3), X.sum()))
+    assert np.array_equal(by_x, np.full(3, 1 + 12 + 21 + 12))
 
 
 @pytest.mark.parametrize("call", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])

@@ -1,8 +1,9 @@
 """Gradients of a function by its arguments and inner values, None where no path connects the two.
 
 `jax.grad` gives zeros both for an argument that does not matter and for one whose gradient happens
-to be zero. Here the function is first traced into one jaxpr (`program.py`), in which
-`TappedProgram` finds what is connected with what; `pull_back` then computes the numbers.
+to be zero. Here the function is first traced into one `Program`, whose inputs are the leaves of the
+arguments and a tap for each lookup and each named value. It tells what is connected with what;
+`pull_back` then computes the numbers.
 
 Input: a function of arrays and pytrees, and what to differentiate it by.
 Output: one gradient per argument or named value; an `IndexedSlices` for an argument that is only
@@ -17,15 +18,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
 
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, is_number, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.varying import as_varying, axes_of
-from tpu_embed.sparse import Reached, TappedProgram, differentiable, pull_back, tap_lookups
-from tpu_embed.training.autodiff.program import Program, Target, as_list, trace
-from tpu_embed.training.autodiff.tags import full
+from tpu_embed.sparse import Program, full, pull_back, tap
+from tpu_embed.training.autodiff.tags import Tag, Tagged, find_asked
 
 
 class AggregationMethod(enum.StrEnum):
@@ -161,31 +160,117 @@ def value_and_gradients(
     check_choice("gradients: unconnected_gradients", unconnected_gradients, words)
     check_choice("gradients: aggregation_method", aggregation_method, (None, *methods))
     check_choice("gradients: gate_gradients", gate_gradients, tuple(_GATES))
-    xs = as_list(xs)
+    xs = _as_list(xs)
     if not xs:
         return (None, None), []
-    program = trace(fn, xs, stop_gradients)
-    results, total = _aggregate(program, _cotangents(program, grad_ys), aggregation_method)
+    arguments = [x for x in xs if not isinstance(x, Tag)]
+    paths, structure = jax.tree_util.tree_flatten_with_path(arguments)
+    names = [f"xs{jax.tree_util.keystr(path)}" for path, _ in paths]
+    leaves = [_as_array(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
+
+    def flat(*leaves: Any) -> Any:
+        return fn(*structure.unflatten(leaves))
+
+    # Trace twice: tags and lookups are only known once the function is traced; then `tap` traces
+    # the function with their taps.
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    tags = [x.name for x in xs if isinstance(x, Tag)]
+    sites = find_asked(closed.jaxpr, tags, _stop_names(stop_gradients))
+    program = tap(closed, leaves, sites)
+    # xs = [{"a": u, "b": v}, w, Tag("h")]: places [{"a": 0, "b": 1}, 2, 3], if the value h has the
+    # first tap.
+    each = zip(sites, program.taps, strict=True)
+    tagged = {one.name: (one, mine) for one, mine in each if isinstance(one, Tagged)}
+    by_tag = [one.structure.unflatten(mine) for one, mine in (tagged[name] for name in tags)]
+    places = [*structure.unflatten(range(len(leaves))), *by_tag]
+    named = dict(enumerate(names))
+    named |= {i: f"Tag({name!r})" for name, (_, mine) in tagged.items() for i in mine}
     # The program returns one flat list: [leaves of ys, leaves of aux].
-    n = program.ys.num_leaves
-    values = program.ys.unflatten(results[:n]), program.aux.unflatten(results[n:])
-    zero = unconnected_gradients == UnconnectedGradients.ZERO
-    nested = [
-        structure.unflatten([_gradient(target, total, zero) for target in targets])
-        for structure, targets in program.xs
-    ]
-    return values, _GATES[gate_gradients](nested)
+    ys, aux = map(jax.tree.structure, shapes)
+    cotangents = _cotangents(ys, closed.out_avals[: ys.num_leaves], grad_ys)
+    results, total = _aggregate(program, named, cotangents, aggregation_method)
+
+    def gradient(place: int) -> Any:
+        # An absent place means "not connected"; a connected one with zero gradient has zeros.
+        if place not in total and unconnected_gradients == UnconnectedGradients.ZERO:
+            return full(jax.typeof(program.values[place]), 0)
+        return total.get(place)
+
+    values = ys.unflatten(results[: ys.num_leaves]), aux.unflatten(results[ys.num_leaves :])
+    return values, _GATES[gate_gradients](jax.tree.map(gradient, places))
 
 
-def _gradient(target: Target, total: Mapping[int, Any], zero: bool) -> Any:
-    # An absent key means "not connected"; a connected x with zero gradient has zeros in `total`.
-    if target.place is not None and target.place in total:
-        return total[target.place]
-    return full(target.aval, 0) if zero else None
+def checked_loss(loss: Any) -> Array:
+    """Return what a loss function returned, as an array.
+
+    Raises:
+      ValueError: it is not an array of floats.
+    """
+    # A pair (loss, aux) would become an array of two numbers where both are scalars: refuse it.
+    if not hasattr(loss, "dtype") and not is_number(loss):
+        expected, got = "a float array", type(loss).__name__
+        remedy = "return the loss alone: there is no aux"
+        raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
+    array = as_array(loss)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        got, remedy = f"{array.dtype} of shape {array.shape}", "return real floats"
+        raise ValueError(message("loss", expected="a float array", got=got, remedy=remedy))
+    return array
 
 
-def _cotangents(program: Program, grad_ys: PyTree) -> list[Array | None]:
+def _as_list(xs: Any) -> list[Any]:
+    """Return xs as a list; a single array or `Tag` becomes a list of one.
+
+    Raises:
+      TypeError: `xs` is neither a list, a tuple nor an array.
+      ValueError: an argument stands after a `Tag`.
+    """
+    if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
+        xs = [xs]
+    if not isinstance(xs, (list, tuple)):
+        expected, got = "a list or tuple of the function's arguments", type(xs).__name__
+        raise TypeError(
+            message("gradients: xs", expected=expected, got=got, remedy="give one pytree as [tree]")
+        )
+    # False < True, so the list is sorted exactly if all Tags stand after the arguments.
+    are_tags = [isinstance(x, Tag) for x in xs]
+    if are_tags != sorted(are_tags):
+        expected, got = "Tags after the arguments", f"an argument after {xs[are_tags.index(True)]}"
+        remedy = "put the Tags last"
+        raise ValueError(message("gradients: xs", expected=expected, got=got, remedy=remedy))
+    return list(xs)
+
+
+def _as_array(name: str, leaf: Any) -> Array:
+    what, got = f"gradients: {name}", type(leaf).__name__
+    remedy = "close over it: xs holds only what to differentiate by"
+    if isinstance(leaf, Tag):
+        got, remedy = leaf, "put the Tag into xs directly, not inside a pytree"
+    try:
+        return as_array(leaf)
+    except (TypeError, ValueError) as error:
+        raise TypeError(message(what, expected="an array", got=got, remedy=remedy)) from error
+
+
+def _stop_names(stops: Any) -> list[str]:
+    stops = [stops] if isinstance(stops, (str, Tag)) else list(stops)
+    for stop in stops:
+        if not isinstance(stop, (str, Tag)):
+            expected, got = "names of tags or Tags", repr(stop)
+            remedy = "name the value with tag inside the function"
+            raise TypeError(
+                message("gradients: stop_gradients", expected=expected, got=got, remedy=remedy)
+            )
+    return [stop.name if isinstance(stop, Tag) else stop for stop in stops]
+
+
+def _cotangents(ys: Any, avals: Sequence[Any], grad_ys: PyTree) -> list[Array | None]:
     """Return the cotangent of every y, None for an integer y.
+
+    Args:
+      ys: the structure of ys.
+      avals: of its leaves.
+      grad_ys: the cotangents that a user gives.
 
     Raises:
       TypeError: a cotangent is of another kind than its y.
@@ -193,17 +278,16 @@ def _cotangents(program: Program, grad_ys: PyTree) -> list[Array | None]:
     """
     # ys {"n": int, "y": float} with grad_ys {"n": None, "y": c} -> given [None, c]: flatten_up_to
     # stops at the leaves of ys, so that a None stays an entry of its own.
-    avals = program.closed.out_avals[: program.ys.num_leaves]
     given = [None] * len(avals)
     if grad_ys is not None:
         try:
-            given = program.ys.flatten_up_to(grad_ys)
+            given = ys.flatten_up_to(grad_ys)
         except (ValueError, TypeError) as error:
             got = str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None))
-            expected = f"the structure of ys, {program.ys}"
+            expected = f"the structure of ys, {ys}"
             what, remedy = "gradients: grad_ys", "nest them as fn's result, None for ones"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy)) from error
-    paths = jax.tree_util.tree_flatten_with_path(program.ys.unflatten(range(len(avals))))[0]
+    paths = jax.tree_util.tree_flatten_with_path(ys.unflatten(range(len(avals))))[0]
     names = [f"gradients: grad_ys{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [_cotangent(*one) for one in zip(names, avals, given, strict=True)]
 
@@ -238,59 +322,47 @@ def _kind(dtype: Any) -> str:
 
 
 def _aggregate(
-    program: Program, cotangents: Sequence[Array | None], method: Aggregation | None
+    program: Program,
+    names: Mapping[int, str],
+    cotangents: Sequence[Array | None],
+    method: Aggregation | None,
 ) -> tuple[list[Any], dict[int, Any]]:
-    """Return the results of the program, and the gradients by place of the input.
+    """Return the results of the program, and the gradients by place.
 
-    Only inputs that reach at least one of the ys are among the gradients.
+    Only places that reach at least one of the ys are among the gradients.
+
+    Args:
+      program: the program.
+      names: the name of each place that is not the tap of a lookup, for messages.
+      cotangents: the cotangent of each y.
+      method: how the gradients of several ys are added up.
+
+    Raises:
+      ValueError: a place reaches a y through a `while`.
     """
-    tables = differentiable(program.inputs[: program.arguments])
-    tapped = tap_lookups(program.closed, program.inputs, tables)
-    reached = _connected(program, tapped)
-    ys = [i for i, one in enumerate(reached) if one != Reached()]
-    if not ys:
-        return jaxpr_as_fun(program.closed)(*program.inputs), {}
-    # A stop is the derivative rule of a tap, which JAX applies only if it differentiates by the
-    # tap: so it always does, whether the gradient by the tap is wanted or not.
-    stops = range(program.arguments, len(program.inputs))
+    every, looped = program.reaching(range(len(cotangents)))
+    if looped:
+        # The tap of a lookup stands for the table.
+        bad = sorted({program.tables.get(i, i) for i in looped})
+        raise ValueError(
+            message(
+                f"gradients: {', '.join(names[i] for i in bad)}",
+                expected="a path to ys that can be differentiated backwards",
+                got="one through a while loop, whose trip count is not known",
+                remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
+            )
+        )
     results: list[Any] = []
     total: dict[int, Any] = {}
     # ys 0 and 2 are connected: one pull-back of [0, 2], or two, of [0] and of [2].
-    for part in [[i] for i in ys] if method in _ONE_BY_ONE else [ys]:
-        wanted = Reached.any_of(reached[i] for i in part)
-        seeds = {i: cotangents[i] for i in part}
-        results, found = pull_back(tapped, wanted, seeds, also=stops)
+    ys = [i for i in range(len(cotangents)) if program.reached[i].reached]
+    for part in [[i] for i in ys] if ys and method in _ONE_BY_ONE else [ys]:
+        wanted, _ = program.reaching(part)
+        # y0 = lookup(w), y1 = w.sum(): w is dense for both, as a gradient that is sparse for y0 and
+        # dense for y1 could not be added up.
+        wanted |= every & {program.tables.get(i) for i in wanted}
+        results, found = pull_back(program, wanted, {i: cotangents[i] for i in part})
         for place, gradient in found.items():
             # IndexedSlices + IndexedSlices concatenates their entries.
             total[place] = total[place] + gradient if place in total else gradient
     return results, total
-
-
-def _connected(program: Program, tapped: TappedProgram) -> list[Reached]:
-    """Return what reaches each y: inputs that are xs, and lookups.
-
-    A table that some y reads in another way than by lookups gets a dense gradient. It then counts
-    as an input of each y that its lookups reach.
-
-    Raises:
-      ValueError: an x reaches a y through a `while`.
-    """
-    targets = [target for _, targets in program.xs for target in targets]
-    names = {target.place: target.name for target in targets if target.place is not None}
-    found = tapped.reach(names)[: program.ys.num_leaves]
-    for one in found:
-        if one.looped:
-            raise ValueError(
-                message(
-                    f"gradients: {', '.join(names[i] for i in sorted(one.looped))}",
-                    expected="a path to ys that can be differentiated backwards",
-                    got="one through a while loop, whose trip count is not known",
-                    remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
-                )
-            )
-    # y0 = lookup(w), y1 = w.sum(): found inputs are [{}, {w}]; w is dense, so both are {w}. A
-    # gradient that is sparse for y0 and dense for y1 could not be added up.
-    dense = Reached.any_of(found).inputs
-    looked_up = [{tapped.lookups[k].table for k in one.lookups} for one in found]
-    both = zip(found, looked_up, strict=True)
-    return [one._replace(inputs=one.inputs | (dense & tables)) for one, tables in both]

@@ -20,10 +20,8 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
 from tpu_embed.core.lookup import Jagged
-from tpu_embed.sparse import tapped
-from tpu_embed.training.autodiff.collect import checked_loss
-from tpu_embed.training.autodiff.gradients import gradients, value_and_gradients
-from tpu_embed.training.autodiff.tags import full
+from tpu_embed.sparse import full, tapped
+from tpu_embed.training.autodiff.gradients import checked_loss, gradients, value_and_gradients
 
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros in the shape of the activations."""
@@ -164,10 +162,22 @@ def get_gradients_through_dummy_table_variables(
     # The dummies are one x, a nested dictionary: `found` has the same keys, None if not connected.
     (_, value), (found,) = value_and_gradients(hooked, [dummies])
     for i, name in enumerate(dummies):
-        _check_used(f"table {name!r} (index {i})", found[name])
+        if all(gradient is None for gradient in found[name].values()):
+            raise ValueError(
+                message(
+                    f"table {name!r} (index {i})",
+                    expected="a loss that depends on one of its features at least",
+                    got=f"none for {', '.join(found[name])}: activations computed but not used",
+                    remedy="use them, or leave the features out (feature_config says which share)",
+                )
+            )
     by_path: dict[str, Array] = {}
-    for name in dummies:
-        by_path |= _filled(name, found[name], dummies[name])
+    for name, zeros in dummies.items():
+        absent = [path for path, gradient in found[name].items() if gradient is None]
+        if absent:
+            unused = ", ".join(absent)
+            warn_user(f"table {name!r}: the loss does not depend on {unused}: zero gradients")
+        by_path |= found[name] | {path: zeros[path] for path in absent}
     return value, _rebuilt(nest, (by_path[path] for path, _ in _leaves(nest)))
 
 
@@ -227,29 +237,6 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
             raise ValueError(message("activations", expected=expected, got=got, remedy=remedy))
         leaves[path] = leaf
     return leaves
-
-
-def _check_used(what: str, found: Mapping[str, Array | None]) -> None:
-    if all(gradient is None for gradient in found.values()):
-        raise ValueError(
-            message(
-                what,
-                expected="a loss that depends on one of its features at least",
-                got=f"none for {', '.join(found)}: activations computed but not used",
-                remedy="use them, or leave the features out (feature_config says which share)",
-            )
-        )
-
-
-def _filled(
-    table: str, found: Mapping[str, Array | None], dummies: Mapping[str, Array]
-) -> dict[str, Array]:
-    """Return a table's gradients, with the dummy (zeros) in place of each that is None."""
-    absent = [path for path, gradient in found.items() if gradient is None]
-    if absent:
-        unused = ", ".join(absent)
-        warn_user(f"table {table!r}: the loss does not depend on {unused}: zero gradients")
-    return {path: dummies[path] if g is None else g for path, g in found.items()}
 
 
 def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:

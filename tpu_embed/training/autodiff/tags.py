@@ -3,26 +3,27 @@
 `tag` is the identity and leaves a mark in the jaxpr. The jaxpr can then be run again with a *tap*
 at some of the marks: an extra input that does not change the value, but has its derivative.
 
-Input: values to name; later a jaxpr in which they are named, and taps by name.
-Output: the same values; later the results of the jaxpr, differentiable by the taps.
+Input: values to name; later a jaxpr in which they are named.
+Output: the same values; later the marks (`Tagged`) whose names are asked for.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import message
-from tpu_embed._jaxprs import CALLS, REMATS, Path, Site, inner_jaxprs, rerun
+from tpu_embed._jaxprs import CALLS, REMATS, Path, Site
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
-from tpu_embed.kernels.varying import as_varying, axes_of
+from tpu_embed.sparse import find_sites, full, stopped_p, tapped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +72,17 @@ def tag(value: PyTree, name: str) -> PyTree:
     return structure.unflatten(tag_p.bind(*arrays, name=Tag(name).name, structure=structure))
 
 
-class TagFound(Site):
-    """A place in a jaxpr where a name was given."""
+@dataclasses.dataclass(frozen=True)
+class Tagged(Site):
+    """A place in a program where a name was given.
+
+    Attributes:
+      own: whether the gradient by the value is wanted.
+      stop: whether the value counts as a constant in all other gradients.
+    """
+
+    own: bool
+    stop: bool
 
     @property
     def name(self) -> str:
@@ -84,86 +94,68 @@ class TagFound(Site):
         """The structure of the value."""
         return self.eqn.params["structure"]
 
-    @property
-    def avals(self) -> list[Any]:
-        """The shapes and dtypes of its leaves."""
-        return [atom.aval for atom in self.eqn.invars]
+    def taps(self) -> list[Array]:
+        """Return zeros like each leaf of the value, or nothing if its gradient is not wanted."""
+        return [full(atom.aval, 0) for atom in self.eqn.invars] if self.own else []
 
-    @property
-    def places(self) -> frozenset[str]:
-        """The names of the primitives around it (scan, cond, …), without calls such as jit."""
-        # A jit or remat runs its jaxpr once per call, so it does not count as a place; a scan does.
-        return frozenset(eqn.primitive.name for eqn in self.around) - {*CALLS, *REMATS}
+    def run(
+        self, values: Iterable[Array], taps: Sequence[Array], guard: Array
+    ) -> tuple[list[Array], None]:
+        """Return the value; its gradient goes to the taps, and no further if it is a stop."""
+        if self.stop:
+            values = [stopped_p.bind(value, guard) for value in values]
+        if self.own:
+            values = map(tapped, values, taps)
+        return tag_p.bind(*values, **self.eqn.params), None
 
     def nothing(self) -> None:
-        """Return no note: a tap leaves none."""
+        """Return no note: a tag leaves none."""
 
 
-class Tap(NamedTuple):
-    """Extra inputs that are attached to a named value.
-
-    Attributes:
-      arrays: one array per inexact leaf of the value: zeros of the leaf's shape if `own`, otherwise
-        scalars.
-      own: whether the gradient by `arrays` is the gradient by the value.
-      stop: whether the value counts as a constant in all other gradients.
-    """
-
-    arrays: Sequence[Array]
-    own: bool
-    stop: bool
-
-
-def find_tags(jaxpr: Any, around: Path = ()) -> Iterator[TagFound]:
-    """Yield the names given in a jaxpr, in program order.
+def find_asked(jaxpr: Any, wanted: Collection[str], stops: Collection[str]) -> list[Any]:
+    """Return the lookups of a jaxpr, and the values whose names are given, in program order.
 
     Args:
       jaxpr: an open jaxpr.
-      around: the equations around it.
+      wanted: the names of values whose gradients are wanted.
+      stops: the names at which differentiation stops.
+
+    Raises:
+      ValueError: a name is not in the jaxpr, is in it twice, or is where it cannot be tapped.
     """
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is tag_p:
-            yield TagFound((*around, (eqn, 0)))
-        for number, inner in enumerate(inner_jaxprs(eqn)):
-            yield from find_tags(inner.jaxpr, (*around, (eqn, number)))
+    by_name: dict[str, list[Tagged]] = collections.defaultdict(list)
+
+    def enter(path: Path) -> Tagged | None:
+        name = path[-1][0].params["name"]
+        by_name[name].append(Tagged(path, name in wanted, name in stops))
+        return by_name[name][0] if name in asked else None
+
+    asked = dict.fromkeys([*wanted, *stops])
+    sites = find_sites(jaxpr, {tag_p: enter})
+    for name in asked:
+        found = by_name.get(name, [])
+        if len(found) != 1:
+            got = f"it {len(found)} times" if found else f"only {sorted(by_name)}"
+            remedy = "give each value a name of its own" if found else "tag(value, name) names one"
+            raise _misplaced(name, "it once in the function", got, remedy)
+        # A jit or remat runs its jaxpr once per call. In a scan or while a name has one value per
+        # iteration and in a cond perhaps none, so there is no one value to differentiate by; to
+        # stop at all of them is possible.
+        passed = {*CALLS, *REMATS, *(() if name in wanted else ("scan", "while", "cond"))}
+        bad = sorted({eqn.primitive.name for eqn in found[0].around} - passed)
+        if bad:
+            expected = "one value" if name in wanted else "it outside of custom rules"
+            remedy = "return the value from there and tag it outside"
+            raise _misplaced(name, expected, f"it inside {', '.join(bad)}", remedy)
+    return sites
 
 
-def full(aval: Any, number: float) -> Array:
-    """Return an array filled with a number, in an aval's shape, dtype and varying mesh axes."""
-    return as_varying(jnp.full(aval.shape, number, aval.dtype), axes_of(aval))
+def _misplaced(name: str, expected: str, got: str, remedy: str) -> ValueError:
+    what = f"gradients: tag {name!r}"
+    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def run_with_tag_taps(
-    closed: ClosedJaxpr, args: Sequence[Any], taps: Mapping[str, Tap]
-) -> list[Any]:
-    """Run a jaxpr with taps at some of the values named in it.
-
-    Args:
-      closed: the jaxpr.
-      args: the values of its inputs.
-      taps: the taps by name. A name whose tap has `own` may stand inside of calls only; other names
-        may stand inside of calls, scans, whiles and conds.
-    """
-
-    def at(found: TagFound, values: list[Any], _: None) -> tuple[Sequence[Any], None]:
-        return tag_p.bind(*_tapped(values, taps[found.name]), **found.eqn.params), None
-
-    sites = [one for one in find_tags(closed.jaxpr) if one.name in taps]
-    return rerun(at, closed, args, sites, [None] * len(sites))[0]
-
-
-def _tapped(values: Sequence[Array], tap: Tap) -> list[Array]:
-    # values (float, int, float) with the tap's arrays (a, b): a goes to the first, b to the third.
-    arrays = iter(tap.arrays)
-    return [
-        tapped_p.bind(value, next(arrays), own=tap.own, stop=tap.stop)
-        if jnp.issubdtype(value.dtype, jnp.inexact)
-        else value
-        for value in values
-    ]
-
-
-# -- the primitives --------------------------------------------------------------------------------
+# -- the primitive --------------------------------------------------------------------------------
 
 
 def _tag_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
@@ -189,36 +181,3 @@ mlir.register_lowering(tag_p, lambda context, *values, **_: list(values))
 batching.primitive_batchers[tag_p] = _tag_batched
 ad.primitive_jvps[tag_p] = _tag_tangent
 ad.primitive_transposes[tag_p] = lambda cotangents, *_, **__: list(cotangents)
-
-
-def _tapped_tangent(
-    primals: Sequence[Any], tangents: Sequence[Any], *, own: bool, stop: bool
-) -> tuple[Any, Any]:
-    """Return the value, and the sum of those tangents that pass.
-
-    The tangent of the value passes unless `stop`; the tangent of the tap passes if `own`.
-
-    The value is returned as it is, without binding the primitive again: the tap is an input of this
-    differentiation only, so a differentiation around it must see the identity.
-    """
-    value, passed = primals[0], [*([] if stop else tangents[:1]), *(tangents[1:] if own else [])]
-    passed = [tangent for tangent in passed if type(tangent) is not ad.Zero]
-    if not passed:
-        return value, ad.Zero(jax.typeof(value).to_tangent_aval())
-    return value, passed[0] if len(passed) == 1 else jax.lax.add(*passed)
-
-
-def _tapped_batched(
-    arrays: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[Array, int | None]:
-    return tapped_p.bind(*arrays, **params), dims[0]
-
-
-tapped_p = Primitive("tapped")
-"""Maps a value and its tap to the value; only derivatives read the tap."""
-
-tapped_p.def_impl(lambda value, tap, **_: value)
-tapped_p.def_abstract_eval(lambda value, tap, **_: value)
-mlir.register_lowering(tapped_p, lambda context, value, tap, **_: [value])
-batching.primitive_batchers[tapped_p] = _tapped_batched
-ad.primitive_jvps[tapped_p] = _tapped_tangent

@@ -1,13 +1,13 @@
 """Checks that gradients and constraints fit the parameters, before anything is computed.
 
 Input: pairs of a gradient and a path, and constraints by path, as a user gives them.
-Output: `CheckedGradients`, both by the number of the parameter.
+Output: both by the number of the parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,35 +19,13 @@ from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.paths import Leaves, listed
 
 
-class CheckedGradients(NamedTuple):
-    """Gradients that are not None, and constraints, both by the number of the parameter."""
-
-    gradients: dict[int, Any]
-    constraints: dict[int, Callable[[Array], Any]]
-
-    def constrained(self, i: int, parameter: Array) -> Array:
-        """Return a parameter after applying its constraint, if it has one.
-
-        Raises:
-          ValueError: the constraint changes the shape of the parameter.
-        """
-        if i not in self.constraints:
-            return parameter
-        new = as_array(self.constraints[i](parameter))
-        if new.shape != parameter.shape:
-            what, remedy = "a constraint's result", "return an array in the parameter's shape"
-            expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-        return new.astype(parameter.dtype)
-
-
 def check_gradients(
     what: str,
     grads_and_vars: Iterable[Any],
     leaves: Leaves,
     constraints: Mapping[Any, Callable[[Array], Any]],
-) -> CheckedGradients:
-    """Check gradients and constraints against the parameters.
+) -> tuple[dict[int, Any], dict[int, Callable[[Array], Any]]]:
+    """Return the gradients that are not None, and the constraints, by number of the parameter.
 
     Args:
       what: the optimizer's name, for messages.
@@ -87,7 +65,7 @@ def check_gradients(
                     remedy="clip_weight_min and clip_weight_max of a rule bound touched rows",
                 )
             )
-    return CheckedGradients(gradients, dict(zip(places, constraints.values(), strict=True)))
+    return gradients, dict(zip(places, constraints.values(), strict=True))
 
 
 def _pair(what: str, entry: Any) -> tuple[Any, Any]:
@@ -100,48 +78,42 @@ def _pair(what: str, entry: Any) -> tuple[Any, Any]:
 
 def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     """Return a checked gradient, as an array or `IndexedSlices`."""
-    if not jnp.issubdtype(jnp.result_type(parameter), jnp.inexact):
+    kind = jnp.result_type(parameter)
+    if not jnp.issubdtype(kind, jnp.inexact):
         expected, got = "None, for a parameter of integers", type(gradient).__name__
         remedy = "leave it out: integers are not trained"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     shape = np.shape(parameter)
     if is_indexed_slices(gradient):
-        _check_slices(what, gradient, shape)
-        _check_kind(what, gradient.dtype, parameter)
-        return gradient
-    try:
-        array = as_array(gradient)
-    except (TypeError, ValueError) as error:
-        expected, got = "an array, IndexedSlices or None", repr(gradient)
-        remedy = "give one pair for each leaf of the parameters"
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy)) from error
-    if array.shape != shape:
-        expected, got = f"the parameter's shape {shape}", f"shape {array.shape}"
-        remedy = "pair each gradient with the path of its own parameter"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-    _check_kind(what, array.dtype, parameter)
-    # A float gradient keeps its own precision; integers become the parameter's floats.
-    return array if inexact else array.astype(jnp.result_type(parameter))
-
-
-def _check_kind(what: str, dtype: Any, parameter: Any) -> None:
-    """Refuse a complex gradient of a real parameter, whose imaginary part would be lost."""
-    # True > False: the gradient is complex and the parameter is not.
-    kind = jnp.result_type(parameter)
-    if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(kind, jnp.complexfloating):
+        # Parameter [V, …, D]: indices [N], values [N, …, D].
+        values, indices = np.shape(gradient.values), np.shape(gradient.indices)
+        fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
+        if gradient.dense_shape != shape or not fits:
+            expected = (
+                f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], indices [N]"
+            )
+            got = f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}"
+            remedy = "dense_shape is the shape of the parameter"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    else:
+        try:
+            gradient = as_array(gradient)
+        except (TypeError, ValueError) as error:
+            expected, got = "an array, IndexedSlices or None", repr(gradient)
+            remedy = "give one pair for each leaf of the parameters"
+            raise TypeError(message(what, expected=expected, got=got, remedy=remedy)) from error
+        if gradient.shape != shape:
+            expected, got = f"the parameter's shape {shape}", f"shape {gradient.shape}"
+            remedy = "pair each gradient with the path of its own parameter"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        # A float gradient keeps its own precision; integers become the parameter's floats.
+        if not jnp.issubdtype(gradient.dtype, jnp.inexact):
+            gradient = gradient.astype(kind)
+    # A complex gradient of a real parameter would lose its imaginary part. True > False: the
+    # gradient is complex and the parameter is not.
+    kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (gradient.dtype, kind)]
+    if kinds[0] > kinds[1]:
+        expected, got = f"floats, as {kind}", str(gradient.dtype)
         remedy = "take its real part, if that is what is meant"
-        raise ValueError(
-            message(what, expected=f"floats, as {kind}", got=str(dtype), remedy=remedy)
-        )
-
-
-def _check_slices(what: str, gradient: Any, shape: tuple[int, ...]) -> None:
-    # Parameter [V, …, D]: indices [N], values [N, …, D].
-    values, indices = np.shape(gradient.values), np.shape(gradient.indices)
-    fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
-    if gradient.dense_shape != shape or not fits:
-        expected = f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], indices [N]"
-        got = f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}"
-        remedy = "dense_shape is the shape of the parameter"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return gradient

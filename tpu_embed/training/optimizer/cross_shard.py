@@ -20,7 +20,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.sparse import is_indexed_slices
-from tpu_embed.training.optimizer.declared import DeclaredOptimizer, SumsItself
+from tpu_embed.training.optimizer.declared import DeclaredOptimizer, SumsItself, summed_twice
 from tpu_embed.training.optimizer.optimizer import Optimizer
 from tpu_embed.training.optimizer.verbs import TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
@@ -82,9 +82,12 @@ class CrossShardOptimizer(TreeOptimizer):
         name: str = "CrossShardOptimizer",
     ) -> None:
         self._name = checked_name("CrossShardOptimizer", name)
-        axes = _checked_axis(name, axis_name)
-        self._replicas = make_replicas(name, axes, reduction, group_assignment)
-        self._declared = _declared_of(name, opt)
+        self._replicas = make_replicas(name, axis_name, reduction, group_assignment)
+        if isinstance(opt, Optimizer):
+            self._declared = opt.declared_for(name)
+        else:
+            _check_transform(name, opt)
+            self._declared = DeclaredOptimizer(opt)
 
 
 def cross_shard(
@@ -126,9 +129,7 @@ def cross_shard(
       optax: a transform is a pair of pure functions, init and update.
     """
     _check_transform("cross_shard", tx)
-    # An axis is required here: without one the transform would be `tx` itself.
-    names = _checked_axis("cross_shard", axis_name)
-    shards = make_replicas("cross_shard", names, reduction, group_assignment)
+    shards = make_replicas("cross_shard", axis_name, reduction, group_assignment)
     inner = optax.with_extra_args_support(tx)
 
     def update(
@@ -136,49 +137,25 @@ def cross_shard(
     ) -> tuple[PyTree, Any]:
         # IndexedSlices are pytrees: without is_leaf their values and indices would be two leaves.
         pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
-        gradients = {keystr(path): shards.scaled(g) for path, g in _dense_only(pairs)}
-        summed = shards.summed(gradients)
+        for path, gradient in pairs:
+            if is_indexed_slices(gradient):
+                raise TypeError(
+                    message(
+                        f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
+                        expected="an array, since optax transforms do not take IndexedSlices",
+                        got="IndexedSlices",
+                        remedy="CrossShardOptimizer(Optimizer(tx), axis_name=...) takes them",
+                    )
+                )
+        summed = shards.summed({keystr(path): shards.scaled(g) for path, g in pairs})
         return inner.update(structure.unflatten(summed.values()), state, params, **extra)
 
     return SumsItself(tx.init, update)
 
 
-def _dense_only(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    for path, gradient in pairs:
-        if is_indexed_slices(gradient):
-            raise TypeError(
-                message(
-                    f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
-                    expected="an array, since optax transforms do not take IndexedSlices",
-                    got="IndexedSlices",
-                    remedy="CrossShardOptimizer(Optimizer(tx), axis_name=...) takes them",
-                )
-            )
-    return pairs
-
-
-def _checked_axis(what: str, axis_name: AxisName | None) -> AxisName:
-    if axis_name is None:
-        expected = "the name of a mesh axis, or different ones"
-        remedy = "without an axis use the Optimizer alone"
-        raise ValueError(
-            message(f"{what}: axis_name", expected=expected, got="None", remedy=remedy)
-        )
-    return axis_name
-
-
-def _declared_of(what: str, opt: Any) -> DeclaredOptimizer:
-    if isinstance(opt, Optimizer):
-        return opt.declared_for(what)
-    _check_transform(what, opt)
-    return DeclaredOptimizer(opt)
-
-
 def _check_transform(what: str, tx: Any) -> None:
     if isinstance(tx, SumsItself):
-        got, remedy = "cross_shard(...)", "give the transform inside it: gradients are summed once"
-        expected = "an optimizer without an axis of its own"
-        raise ValueError(message(f"{what}: opt", expected=expected, got=got, remedy=remedy))
+        raise summed_twice(f"{what}: opt", "cross_shard(...)")
     if isinstance(tx, optax.GradientTransformation):
         return
     name = type(tx).__name__

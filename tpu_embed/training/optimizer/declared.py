@@ -28,6 +28,18 @@ class SumsItself(optax.GradientTransformationExtraArgs):
     """Marker type of the transforms of `cross_shard`, so that gradients are not summed twice."""
 
 
+def summed_twice(what: str, got: str) -> ValueError:
+    """Return the error of an optimizer that sums gradients inside of another that does.
+
+    Args:
+      what: the name of the optimizer, for messages.
+      got: what sums inside.
+    """
+    expected = "an optimizer without an axis of its own"
+    remedy = "sum once: leave the axis out of one, or give the transform inside cross_shard"
+    return ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
 @final
 class DeclaredOptimizer:
     """Hold an optimizer as a transform of trees, and make a rule over rows of it on first use.
@@ -88,11 +100,6 @@ class DeclaredOptimizer:
                 )
             ) from error
 
-    @property
-    def every_row(self) -> bool:
-        """Whether the rule changes rows that a sparse gradient does not name."""
-        return self.rule is not None and self.rule.updates_every_row
-
     def update(
         self, gradients: PyTree, state: PyTree, params: PyTree, learning_rate: ArrayLike | None
     ) -> tuple[PyTree, PyTree]:
@@ -118,15 +125,11 @@ class DeclaredOptimizer:
 
     def _reads_the_loss(self, gradients: PyTree, state: PyTree, params: PyTree) -> bool:
         """Return whether an update that failed would succeed if it were given the loss."""
-
         # The names under which optax passes the loss: its value, its gradient, and its function.
-        def update() -> PyTree:
-            value = jnp.zeros(())
-            loss = {"value": value, "grad": gradients, "value_fn": lambda _: value}
-            return self.dense.update(gradients, state, params, **loss)
-
+        value = jnp.zeros(())
+        loss = {"value": value, "grad": gradients, "value_fn": lambda _: value}
         try:
-            jax.eval_shape(update)
+            jax.eval_shape(lambda: self.dense.update(gradients, state, params, **loss))
         except Exception:
             return False  # a user's own transform may raise anything; its first error says more
         return True

@@ -10,9 +10,8 @@ from typing import final
 
 import optax
 
-from tpu_embed._checks import message
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.training.optimizer.declared import DeclaredOptimizer
+from tpu_embed.training.optimizer.declared import DeclaredOptimizer, summed_twice
 from tpu_embed.training.optimizer.verbs import TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
 
@@ -62,10 +61,10 @@ class Optimizer(TreeOptimizer):
     ) -> None:
         self._name = checked_name("Optimizer", name)
         self._declared = DeclaredOptimizer(tx_or_rule)
-        self._replicas = make_replicas(name, axis_name, reduction)
+        self._replicas = make_replicas(name, axis_name, reduction, required=False)
         # cross_shard sums the gradients itself; without an axis here it may do so.
         if axis_name is not None and self._declared.sums_itself:
-            raise _summed_twice(name, "cross_shard(...)")
+            raise summed_twice(name, "cross_shard(...)")
 
     def declared_for(self, what: str) -> DeclaredOptimizer:
         """Return the optimizer inside this one, for a wrapper that sums gradients itself.
@@ -78,13 +77,7 @@ class Optimizer(TreeOptimizer):
         """
         what = f"{what}: optimizer {self._name}"
         if self._replicas.names:
-            raise _summed_twice(what, f"axis_name {self._replicas.names}")
+            raise summed_twice(what, f"axis_name {self._replicas.names}")
         if self._declared.sums_itself:
-            raise _summed_twice(what, "cross_shard(...)")
+            raise summed_twice(what, "cross_shard(...)")
         return self._declared
-
-
-def _summed_twice(what: str, got: str) -> ValueError:
-    expected = "an optimizer without an axis of its own"
-    remedy = "leave the axis out of one of the two: gradients are summed once"
-    return ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -9,13 +9,12 @@ Output: `State`: the slots of a parameter by name, and states without the slots 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
-from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.optimizers._slot_names import name_slots
 from tpu_embed.training.paths import NOTHING, Leaves, is_nothing
@@ -41,42 +40,18 @@ class State(NamedTuple):
     values: list[Array]
     divisible: bool
 
-    def slots(self, parameter: int) -> dict[str, Array]:
-        """Return a parameter's slots, by name."""
-        return {name: self.values[place] for name, place in self._places(parameter)}
-
-    def shared(self) -> dict[str, Array]:
-        """Return the leaves that belong to no parameter, by name."""
-        return {name: self.values[place] for name, place in self._places(_NOBODY)}
-
-    def _places(self, owner: int) -> Iterator[tuple[str, int]]:
-        for place, (name, whose) in enumerate(zip(self.names, self.owners, strict=True)):
-            if whose == owner:
-                yield name, place
-
-    def check_divisible(self) -> None:
-        """Refuse a state whose slots cannot be left out for some parameters.
-
-        Raises:
-          ValueError: it is not known which leaf belongs to which parameter.
-        """
-        if not self.divisible:
-            raise ValueError(
-                message(
-                    "optimizer",
-                    expected="a transform whose state has a part for each parameter",
-                    got="one that mixes the parameters, of which some have no gradient",
-                    remedy="give a gradient for every parameter, zeros if need be",
-                )
-            )
+    def slots(self, owner: int = _NOBODY) -> dict[str, Array]:
+        """Return a parameter's slots by name; without a number what belongs to no parameter."""
+        each = zip(self.names, self.owners, self.values, strict=True)
+        return {name: value for name, whose, value in each if whose == owner}
 
     def only(self, parameters: Collection[int]) -> PyTree:
         """Return the state without the slots of parameters other than these.
 
-        The state must be divisible. What belongs to no parameter stays.
+        The state must be divisible, or these be all parameters. What belongs to no parameter stays.
         """
         # parameters [1] of {b, w}: [count, mu b, mu w] -> the tree of [count, NOTHING, mu w].
-        kept = (_NOBODY, *parameters)
+        kept = {_NOBODY, *parameters}
         pairs = zip(self.values, self.owners, strict=True)
         return self.structure.unflatten([x if owner in kept else NOTHING for x, owner in pairs])
 
@@ -91,14 +66,9 @@ class State(NamedTuple):
 
     def with_slots(self, parameter: int, slots: Mapping[str, Array]) -> State:
         """Return this state with new slots of one parameter; shared leaves keep their values."""
-        values = list(self.values)
-        for name, place in self._places(parameter):
-            values[place] = slots.get(name, values[place])
-        return self._replace(values=values)
-
-    def tree(self) -> PyTree:
-        """Return the state as the tree that the transform knows."""
-        return self.structure.unflatten(self.values)
+        each = zip(self.names, self.owners, self.values, strict=True)
+        new = [slots.get(name, old) if whose == parameter else old for name, whose, old in each]
+        return self._replace(values=new)
 
 
 def take_apart(transform: optax.GradientTransformation, state: PyTree, params: Leaves) -> State:
@@ -114,7 +84,7 @@ def take_apart(transform: optax.GradientTransformation, state: PyTree, params: L
       >>> params = {"b": 1.0, "w": 2.0}
       >>> transform = optax.adam(0.1)
       >>> state = take_apart(transform, transform.init(params), leaves_of(params))
-      >>> state.slots(1), state.shared()
+      >>> state.slots(1), state.slots()
       ({'mu': Array(0., dtype=float32...), 'nu': ...}, {'count': Array(0, dtype=int32)})
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(state)
@@ -141,17 +111,15 @@ def _owners(
     # Replace each slot by the number of its parameter and every other leaf by -1:
     # [count, mu b, mu w] -> [-1, 0, 1].
     numbers = params.structure.unflatten(range(len(params.labels)))
-
-    def own(leaf: Any, number: int) -> Any:
-        return leaf if is_nothing(leaf) else number
-
-    def nobody(value: Any) -> Any:
-        return jax.tree.map(lambda _: _NOBODY, value)
-
     try:
         with jax.numpy_dtype_promotion("standard"):
             owners = optax.tree_map_params(
-                transform, own, state, numbers, transform_non_params=nobody, is_leaf=is_nothing
+                transform,
+                lambda leaf, number: leaf if is_nothing(leaf) else number,
+                state,
+                numbers,
+                transform_non_params=lambda rest: jax.tree.map(lambda _: _NOBODY, rest),
+                is_leaf=is_nothing,
             )
     except (AttributeError, LookupError, TypeError, ValueError):
         return None  # init got a placeholder in place of arrays; a transform may fail in many ways

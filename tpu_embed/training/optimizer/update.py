@@ -10,15 +10,16 @@ Output: the new values of all parameters, and the new state.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import optax
 
+from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.sparse import IndexedSlices, is_indexed_slices
-from tpu_embed.training.optimizer.checked_gradients import CheckedGradients
+from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.optimizer.declared import DeclaredOptimizer
 from tpu_embed.training.optimizer.rows import check_rows, update_parameter_rows
 from tpu_embed.training.optimizer.slots import State
@@ -26,44 +27,52 @@ from tpu_embed.training.paths import Leaves, listed
 
 
 def check_update(
-    what: str, declared: DeclaredOptimizer, leaves: Leaves, old: State, given: CheckedGradients
-) -> None:
-    """Refuse gradients that `update_parameters` cannot apply, before anything is computed.
+    what: str,
+    declared: DeclaredOptimizer,
+    leaves: Leaves,
+    old: State,
+    gradients: Mapping[int, Any],
+) -> list[int]:
+    """Return which parameters are updated row by row, after checking that all can be updated.
 
     Args:
       what: the optimizer's name, for messages.
       declared: the optimizer.
       leaves: the parameters.
       old: the state of the transform.
-      given: gradients and constraints.
+      gradients: by number of the parameter.
 
     Raises:
       ValueError: a sparse gradient belongs to a parameter without rows, or the transform is not
         row-separable; the state mixes parameters and some of them have no dense gradient.
     """
-    sparse = _sparse(declared, given)
+    # A rule that changes every row needs the whole gradient, zeros included.
+    every_row = declared.rule is not None and declared.rule.updates_every_row
+    sparse = [i for i, g in gradients.items() if is_indexed_slices(g) and not every_row]
     for i in sparse:
         gradient = f"{what}: gradient of {listed([leaves.labels[i]])}"
-        check_rows(gradient, declared.rows, leaves.values[i], old.shared() | old.slots(i))
+        check_rows(gradient, declared.rows, leaves.values[i], old.slots() | old.slots(i))
     # Fewer dense gradients than parameters: the slots of the others have to be taken out.
-    if len(given.gradients) - len(sparse) < len(leaves.labels):
-        old.check_divisible()
-
-
-def _sparse(declared: DeclaredOptimizer, given: CheckedGradients) -> dict[int, IndexedSlices]:
-    """Return the gradients that are applied row by row, by number of the parameter."""
-    # A rule that changes every row needs the whole gradient, zeros included.
-    if declared.every_row:
-        return {}
-    return {i: g for i, g in given.gradients.items() if is_indexed_slices(g)}
+    if len(gradients) - len(sparse) < len(leaves.labels) and not old.divisible:
+        raise ValueError(
+            message(
+                "optimizer",
+                expected="a transform whose state has a part for each parameter",
+                got="one that mixes the parameters, of which some have no gradient",
+                remedy="give a gradient for every parameter, zeros if need be",
+            )
+        )
+    return sparse
 
 
 def update_parameters(
     declared: DeclaredOptimizer,
     leaves: Leaves,
     old: State,
-    given: CheckedGradients,
+    gradients: Mapping[int, Any],
+    sparse: Collection[int],
     *,
+    constraints: Mapping[int, Callable[[Array], Any]],
     step: ArrayLike,
     learning_rate: ArrayLike | None,
 ) -> tuple[PyTree, PyTree]:
@@ -73,50 +82,47 @@ def update_parameters(
       declared: the optimizer.
       leaves: the parameters.
       old: the state of the transform.
-      given: gradients and constraints.
+      gradients: by number of the parameter.
+      sparse: the parameters that are updated row by row.
+      constraints: functions by number of the parameter, applied after a dense update.
       step: int32 scalar t, 1 at the first update.
       learning_rate: scalar, or None where the transform holds its own.
+
+    Raises:
+      ValueError: a constraint changes the shape of its parameter.
     """
     # Duplicates are summed before scattering: a scatter-add leaves the order of its sums open.
-    sparse = _sparse(declared, given)
     dense = {
         i: g.deduplicate().to_dense() if is_indexed_slices(g) else g
-        for i, g in given.gradients.items()
+        for i, g in sorted(gradients.items())
         if i not in sparse
     }
-    values = {i: as_array(leaf) for i, leaf in enumerate(leaves.values)}
+    values = dict(enumerate(map(as_array, leaves.values)))
     with jax.named_scope("update_dense"):
-        changed, new = _update_dense(declared, leaves, old, dense, values, learning_rate)
-    values |= {i: given.constrained(i, value) for i, value in changed.items()}
+        # Shared leaves of the state are updated here, also if no gradient is dense.
+        params, state = leaves.only({i: values[i] for i in dense}), old.only(dense)
+        with jax.numpy_dtype_promotion("standard"):  # optax is written for it
+            updates, state = declared.update(leaves.only(dense), state, params, learning_rate)
+            changed = jax.tree.leaves(optax.apply_updates(params, updates))
+    for i, value in zip(dense, changed, strict=True):
+        values[i] = _constrained(constraints[i], value) if i in constraints else value
     # The dense update has already advanced what is shared (such as a count). The rows are updated
     # with the old shared values, and only their own slots are written.
-    for i, gradient in sparse.items():
-        slots = old.shared() | old.slots(i)
+    new = old.updated(state)
+    for i in sparse:
+        slots = old.slots() | old.slots(i)
         rate = 0.0 if learning_rate is None else learning_rate
         values[i], written = update_parameter_rows(
-            declared.rows, values[i], slots, gradient, step=step, learning_rate=rate
+            declared.rows, values[i], slots, gradients[i], step=step, learning_rate=rate
         )
         new = new.with_slots(i, written)
-    return leaves.only(values), new.tree()
+    return leaves.only(values), new.structure.unflatten(new.values)
 
 
-def _update_dense(
-    declared: DeclaredOptimizer,
-    leaves: Leaves,
-    old: State,
-    gradients: dict[int, Any],
-    values: dict[int, Array],
-    learning_rate: ArrayLike | None,
-) -> tuple[dict[int, Array], State]:
-    """Return the new values of parameters with a dense gradient, and the new state.
-
-    Shared leaves of the state are updated here, also if no gradient is dense.
-    """
-    # Gradients for all parameters: the state goes to the transform as it is, divisible or not.
-    params = leaves.only({i: values[i] for i in gradients})
-    whole = len(gradients) == len(values)
-    state = old.tree() if whole else old.only(gradients)
-    with jax.numpy_dtype_promotion("standard"):  # optax is written for it
-        updates, new = declared.update(leaves.only(gradients), state, params, learning_rate)
-        params = optax.apply_updates(params, updates)
-    return dict(leaves.among(params)), old.updated(new)
+def _constrained(constraint: Callable[[Array], Any], parameter: Array) -> Array:
+    new = as_array(constraint(parameter))
+    if new.shape != parameter.shape:
+        what, remedy = "a constraint's result", "return an array in the parameter's shape"
+        expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return new.astype(parameter.dtype)

@@ -21,7 +21,7 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.optimizers._optax_calls import init_state
-from tpu_embed.training.autodiff import Aggregation, Collected, Gate, collect_gradients
+from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
 from tpu_embed.training.optimizer.checked_gradients import check_gradients
 from tpu_embed.training.optimizer.declared import DeclaredOptimizer
 from tpu_embed.training.optimizer.slots import State, take_apart
@@ -79,7 +79,7 @@ class TreeOptimizer(abc.ABC):
         Args:
           tree: a pytree of arrays.
         """
-        return self._replicas.local(tree) if self._replicas.names else tree
+        return self._replicas.local(tree)
 
     def scale_loss(self, loss: ArrayLike) -> Any:
         """Return the loss that `compute_gradients` differentiates.
@@ -116,8 +116,8 @@ class TreeOptimizer(abc.ABC):
         """
         # Refuse a wrong state before the gradients, which may take long to trace.
         check_state(self._name, state)
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        collected, pairs = self._compute(loss, params, *options)
+        words = gate_gradients, aggregation_method
+        value, pairs = self._compute(loss, params, var_list, grad_loss, *words)
         if all(gradient is None for gradient, _ in pairs):
             raise ValueError(
                 message(
@@ -130,7 +130,7 @@ class TreeOptimizer(abc.ABC):
         params, state = self.apply_gradients(
             pairs, params, state, constraints=constraints, learning_rate=learning_rate
         )
-        return params, state, collected.loss
+        return params, state, value
 
     def compute_gradients(
         self,
@@ -164,21 +164,39 @@ class TreeOptimizer(abc.ABC):
           ValueError: the loss or `grad_loss` is not float; there are no parameters; a path, gate or
             method is unknown.
         """
-        options = (var_list, gate_gradients, aggregation_method, grad_loss)
-        return self._compute(loss, params, *options)[1]
+        words = gate_gradients, aggregation_method
+        return self._compute(loss, params, var_list, grad_loss, *words)[1]
 
     def _compute(
-        self, loss: Any, params: PyTree, var_list: Any, gate: Gate, method: Any, grad_loss: Any
-    ) -> tuple[Collected, GradientsAndVariables]:
+        self, loss: Any, params: PyTree, var_list: Any, grad_loss: Any, gate: Gate, method: Any
+    ) -> tuple[Array, GradientsAndVariables]:
+        """Return the unscaled loss, and pairs of a gradient and a path."""
         leaves = leaves_of(params)
         wanted = leaves.paths if var_list is None else var_list
         variables = leaves.find_all(wanted, what=f"{self._name}: var_list")
-        words = {"gate_gradients": gate, "aggregation_method": method}
-        collected = collect_gradients(
-            loss, leaves, variables, self._replicas, grad_loss=grad_loss, **words
+        if not callable(loss):
+            expected, remedy = "a function of the parameters", "write lambda params: ..."
+            raise TypeError(message("loss", expected=expected, got=repr(loss), remedy=remedy))
+        # Leaves w, ids, b and variables [0, 1]: only w is differentiated by. Integers have no
+        # gradient (None in the result), and b is a constant like all leaves outside of `variables`.
+        kinds = {i: jnp.result_type(leaves.values[i]) for i in variables}
+        floats = [i for i in variables if jnp.issubdtype(kinds[i], jnp.inexact)]
+
+        def objective(*chosen: Array) -> tuple[Array, Array]:
+            values = dict(enumerate(leaves.values)) | dict(zip(floats, chosen, strict=True))
+            found = checked_loss(loss(leaves.only(values)))
+            # The gradient of Σ c·l is the pull-back of c: one scalar to differentiate, whatever
+            # shape the loss has.
+            return jnp.sum(self.scale_loss(found) * _cotangent(found, grad_loss)), found
+
+        arrays = self.local([as_array(leaves.values[i]) for i in floats])
+        (_, found), gradients = value_and_gradients(
+            objective, arrays, gate_gradients=gate, aggregation_method=method
         )
-        paths = [leaves.paths[i] for i in variables]
-        return collected, list(zip(collected.gradients, paths, strict=True))
+        if not floats:  # value_and_gradients does not run a function without arguments
+            found = objective()[1]
+        by_number = dict(zip(floats, gradients, strict=True))
+        return found, [(by_number.get(i), leaves.paths[i]) for i in variables]
 
     def apply_gradients(
         self,
@@ -232,23 +250,28 @@ class TreeOptimizer(abc.ABC):
             what = f"{self._name}: params"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         # All checks come before any arithmetic: an error leaves nothing half-applied.
-        given = check_gradients(self._name, grads_and_vars, leaves, constraints or {})
+        gradients, constrained = check_gradients(
+            self._name, grads_and_vars, leaves, constraints or {}
+        )
         old = take_apart(self._declared.dense, jax.tree.map(snapshot, state.inner), leaves)
-        check_update(self._name, self._declared, leaves, old, given)
+        sparse = check_update(self._name, self._declared, leaves, old, gradients)
         step = state.step + 1
         rate = self._declared.learning_rate(step, learning_rate)
         if not skip_gradients_aggregation:
-            given = given._replace(gradients=self._summed(given.gradients, leaves))
+            # By label and not by number, so that errors can name the parameter.
+            summed = self._replicas.summed({leaves.labels[i]: g for i, g in gradients.items()})
+            gradients = dict(zip(gradients, summed.values(), strict=True))
         params, inner = update_parameters(
-            self._declared, leaves, old, given, step=step, learning_rate=rate
+            self._declared,
+            leaves,
+            old,
+            gradients,
+            sparse,
+            constraints=constrained,
+            step=step,
+            learning_rate=rate,
         )
         return params, OptState(step, inner, state.structure)
-
-    def _summed(self, gradients: dict[int, Any], leaves: Leaves) -> dict[int, Any]:
-        # By label and not by number, so that the errors of `summed` can name the parameter.
-        labelled = {leaves.labels[i]: gradient for i, gradient in gradients.items()}
-        summed = self._replicas.summed(labelled)
-        return {leaves.labels.index(label): gradient for label, gradient in summed.items()}
 
     def get_slot(self, state: OptState, path: Path, name: str) -> Array | None:
         """Return a slot of a parameter, None if the parameter has no slot of that name.
@@ -277,7 +300,7 @@ class TreeOptimizer(abc.ABC):
         If the transform itself has a leaf named `step`, it is returned as `inner_step`.
         """
         _, parts = self._parts(state)
-        shared = {_beside_step(name): leaf for name, leaf in parts.shared().items()}
+        shared = {_beside_step(name): leaf for name, leaf in parts.slots().items()}
         return shared | {"step": state.step}
 
     def variables(self, state: OptState) -> list[tuple[str, Array]]:
@@ -320,6 +343,18 @@ def checked_name(kind: str, name: Any) -> str:
         remedy = "give one such as 'adagrad': messages begin with it"
         raise ValueError(message(f"{kind}: name", expected="a word", got=repr(name), remedy=remedy))
     return name
+
+
+def _cotangent(loss: Array, given: ArrayLike | None) -> Array:
+    if given is None:
+        return jnp.ones((), loss.dtype)
+    array = as_array(given)
+    if array.shape != loss.shape or not jnp.issubdtype(array.dtype, jnp.floating):
+        expected = f"floats of the loss' shape {loss.shape}"
+        got = f"{array.dtype} of shape {array.shape}"
+        remedy = "leave it out for ones"
+        raise ValueError(message("grad_loss", expected=expected, got=got, remedy=remedy))
+    return array.astype(loss.dtype)
 
 
 def _beside_step(name: str) -> str:
