@@ -35,7 +35,7 @@ from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.untrained import warn_if_differentiated
-from tpu_embed.nn.variables import Counter, MapVersion, Seen, Slot, Table, Tap, attributes, state_of
+from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import known_after, tapped
 from tpu_embed.vocabulary import map_version
@@ -97,8 +97,8 @@ class TableLayer(nnx.Module, EngineLayer):
     step: Counter
     bad_ids: Counter
     overflows: Counter
-    seen: Seen | None = None
-    tap: Tap | None = None
+    seen: Any = None
+    tap: Any = None
     only: str | None = None
     """The name of its only feature, without which ids and activations are given; None: they have
     the structure of the features."""
@@ -320,21 +320,21 @@ def pad_examples(engine: EmbeddingEngine, nest: PyTree, fill: int) -> PyTree:
       nest: arrays `[B, …]`, or None, in the structure of its features; or None.
       fill: what is in the examples that are added.
     """
+    replicas, features = engine.layout.axes.replicas, engine.layout.features
+
+    def padded(jagged: bool, x: Any) -> Any:
+        if x is None or jagged or (x.shape[0] and x.shape[0] % replicas == 0):
+            return x
+        x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
+        count = -(-max(1, x.shape[0]) // replicas) * replicas
+        missing = [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)]
+        xp: Any = np if isinstance(x, np.ndarray) else jnp
+        return xp.pad(x, missing, constant_values=fill)
+
     if nest is None:
         return None
-    replicas, padded = engine.layout.axes.replicas, []
-    for feature, x in zip(
-        engine.layout.features, engine.structure.match(nest, what="features"), strict=True
-    ):
-        fixed = x is None or feature.config.jagged
-        missing = 0 if fixed else -x.shape[0] % replicas if x.shape[0] else replicas
-        if missing:
-            x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
-            rest = [(0, 0)] * (x.ndim - 1)
-            xp = np if isinstance(x, np.ndarray) else jnp
-            x = xp.pad(x, ((0, missing), *rest), constant_values=fill)
-        padded.append(x)
-    return engine.structure.unflatten(padded)
+    pairs = zip(features, engine.structure.match(nest, what="features"), strict=True)
+    return engine.structure.unflatten([padded(one.config.jagged, x) for one, x in pairs])
 
 
 def as_signed(ids: Any) -> Array:

@@ -263,18 +263,19 @@ def _gradients(
     layers: Layers, reached: tuple[Any, ...], by_tap: Any, models: int
 ) -> list[dict[Path, list[ActivationGradient]]]:
     """Return, for each model, the gradients of the lookups of its layers that reach the value."""
-    taps, rest = dict(nnx.to_flat_state(reached[0])), nnx.to_flat_state(reached[2])
+    taps, rest = (dict(nnx.to_flat_state(one)) for one in (reached[0], reached[2]))
     # …/tables/<stack>
-    read = {path[:-2] for path, one in rest if isinstance(one, Table) and one.get_raw_value()}
+    read = {path[:-2] for path, x in rest.items() if isinstance(x, Table) and x.get_raw_value()}
     found: list[dict[Path, list[ActivationGradient]]] = [{} for _ in range(models)]
-    for (*path, _), gradients in nnx.to_flat_state(by_tap):
-        (model, *keys), layer = path, layers[tuple(path)]
-        if tuple(path) in read:
+    of_layers: dict[Path, Any] = dict(nnx.to_flat_state(by_tap))
+    for whole, gradients in of_layers.items():  # (number of a model, *keys of a layer, "tap")
+        (model, *keys, _), layer = whole, layers[whole[:-1]]
+        if whole[:-1] in read:
             warn_user(
                 f"layer {path_of(keys)!r}: its table is a constant where the function reads it in "
                 "another way than by a lookup, and gets no gradient there"
             )
-        three = (layer.seen, gradients, taps[(*path, "tap")])
+        three = (layer.seen, gradients, taps[whole])
         mine, others = [], []
         for lookup, gradient, bits in zip(*(one.get_raw_value() for one in three), strict=True):
             if any(jax.tree.leaves(bits)):
