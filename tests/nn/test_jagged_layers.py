@@ -121,25 +121,9 @@ def _twice(layer, values):
     return values(layer(DENSE)), values(layer(DENSE[::-1, :3]))
 
 
-def _in_scan(layer, values):
-    both = jnp.stack([DENSE, DENSE[::-1]])
-    return jax.lax.scan(lambda c, ids: (c, values(layer(ids))), 0.0, both)[1]
-
-
-def _in_vmap(layer, values):
-    return jax.vmap(lambda ids: values(layer(ids)))(jnp.stack([DENSE, DENSE[::-1]]))
-
-
-@pytest.mark.parametrize(
-    ("looked_up", "devices"),
-    [
-        (_twice, 2),
-        pytest.param(_in_scan, 8, marks=pytest.mark.whole),
-        pytest.param(_in_vmap, 2, marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.whole
-def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
+def test_several_lookups_train_as_those_of_padded_sequences(devices):
     """The gradient of a place is that of its value, so both have one gradient per id."""
     layers = (
         layer_of(o.Adagrad(0.1), devices=devices),
@@ -150,7 +134,7 @@ def test_several_lookups_train_as_those_of_padded_sequences(looked_up, devices):
         @nnx.jit
         def step(layer, values=values):
             def loss(layer):
-                return sum((a**2 + a).sum() for a in jax.tree.leaves(looked_up(layer, values)))
+                return sum((a**2 + a).sum() for a in jax.tree.leaves(_twice(layer, values)))
 
             return nn.fused_value_and_grad(loss)(layer)[0]
 
