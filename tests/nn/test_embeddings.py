@@ -173,6 +173,15 @@ def test_fit_trains_a_model_with_its_tables(tmp_path):
     assert (np.asarray(report.model.user.kernel[...]) != kept).any()
     batch, own = (one.rows.place(draw(9), training=False) for one in (report.model, by_hand))
     np.testing.assert_allclose(report.model(batch), by_hand(own), rtol=1e-4)
+
+    def looks_up(model, batch, wanted):
+        return model.rows(draw(0))["film"].sum()
+
+    more = {"model": model, "optimizer": optax.sgd(0.05), "progress": False}
+    with pytest.raises(TypeError, match="the one layer that stands in place of the engine"):
+        tpu_embed.fit(Towers().rows, loss, source, **more)
+    with pytest.raises(ValueError, match=r"expected rows, got their shape.* fit looks up itself"):
+        tpu_embed.fit(model.rows, looks_up, source, **more)
     other = {"model": {"rows": np.ones(2, np.float32)}, "optimizer": optax.sgd(0.05)}
     with pytest.raises(TypeError, match="fit: model: expected an nnx module that has the layer"):
         tpu_embed.fit(Towers().rows, loss, source, **other)
@@ -198,6 +207,30 @@ def test_ids_in_the_jit_whose_number_does_not_divide():
         assert layer.bad_ids[...].tolist() == [0, 0]
         rows.append(np.asarray(layer.engine.rows(layer.state, "table_0", np.arange(30))))
     np.testing.assert_allclose(*rows, rtol=1e-6)
+
+
+def test_one_feature_without_a_name_is_looked_up_twice_with_weights():
+    rows = nn.Embeddings(
+        FeatureConfig(TableConfig(20, 4, combiner="sum", optimizer=o.SGD(1.0))),
+        mesh=mesh_of(2),
+        rngs=nnx.Rngs(0),
+    )
+    before = np.asarray(rows.engine.rows(rows.state, "table_0", np.arange(20)))
+    ids, weights = np.arange(16).reshape(8, 2), np.full((8, 2), 0.5, np.float32)
+
+    def loss(rows):
+        return (rows(ids, weights) + rows(ids.astype(">i8"))).sum()
+
+    with pytest.raises(ValueError, match="expected a placed batch as the only lookup"):
+        nn.fused_value_and_grad(loss)(rows)  # other than native integers are placed
+    nn.fused_value_and_grad(lambda rows: (rows(ids, weights) + rows(ids)).sum())(rows)
+    after = np.asarray(rows.engine.rows(rows.state, "table_0", np.arange(20)))
+    np.testing.assert_allclose(after[:16], before[:16] - 1.5, rtol=1e-6)
+    np.testing.assert_array_equal(after[16:], before[16:])
+    with pytest.raises(ValueError, match="rank 1 or more"):
+        rows(np.array(3))
+    with pytest.raises(ValueError, match="weights: expected None with what was looked up"):
+        rows(nn.Activations(after), weights)
 
 
 def test_a_batch_that_is_refused_changes_nothing():

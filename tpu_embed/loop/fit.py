@@ -87,7 +87,7 @@ def fit(
       optimizer: of optax, for the model.
       steps: the number of batches of the whole run, those before an interrupt included; None: all.
         Up to `depth` batches more are read. A run that has as many stays as it is.
-      seed: the tables begin as `engine.init(jax.random.key(seed))`.
+      seed: the tables begin as `engine.init(jax.random.key(seed))`; those of a layer as they are.
       state: tables to begin with, instead of `seed`. They are donated: later uses of this state
         are errors, so begin with a copy, `jax.tree.map(jnp.copy, state)`, if it is to stay. A
         checkpoint in the directory goes before.
@@ -127,8 +127,9 @@ def fit(
         `steps` below those of the latest checkpoint; a directory with checkpoints of another
         program; a state that is not the engine's, or was donated; whatever `place` and `restore`
         refuse. Batches before a bad one have been trained on.
-      TypeError: an argument of another kind; a model with embedding layers of its own; what the
-        loss returned is no number, or what `measure` returned no dictionary of them.
+      TypeError: an argument of another kind; a model with embedding layers, but for the one that is
+        given; what the loss returned is no number, or what `measure` returned no dictionary of
+        them.
       FloatingPointError: a loss is not finite. No checkpoint holds what its step has left.
       RuntimeError: another run on this machine writes to the directory.
       KeyboardInterrupt: Ctrl-C, between two steps.

@@ -74,7 +74,7 @@ class Objective:
             return network.trained if self.has_model else None
         model = nnx.merge(self.graph, self.tables, network.trained, network.others, copy=True)
         if state is not None:
-            for _, layer in _tables_of(model):
+            for layer in _layers_of(model):
                 layer.set_state(state)
         return model
 
@@ -128,7 +128,8 @@ def split_model(
 
     Raises:
       TypeError: the loss is no function, or takes `step` or `rng` in a way that it would not get
-        it; the model has embedding layers of its own, or is no tree of floating-point arrays.
+        it; the model has other embedding layers than `rows`, or is no tree of floating-point
+        arrays.
     """
     if not callable(loss):
         remedy = "write a function of the activations and the other parts of a batch"
@@ -144,18 +145,21 @@ def split_model(
             _check_parameter(jax.tree_util.keystr(path), leaf)
         return Objective(loss, None, model is not None, keywords), Network(model, None)
     graph, tables, trained, others = nnx.split(model, nnx.Any(*_OF_TABLES), nnx.Param, ...)
-    if [layer for _, layer in _tables_of(model)] != ([] if rows is None else [rows]):
+    if (layers := _layers_of(model)) != ([] if rows is None else [rows]):
         expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
         remedy = "give the tables of all of them to one nn.Embeddings, and this in place of the "
         remedy += "engine, fit(model.rows, …, model=model); or use nn.fused_value_and_grad"
+        if rows is not None:
+            expected = "a model with the one layer that stands in place of the engine"
+            got = f"{type(model).__name__} with {len(layers)} others"
         raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tables)
     return Objective(loss, graph, True, keywords, shapes), Network(trained, others)
 
 
-def _tables_of(model: nnx.Module) -> list[tuple[Any, Any]]:
-    """Return the layers of a module that have tables, with their keys."""
-    return [(keys, one) for keys, one in nnx.iter_graph(model) if isinstance(one, EngineLayer)]
+def _layers_of(model: nnx.Module) -> list[Any]:
+    """Return the layers of a module that have tables."""
+    return [one for _, one in nnx.iter_graph(model) if isinstance(one, EngineLayer)]
 
 
 def _check_parameter(path: str, leaf: Any) -> None:

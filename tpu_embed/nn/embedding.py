@@ -96,11 +96,16 @@ class Embeddings(TableLayer):
             that is not admitted.
         """
         if isinstance(ids, Activations):
+            if weights is not None:
+                remedy, expected = "weights belong to ids", "None with what was looked up"
+                raise ValueError(
+                    message("weights", expected=expected, got="a value", remedy=remedy)
+                )
             return ids.found
         if isinstance(ids, Batch) or self.engine.vocabularies is not None:
             return self.look_up_batch(check_placed(self, ids, weights))
         given, _ = self.engine.structure.match_weighted(ids, weights)
-        if not all(type(one) is np.ndarray or isinstance(one, jax.Array) for one in given):
+        if not all(map(_is_dense, given)):
             return self.look_up_batch(self.place(ids, weights))
         return self.look_up(ids, weights)
 
@@ -450,6 +455,13 @@ def place_and_admit(
         if training and maps.admitted <= before < maps.placed:
             maps.undo(before)
         raise
+
+
+def _is_dense(ids: Any) -> bool:
+    """Tell whether ids are an array of integers that a program can take as it is."""
+    if type(ids) is np.ndarray:
+        return ids.ndim > 0 and ids.dtype.kind in "iu" and ids.dtype.isnative
+    return isinstance(ids, jax.Array) and ids.ndim > 0
 
 
 def _array(ids: Any) -> Any:

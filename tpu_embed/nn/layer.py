@@ -221,6 +221,11 @@ class TableLayer(nnx.Module, EngineLayer):
         return self._noted(features, weights, self.bare(engine.structure.unflatten(cut)))
 
     def _state_to_read(self) -> TableState:
+        if any(isinstance(x.get_raw_value(), jax.ShapeDtypeStruct) for x in self.tables.values()):
+            what = f"table {next(iter(self.engine.table_configs))!r}"
+            remedy = "fit looks up itself: call the layer with what the loss gets in place of ids"
+            expected, got = "rows", "their shape, as in a model that fit or nnx.eval_shape made"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         warn_if_differentiated(self.engine)
         if self.seen is None:
             return self.state
@@ -394,7 +399,9 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
         return own.update(state, features[0], gradients[0], weights[0])
     # Beside weights of another lookup, those of each feature are None where there are none.
     none = own.structure.unflatten([None] * len(own.layout.features))
-    scales = [none if one is None else one for one in weights] if any(weights) else None
+    scales = None
+    if any(one is not None for one in weights):
+        scales = [none if one is None else one for one in weights]
     engine = _engine_of(own, len(lookups), [own.structure.nest] * len(lookups))
     return _update(engine, own, state, features, gradients, scales)
 
