@@ -1,5 +1,7 @@
 """`Embeddings`, all tables of a model in one engine: the engine's bits, however it is trained."""
 
+import dataclasses
+import signal
 from typing import Any
 
 import jax
@@ -252,6 +254,82 @@ def test_a_batch_that_is_refused_changes_nothing():
     assert (maps.placed, maps.admitted) == (2, 2)
 
 
+ACTIONS = ["ahead", "ahead", "train", "train", "train", "bad", "look", "drop", "restore"]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.whole) for n in (1, 2))])
+def test_random_calls_equal_a_plain_loop(seed, tmp_path):
+    """Whatever is placed ahead, refused, dropped or restored between the steps."""
+
+    def make(key):
+        where = {"mesh": mesh_of(2), "rngs": nnx.Rngs(key)}
+        return nn.Embeddings(features("keys"), o.Adagrad(0.25), **where)
+
+    rng, rows, waiting, done = np.random.default_rng(seed), make(0), [], set()
+    engine = tpu_embed.EmbeddingEngine(features("keys"), o.Adagrad(0.25), mesh=mesh_of(2))
+    state, plain = engine.init(nnx.Rngs(0).params()), engine.vocabularies
+    for number in range(30):
+        ids, maps, kind = draw(number), rows.engine.vocabularies, str(rng.choice(ACTIONS))
+        assert maps is not None
+        assert plain is not None
+        counts = maps.placed, maps.admitted
+        done.add(kind)
+        if kind == "ahead":
+            waiting.append((ids, rows.engine.place(ids)))
+        elif kind == "train":
+            ids, batch = waiting.pop(0) if waiting else (ids, None)
+            step_of_rows(rows, rows.place(ids) if batch is None else rows.admit(batch))
+            state, own = engine.admit(state, engine.place(ids))
+            values, rebuild = tpu_embed.split_activations(engine.lookup(state, own))
+            gradients = jax.grad(lambda v, rebuild=rebuild: loss_of(rebuild(v)))(values)
+            state = engine.update_in_place(state, own, gradients)
+        elif kind == "bad":
+            wrong = ids if waiting else ids | {"tags": np.ones((B, 3))}  # an earlier one waits
+            with pytest.raises((ValueError, TypeError)):
+                rows.place(wrong)
+            assert (maps.placed, maps.admitted) == counts
+        elif kind == "look":
+            _, own = engine.admit(state, engine.place(ids, training=False))
+            found = rows(rows.place(ids, training=False))
+            np.testing.assert_array_equal(found["tags"], engine.lookup(state, own)["tags"])
+        elif kind == "drop":
+            maps.rewind(rows.state)
+            waiting = []
+        else:
+            save_modules(tmp_path / f"{number}", {"rows": rows})
+            rows, waiting = make(1), []
+            restore_modules(tmp_path / f"{number}", {"rows": rows})
+        mine: Any = rows.engine.vocabularies
+        assert (mine.admitted, mine.placed) == (plain.admitted, plain.placed + len(waiting))
+        for name in ROWS:
+            places = np.arange(ROWS[name])
+            if name != "users" and not waiting:
+                (keys, places), expected = mine.keys(name), plain.keys(name)
+                assert_same((keys, places), expected)
+            args = name, places
+            if name == "users" or not waiting:
+                assert_same(rows.engine.rows(rows.state, *args), engine.rows(state, *args))
+    assert done == {*ACTIONS}
+
+
+def test_an_interrupt_admits_a_batch_wholly(monkeypatch):
+    rows = nn.Embeddings(features("keys"), o.Adagrad(0.25), mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    maps: Any = rows.engine.vocabularies
+    set_state = nn.Embeddings.set_state
+
+    def interrupted(layer, state):
+        signal.raise_signal(signal.SIGINT)
+        set_state(layer, state)
+
+    monkeypatch.setattr(nn.Embeddings, "set_state", interrupted)
+    ahead = rows.engine.place(draw(0))
+    with pytest.raises(KeyboardInterrupt):
+        rows.admit(ahead)
+    monkeypatch.undo()
+    assert (maps.placed, maps.admitted) == (1, 1)
+    step_of_rows(rows, rows.place(draw(1)))
+
+
 @pytest.mark.parametrize("linear", [False, True])
 def test_tables_are_updated_in_place(linear):
     size = 500_000
@@ -377,6 +455,15 @@ def test_a_lookup_whose_gradient_would_be_lost_is_an_error(way, jitted):
     assert (model.a.seen, model.a.tap) == (None, None)
     nn.fused_value_and_grad(lambda m: m.a(np.arange(8)).sum())(model)  # it can be trained
     assert int(model.a.step[...]) == 1
+
+
+def test_features_are_in_containers_that_a_program_can_take():
+    @dataclasses.dataclass
+    class Pair:
+        a: Any
+
+    with pytest.raises(ValueError, match="features: expected containers.*got Pair; .*register"):
+        nn.Embeddings(Pair(FeatureConfig(TableConfig(8, 2))), mesh=mesh_of(1), rngs=nnx.Rngs(0))
 
 
 def test_a_lookup_past_the_layer_is_named():

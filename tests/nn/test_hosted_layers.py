@@ -1,4 +1,4 @@
-"""Layers of tables on the host: the bits of those on the devices, placed ahead, saved, restored."""
+"""Layers of tables on the host: the bits of those on the devices, saved and restored."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Layers whose ids are keys: the same bits as the engine's, placed ahead, saved and restored."""
+"""Layers whose ids are keys: the same bits as the engine's, saved and restored."""
 
 import copy
 

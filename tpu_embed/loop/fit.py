@@ -149,9 +149,10 @@ def fit(
       >>> trained.step, trained.loss < 1
       (20, True)
     """
-    rows = engine if isinstance(engine, Embeddings) else None
+    rows = None
     if isinstance(engine, Embeddings):
-        state, engine = engine.state if state is None else state, engine.engine
+        rows, engine = engine, engine.engine
+        state = rows.state if state is None else state
     placed = _placed(engine, source, weighted=weighted, depth=depth)
     objective, network = split_model(loss, model, rows)
     optimizer = check_optimizer(optimizer, model)

@@ -27,6 +27,7 @@ from flax.errors import TraceContextError
 from tpu_embed._checks import message, refuse_derivatives
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
+from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import narrow_ids, read_ids
@@ -113,10 +114,15 @@ class TableLayer(nnx.Module, EngineLayer):
           options: further arguments of `EmbeddingEngine`.
 
         Raises:
-          ValueError: whatever `EmbeddingEngine` refuses; a learning rate that is a callable without
-            arguments.
+          ValueError: whatever `EmbeddingEngine` refuses; features in a container that is no pytree;
+            a learning rate that is a callable without arguments.
         """
         self.engine = EmbeddingEngine(features, optimizer, **options)
+        for one in jax.tree.leaves(features):
+            if not isinstance(one, FeatureConfig):
+                got, remedy = type(one).__name__, "jax.tree_util.register_dataclass, or use a dict"
+                expected = "containers that JAX knows as pytrees"
+                raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
         for stack in self.engine.layout.stacks:
             _refuse_host_rate(stack)
         _engines[self.engine] = optimizer, {}
