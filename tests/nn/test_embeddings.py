@@ -462,7 +462,7 @@ def test_features_are_in_containers_that_a_program_can_take():
     class Pair:
         a: Any
 
-    with pytest.raises(ValueError, match="features: expected containers.*got Pair; .*register"):
+    with pytest.raises(ValueError, match=r"features: expected containers.*got Pair; .*register"):
         nn.Embeddings(Pair(FeatureConfig(TableConfig(8, 2))), mesh=mesh_of(1), rngs=nnx.Rngs(0))
 
 
