@@ -14,7 +14,7 @@ from adopt_cases import contents, draw, engine, map_contents, scramble
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine import adopter
+from tpu_embed.core.rows import devices
 from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import COUNTERS
 
@@ -279,12 +279,12 @@ def test_what_a_stack_shares_comes_along_to_other_devices(devices):
 
 @pytest.mark.parametrize("target", ["devices", "host"])
 def test_rows_go_in_blocks(target, monkeypatch):
-    monkeypatch.setattr(adopter, "_BLOCK", 1)  # the least number of rows, 64
+    monkeypatch.setattr(devices, "BLOCK", 64 * 24)  # two numbers, and two in each of two slots
     other, storage = tiny(200), HostStorage(device_rows=8)
     mine = tiny(200, placement="div", **({} if target == "devices" else {"storage": storage}))
     state = started(other)
     sizes, read = [], other.stored_rows
-    monkeypatch.setattr(other, "stored_rows", lambda *a: sizes.append(a[-1].size) or read(*a))
+    monkeypatch.setattr(other, "stored_rows", lambda *a: sizes.append(len(a[-1])) or read(*a))
     new = mine.adopt(state, other)
     assert sizes == [64, 64, 64, 8]
     for slot in (None, "momenta", "velocities"):

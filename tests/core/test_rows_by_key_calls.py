@@ -296,9 +296,9 @@ def test_load_takes_blocks_of_the_rows_of_keys():
 
 
 def test_many_rows_are_written_in_pieces(monkeypatch):
-    from tpu_embed.core.state import logical
+    from tpu_embed.core.rows import devices
 
-    monkeypatch.setattr(logical, "BLOCK", 128)
+    monkeypatch.setattr(devices, "BLOCK", 64 * 8)
     made, state = simple(capacity=200)
     values = np.arange(300.0).reshape(150, 2)
     state = made.set_rows(state, "t", keys=np.arange(150), values=values)

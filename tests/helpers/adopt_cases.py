@@ -7,7 +7,8 @@ from jax.sharding import Mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import field, retrieve, slot_shapes
+from tpu_embed.core.rows import host_arrays
+from tpu_embed.core.state import field, slot_shapes
 from tpu_embed.vocabulary import DynamicVocabulary
 
 STATIC = {"clicks": 21, "tags": 13}
@@ -85,7 +86,7 @@ def ids_of(made, name):
 def contents(made, state):
     """Return what a state holds, by (table, slot, key or row); a shared slot has the key None."""
     found, hosted = {}, [table.name for _, table in made.layout.on_host]
-    whole = None if hosted else retrieve.host_arrays(state, made.layout)
+    whole = None if hosted else host_arrays(state, made.layout)
     for name in ("items", "clicks", "tags", "words"):
         names, rows = ids_of(made, name)
         for slot in (None, *slot_shapes(made.layout.table(name)[0])):

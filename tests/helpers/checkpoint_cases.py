@@ -9,7 +9,7 @@ from facade_cases import assert_same, mesh
 
 from tpu_embed import BatchSpec, EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import host_arrays
+from tpu_embed.core.rows import host_arrays
 from tpu_embed.io import restore, save
 
 BATCH, BEFORE, AFTER = 16, 2, 12

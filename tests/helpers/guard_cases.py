@@ -11,7 +11,7 @@ from optimizer_cases import CASES
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import retrieve
+from tpu_embed.core.rows import host_arrays
 
 BATCH, V, D = 16, 11, 2
 
@@ -101,7 +101,7 @@ def held_by(state):
 
 
 def logical(engine, state):
-    return retrieve.host_arrays(state, engine.layout)
+    return host_arrays(state, engine.layout)
 
 
 def counts(state):

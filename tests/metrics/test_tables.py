@@ -12,7 +12,8 @@ from facade_cases import mesh
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import resolve
-from tpu_embed.core.state import norms, retrieve
+from tpu_embed.core.rows import host_arrays
+from tpu_embed.core.state import norms
 from tpu_embed.metrics import table_statistics
 
 SIZES = {"mod": 300, "small": 3, "div": 13, "replicated": 7, "half": 40}
@@ -70,7 +71,7 @@ def _check(engine):
     state = engine.init(jax.random.key(0))
     statistics = table_statistics(engine, state)
     assert list(statistics) == list(engine.table_configs)
-    tables, slots = retrieve.host_arrays(state, engine.layout)
+    tables, slots = host_arrays(state, engine.layout)
     for name, found in statistics.items():
         _assert_close(found, _expected(tables[name]))
         by_row = {slot: x for slot, x in slots[name].items() if x.ndim}

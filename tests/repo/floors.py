@@ -51,7 +51,18 @@ SIBLINGS = 5
 """The floor whose packages do not import each other."""
 
 ORDERS = {
-    "core": ["ids", "layout", "exchange", "batch", "place", "state", "lookup", "update", "engine"],
+    "core": [
+        "ids",
+        "layout",
+        "exchange",
+        "batch",
+        "place",
+        "state",
+        "rows",
+        "lookup",
+        "update",
+        "engine",
+    ],
     "io": [
         "files",
         "schema",

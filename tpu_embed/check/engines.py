@@ -20,7 +20,8 @@ from tpu_embed.check.rules import Pair
 from tpu_embed.check.workload import ROWS, Declared, Expected, Workload, batch_size, table
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import TableState, retrieve
+from tpu_embed.core.rows import host_arrays
+from tpu_embed.core.state import TableState
 from tpu_embed.stateful import TPUEmbedding
 
 Devices = Sequence[Any]
@@ -159,7 +160,7 @@ def _expected(
     pairs: Mapping[str, Pair],
     findings: Findings,
 ) -> Expected:
-    tables, slots = retrieve.host_arrays(state, engine.layout)
+    tables, slots = host_arrays(state, engine.layout)
     return Expected(workload, tables, slots, pairs, findings)
 
 
@@ -176,7 +177,7 @@ def _train(
         state, activations = step(state, batch, gradients)
         expected.compare_activations(jax.device_get(activations))
         expected.advance()
-    expected.compare_tables(*retrieve.host_arrays(state, engine.layout))
+    expected.compare_tables(*host_arrays(state, engine.layout))
 
 
 def _step(workload: Workload, mesh: Mesh, options: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -199,7 +200,7 @@ def _run(step: Any, engine: EmbeddingEngine, workload: Workload) -> dict[str, np
         state, activations = step(state, batch, gradients)
         for name, array in jax.device_get(activations).items():
             found[f"step {t + 1}, feature {name!r}"] = array
-    tables, slots = retrieve.host_arrays(state, engine.layout)
+    tables, slots = host_arrays(state, engine.layout)
     for name, rows in tables.items():
         found[f"table {name!r}"] = rows
         for slot, array in slots[name].items():

@@ -25,7 +25,8 @@ from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype, describe_devices, describe_tables
-from tpu_embed.core.state import TableState, check_state, retrieve
+from tpu_embed.core.rows import host_arrays
+from tpu_embed.core.state import TableState, check_state
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.placement import resolve
 from tpu_embed.stateful.record import Enqueued, Record, batch_sizes, placed_step
@@ -389,7 +390,7 @@ class TPUEmbedding:
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""
         with self._keeper.lock:
-            return retrieve.host_arrays(self._current("retrieve"), self.engine.layout)
+            return host_arrays(self._current("retrieve"), self.engine.layout)
 
     def describe(self) -> dict[str, Any]:
         """Return the resolved configuration, batch size and pipelining as plain objects."""

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import retrieve
+from tpu_embed.core.rows import host_arrays
 
 SIZES = {"mod": 11, "small": 3, "div": 11, "replicated": 5}
 
@@ -100,7 +100,7 @@ def test_load_arrays_and_host_arrays(devices, dtype):
         name: table if name == "optax" else table.astype(kind) for name, table in new_tables.items()
     }
     assert_same(_host(engine, loaded), (expected, new_slots))
-    assert_same(retrieve.host_arrays(loaded, engine.layout), (expected, new_slots))
+    assert_same(host_arrays(loaded, engine.layout), (expected, new_slots))
     assert_same(_host(engine, state), before)
     assert loaded.step is state.step
 
@@ -140,9 +140,9 @@ def test_host_arrays_where_rows_are_split_over_one_axis_of_two():
     engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=devices)
     state = engine.init(jax.random.key(0))
     expected = _host(engine, state)
-    assert_same(retrieve.host_arrays(state, engine.layout), expected)
+    assert_same(host_arrays(state, engine.layout), expected)
     anew = jax.device_put(state, NamedSharding(devices, PartitionSpec()))
-    assert_same(retrieve.host_arrays(anew, engine.layout), expected)
+    assert_same(host_arrays(anew, engine.layout), expected)
 
 
 def test_host_arrays_of_a_state_that_was_sharded_anew():
@@ -152,7 +152,7 @@ def test_host_arrays_of_a_state_that_was_sharded_anew():
     expected = _host(engine, state)
     anew = jax.device_put(state.tables, NamedSharding(mesh(4), PartitionSpec("d")))  # 3 of 6 rows
     anew = dataclasses.replace(state, tables=anew)
-    assert_same(retrieve.host_arrays(anew, engine.layout), expected)
+    assert_same(host_arrays(anew, engine.layout), expected)
 
 
 def test_a_loaded_global_slot_is_the_callers_own():
@@ -169,7 +169,7 @@ def test_a_loaded_global_slot_is_the_callers_own():
 def test_host_arrays_are_the_callers_own():
     engine, state = _engine(1)
     before = jax.tree.map(np.copy, _host(engine, state))
-    for array in jax.tree.leaves(retrieve.host_arrays(state, engine.layout)):
+    for array in jax.tree.leaves(host_arrays(state, engine.layout)):
         array[...] = 0
     assert_same(_host(engine, state), before)
 

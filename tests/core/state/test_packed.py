@@ -9,8 +9,8 @@ import pytest
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
+from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import checks as state_checks
-from tpu_embed.core.state import retrieve
 from tpu_embed.kernels.formats import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -94,7 +94,7 @@ def test_arrays_are_lines_and_the_host_reads_them(monkeypatch):
     engine = engine_of(monkeypatch, *CASES["bfloat16"])
     state = engine.init(jax.random.key(0))
     assert {x.shape[1] for x in state.tables.values()} == {LINE}
-    tables, slots = retrieve.host_arrays(state, engine.layout)
+    tables, slots = host_arrays(state, engine.layout)
     wanted = jax.device_get((engine.tables(state), engine.slots(state)))
     jax.tree.map(np.testing.assert_array_equal, (tables, slots), wanted)
 

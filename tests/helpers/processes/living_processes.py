@@ -13,7 +13,7 @@ from process_cases import mesh, part
 import tpu_embed
 from tpu_embed import RaggedIds, io, nn
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import retrieve
+from tpu_embed.core.rows import host_arrays
 from tpu_embed.data import Prefetcher
 
 DEVICES, STEPS = 8, 6
@@ -45,7 +45,7 @@ def draw_part(step):
 
 def bits(made, state):
     """Return all of a state and its maps, on this host."""
-    tables, slots = retrieve.host_arrays(state, made.layout)
+    tables, slots = host_arrays(state, made.layout)
     maps = {n: one._asdict() for n, one in made.vocabularies.state().maps.items()}
     step, history, *taken = np.asarray(state.vocabulary["map_version"]).tolist()
     assert history == made.vocabularies.at(step)[1]  # a number of this run
@@ -162,7 +162,7 @@ def evaluate_layers(rows, steps):
 
 def layer_bits(rows):
     """Return all of the layer's tables and maps, on this host."""
-    found, slots = retrieve.host_arrays(rows.state, rows.engine.layout)
+    found, slots = host_arrays(rows.state, rows.engine.layout)
     maps = rows.engine.vocabularies
     states = {name: one._asdict() for name, one in maps.state().maps.items()}
     return found, slots, int(rows.state.step), states, maps.placed, maps.admitted

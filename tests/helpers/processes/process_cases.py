@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import tpu_embed
 from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, processes
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import retrieve
+from tpu_embed.core.rows import host_arrays
 from tpu_embed.touched import TouchedRows
 
 DEVICES, BATCH, STEPS = 8, 16, 3
@@ -88,7 +88,7 @@ def make_engine(devices, placement):
 
 def arrays(engine, state):
     """Return tables, slots and step on this host."""
-    return (*retrieve.host_arrays(state, engine.layout), int(state.step))
+    return (*host_arrays(state, engine.layout), int(state.step))
 
 
 def train(devices):

@@ -239,8 +239,8 @@ def test_odd_tables_come_back(tmp_path, changes):
 
 
 def test_blocks_are_put_together(tmp_path, monkeypatch):
-    for module in ("row_files", "tables"):
-        monkeypatch.setattr(f"tpu_embed.io.checkpoint.{module}.BLOCK", 64)
+    for module in ("io.checkpoint.row_files", "core.rows.devices"):
+        monkeypatch.setattr(f"tpu_embed.{module}.BLOCK", 64)
     options = {"optimizer": False, "devices": 2}
     engines = [small(41, 3, placement=placement, **options) for placement in ("mod", "div")]
     grown = [small(90, 3, placement=placement, **options) for placement in ("mod", "div")]

@@ -8,7 +8,8 @@ import pytest
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
-from tpu_embed.core.layout import resolve
+from tpu_embed.core.layout import MeshAxes, resolve
+from tpu_embed.core.rows import devices
 from tpu_embed.core.state import fields
 from tpu_embed.io.checkpoint import (
     LocalShards,
@@ -17,7 +18,6 @@ from tpu_embed.io.checkpoint import (
     RowWriter,
     row_array,
     row_files,
-    rows,
     write_rows,
 )
 
@@ -48,12 +48,12 @@ def test_any_range_is_read(tmp_path, shards, alternate):
     reader, logical, _ = made(tmp_path / "rows", shards, alternate)
     for first in range(len(logical)):
         for last in range(first + 1, len(logical) + 1):
-            np.testing.assert_array_equal(reader.read(first, last), logical[first:last])
+            np.testing.assert_array_equal(reader.read(range(first, last)), logical[first:last])
 
 
 def test_one_number_a_row(tmp_path):
     reader, logical, _ = made(tmp_path / "rows", 2, True, row=())
-    np.testing.assert_array_equal(reader.read(3, 8), logical[3:8])
+    np.testing.assert_array_equal(reader.read(range(3, 8)), logical[3:8])
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_missing_chunk_is_no_zeros(tmp_path):
     path = reader.array.path / "c.0.0.0"
     path.unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(f"{path}: expected a file, got none")):
-        reader.read(0, 2)
+        reader.read(range(2))
 
 
 @pytest.mark.parametrize("alternate", [True, False])
@@ -98,11 +98,11 @@ def test_every_chunk_is_known_and_only_those_that_are_read_are_checked(
         first.write_bytes(damaged)
         fresh = RowReader(reader.array, checksums)
         rest = slice(8, 19) if alternate else slice(2, 14)
-        np.testing.assert_array_equal(fresh.read(rest.start, rest.stop), logical[rest])
+        np.testing.assert_array_equal(fresh.read(range(rest.start, rest.stop)), logical[rest])
         with pytest.raises(ValueError, match=re.escape(f"{first}: {said}")):
-            fresh.read(0, 19)
+            fresh.read(range(19))
     first.write_bytes(content)
-    np.testing.assert_array_equal(RowReader(reader.array, checksums).read(0, 19), logical)
+    np.testing.assert_array_equal(RowReader(reader.array, checksums).read(range(19)), logical)
 
 
 def test_a_damaged_chunk_that_ends_as_it_should_is_refused(tmp_path):
@@ -111,7 +111,7 @@ def test_a_damaged_chunk_that_ends_as_it_should_is_refused(tmp_path):
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     with pytest.raises(ValueError, match=r"c\.0\.0\.0.*Digest mismatch"):
-        reader.read(0, 2)
+        reader.read(range(2))
 
 
 def _field(packing, devices, dtype, monkeypatch):
@@ -129,20 +129,19 @@ def test_devices_give_a_block_at_a_time(tmp_path, monkeypatch, packing, dtype, c
     """As on an accelerator: nothing but blocks of the table's own rows is moved to the host."""
     engine, field = _field(packing, 2, dtype, monkeypatch)
     state, moved = engine.init(jax.random.key(0)), []
-    wanted = np.asarray(engine.tables(state)["13"])
-    on_host = rows._on_host
+    wanted, take = np.asarray(engine.tables(state)["13"]), devices._take
 
-    def counted(array, first, n):
-        assert isinstance(array, jax.Array)
-        moved.append(on_host(array, first, n).nbytes)
-        return on_host(array, first, n)
+    def counted(lines, places, row_format):
+        moved.append(int((places >= 0).sum()))
+        return take(lines, places, row_format)
 
-    monkeypatch.setattr(rows, "_seen_from_host", lambda data: data)
-    monkeypatch.setattr(rows, "_on_host", counted)
+    monkeypatch.setattr(MeshAxes, "on_cpu", False)
+    monkeypatch.setattr(devices, "_take", counted)
+    monkeypatch.setattr(devices, "BLOCK", 4 * wanted[0].nbytes)
     monkeypatch.setattr(row_files, "BLOCK", 4 * wanted[0].nbytes)
     array = row_array(tmp_path / "rows", field)
-    shards = LocalShards(field, field.read(state), copied=copied)
+    shards = LocalShards(state, engine.layout, field, copied=copied)
     reader = RowReader(array, write_rows(array, shards))
-    np.testing.assert_array_equal(reader.read(0, 13), wanted)
-    assert max(moved) <= 8 * 128 * 4  # four rows, in lines
+    np.testing.assert_array_equal(reader.read(range(13)), wanted)
+    assert max(moved) <= 4
     assert len(moved) >= 4

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +39,7 @@ from tpu_embed.core.layout import (
     keeps_numbers,
     rounds_at_random,
 )
+from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -47,7 +47,6 @@ from tpu_embed.core.state import (
     check_state,
     field,
     init_tables,
-    logical,
     matched_counters,
     put_everywhere,
     random_key,
@@ -58,12 +57,6 @@ from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
 from tpu_embed.storage import HostRows, slot_field
 from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
-
-_BLOCK = 2**20
-"""Numbers that are copied at a time: every device gets a whole block, and writes its own rows."""
-
-_LEAST_ROWS = 64
-"""Of a block: programs that write rows have room for this many at least."""
 
 _copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
 
@@ -332,16 +325,9 @@ class _RowCopies:
 
     def _written(self, state: TableState, name: str) -> TableState:
         """Return the state with the rows of a table on the devices, in its own memory."""
-        every = [f for f in self.mine.fields(name).values() if f.shape.per_row]
-        for rows, values in self._blocks(name):
-            for f in every:
-                jax.block_until_ready(f.read(state))  # no more than two blocks are held
-                numbers = values[f.part].view(jnp.dtype(f.shape.dtype))
-                physical = logical.write_rows_in_place(
-                    f.read(state), rows, numbers, f, self.mine.layout.axes
-                )
-                state = f.write(state, physical)
-        return state
+        rows = DeviceRows(state, self.mine.layout, name)
+        copy_rows(functools.partial(self._read, name), rows.write, self._blocks(name, rows))
+        return rows.state
 
     def _at_home(self, name: str) -> HostRows:
         """Return the rows of a table on the host."""
@@ -349,11 +335,12 @@ class _RowCopies:
         assert self.mine.maps.homes is not None, "it is on the host"
         home = self.mine.maps.homes.tables[name]
         made, failed = HostRows(home.fields, home.storage.path), []
-        for rows, values in self._blocks(name):
-            ids = rows.view(np.uint64)
-            here = home.row_groups.at_home(ids)
+
+        def write(ids: Ids, rows: Rows) -> None:
+            numbers = np.asarray(ids, np.int64).view(np.uint64)
+            here = home.row_groups.at_home(numbers)
             try:
-                made.write(ids[here], {part: some[here] for part, some in values.items()})
+                made.write(numbers[here], {part: some[here] for part, some in rows.items()})
             except Exception as error:  # the other processes wait for the rows that this one reads
                 failed.append(error)
 
@@ -362,30 +349,29 @@ class _RowCopies:
                 raise failed[0]
             return made
 
+        copy_rows(functools.partial(self._read, name), write, self._blocks(name))
         return raise_on_all(f"adopt: table {name!r}", Path(), written)
 
-    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-        """Yield rows of a table, int64 `[n]`, and what they have, `[n, …]` by field."""
-        table, every = self.other.layout.table(name)[1], self.other.fields(name).values()
-        width = sum(math.prod(f.shape.shape) for f in every if f.shape.per_row)
-        # Programs that write rows have room for a power of two of them: for D = 64 and one slot of
-        # this size, 2^20 // 128 = 8192 rows, then 4096, 2048, … for what is left over at the end.
-        size = max(_LEAST_ROWS, 1 << (max(1, _BLOCK // max(1, width)).bit_length() - 1))
-        moves = self.moves.get(name)
+    def _blocks(self, name: str, rows: DeviceRows | None = None) -> Iterable[Any]:
+        """Return the ids of a table's rows in blocks, before and now; see `copy_rows`."""
+        table, moves = self.other.layout.table(name)[1], self.moves.get(name)
         if moves is None and table.is_on_host:
             ids = self.other.rows.touched(name)
             moves = RowMoves(ids, ids)
-        count = table.declared_size if moves is None else moves.before.size
-        for first in range(0, count, size):
-            last = min(first + size, count)
-            # Two keys in the rows 0 and 2 of four, whose last row is shared, go to a table of six
-            # rows: before 0 2 3, now 0 2 5. A static table keeps all its rows where they are.
-            if moves is None:
-                before = now = np.arange(first, last)
-            else:
-                before, now = moves.before[first:last], moves.now[first:last]
-            values = self.other.rows.stored_rows(self.state, name, before)
-            # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
-            if keeps_numbers(self.mine.layout.table(name)[0]):
-                values.setdefault(slot_field(NUMBERS_SLOT), number_ids(now.view(np.uint64)))
-            yield now, values
+        if moves is None and rows is not None and jax.process_count() == 1:
+            return rows.lines(table.declared_size)
+        size = DeviceRows(self.state, self.other.layout, name).block
+        # Two keys in the rows 0 and 2 of four, whose last row is shared, go to a table of six rows:
+        # before 0 2 3, now 0 2 5. A static table keeps all its rows where they are.
+        if moves is None:
+            return blocks_of(range(table.declared_size), size)
+        return zip(blocks_of(moves.before, size), blocks_of(moves.now, size), strict=True)
+
+    def _read(self, name: str, ids: Ids) -> Rows:
+        """Return rows of a table of the other engine."""
+        rows = self.other.rows.stored_rows(self.state, name, ids)
+        # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
+        if keeps_numbers(self.mine.layout.table(name)[0]) and slot_field(NUMBERS_SLOT) not in rows:
+            numbers = number_ids(np.asarray(ids, np.int64).view(np.uint64))
+            rows = {**rows, slot_field(NUMBERS_SLOT): numbers}
+        return rows

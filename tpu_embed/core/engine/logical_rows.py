@@ -8,7 +8,7 @@ Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.engine.admitter import version_after
-from tpu_embed.core.engine.gather import gather_rows, rows_to_send
 from tpu_embed.core.engine.rows_by_key import (
     RowsByKey,
     check_none_ahead,
@@ -26,17 +25,14 @@ from tpu_embed.core.engine.rows_by_key import (
     refuse_traced,
 )
 from tpu_embed.core.layout import Layout
+from tpu_embed.core.rows import DeviceRows, Ids, logical
 from tpu_embed.core.state import (
     Field,
     RowDrawer,
-    RowMover,
     TableState,
     check_own,
     field,
-    logical,
-    row_fields,
 )
-from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, raise_on_all
 from tpu_embed.storage import Homes, NewRows, Replacement, RowField
 from tpu_embed.vocabulary import Vocabularies
@@ -52,7 +48,7 @@ class LogicalRows:
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._maps = layout, vocabularies
-        self._mover, self._drawer = RowMover(layout), RowDrawer(layout)
+        self._drawer = RowDrawer(layout)
         self._by_key = RowsByKey(layout, vocabularies, self._of_here)
 
     def tables(self, state: TableState) -> dict[str, Array]:
@@ -103,27 +99,25 @@ class LogicalRows:
             expected, got = "a slot with values per row", "one array that the whole stack shares"
             raise ValueError(message(f.label, expected=expected, got=got, remedy="engine.slots"))
         distinct, inverse = np.unique(self._checked(f, ids), return_inverse=True)
-        if f.table.is_on_host:
-            stored = self._of_host(state, f, distinct.view(np.uint64))[f.part]
-        else:
-            one = RowField(f.shape.shape, storage.stored_dtype(f.shape.dtype))
-            stored = self._on_devices(state, f, distinct, {f.part: one})[f.part]
+        stored = self.stored_rows(state, name, distinct, [f.part])[f.part]
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
     def held_rows(self, state: TableState, name: str, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return rows that the devices hold with their slots, as they are stored.
+        """Return rows that this process's devices hold with their slots, as they are stored.
 
         Args:
           state: the state.
           name: a table.
-          rows: int64 `[n]`, different rows of those that the devices hold; at least one.
+          rows: int64 `[n]`, different rows of those that its devices hold.
 
         Returns:
           `[n, …]` by field (`storage.VALUES` and `slot_field(slot)` for each slot).
         """
-        return self._mover.read(state, {name: rows})[name]
+        return DeviceRows(state, self._layout, name).read_here(rows)
 
-    def stored_rows(self, state: TableState, name: str, ids: np.ndarray) -> dict[str, np.ndarray]:
+    def stored_rows(
+        self, state: TableState, name: str, ids: Ids, parts: Collection[str] | None = None
+    ) -> dict[str, np.ndarray]:
         """Return rows with their slots, as they are stored, from wherever they are.
 
         With several processes all of them call this, with the same rows.
@@ -131,15 +125,15 @@ class LogicalRows:
         Args:
           state: the state; with tables on the host the newest one.
           name: a table.
-          ids: int64 `[n]`, different rows of those in [0, V); at least one.
+          ids: different rows of those in [0, V).
+          parts: of a row; None: all.
 
         Returns:
           `[n, …]` by field, as `held_rows` does.
         """
-        f = field(self._layout, name, None)
-        if f.table.is_on_host:
-            return self._of_host(state, f, ids.view(np.uint64))
-        return self._on_devices(state, f, ids, row_fields(f.stack))
+        if self._layout.table(name)[1].is_on_host:
+            return self._of_host(state, name, np.asarray(ids, np.int64).view(np.uint64))
+        return DeviceRows(state, self._layout, name, parts).read(ids)
 
     def drawn_rows(
         self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
@@ -287,29 +281,28 @@ class LogicalRows:
             raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
         return given.astype(np.int64)
 
-    def _of_host(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
+    def _of_host(self, state: TableState, name: str, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys.
 
         With several processes all of them call this, and each reads what is at home in it.
         """
-        homes, maps = self._of(f.table.name)
+        homes, maps = self._of(name)
         refuse_traced("rows", state)
         maps.check_newest(state)
-        row_groups = homes.tables[f.table.name].row_groups
-        if row_groups.is_whole:
-            return self._of_here(state, f, keys)
-        mine = np.flatnonzero(row_groups.at_home(keys))
-        what = f"engine.rows: table {f.table.name!r}"
-        read = raise_on_all(what, Path(), lambda: self._of_here(state, f, keys[mine]))
-        return gather_rows(what, homes.tables[f.table.name].fields, keys.size, mine, read)
+        home = homes.tables[name]
+        if home.row_groups.is_whole:
+            return self._of_here(state, name, keys)
+        mine = np.flatnonzero(home.row_groups.at_home(keys))
+        what = f"engine.rows: table {name!r}"
+        read = raise_on_all(what, Path(), lambda: self._of_here(state, name, keys[mine]))
+        return _gather_rows(what, home.fields, keys.size, mine, read)
 
-    def _of_here(self, state: TableState, f: Field, keys: np.ndarray) -> dict[str, np.ndarray]:
+    def _of_here(self, state: TableState, name: str, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows, `[n, …]` by field, for distinct keys that are at home here."""
-        name = f.table.name
         homes, maps = self._of(name)
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
-        held = self._mover.read(state, {name: places[here]})[name] if here.any() else {}
+        held = self.held_rows(state, name, places[here])
         at_home, found = homes.visit(name, keys[~here])
         drawn = {}
         if not found.all():
@@ -320,9 +313,7 @@ class LogicalRows:
             rows[part] = np.empty((keys.size, *away.shape[1:]), away.dtype)
             if drawn:
                 away[~found] = drawn[part]
-            rows[part][~here] = away
-            if held:
-                rows[part][here] = held[part]
+            rows[part][~here], rows[part][here] = away, held[part]
         return rows
 
     def _set_on_host(
@@ -340,7 +331,7 @@ class LogicalRows:
         mine = homes.tables[name].row_groups.at_home(keys)
 
         def make() -> NewRows:
-            whole = self._of_here(state, f, keys[mine])
+            whole = self._of_here(state, name, keys[mine])
             whole[f.part] = given[mine].astype(f.shape.dtype).view(whole[f.part].dtype)
             return NewRows(keys[mine], whole)
 
@@ -356,25 +347,6 @@ class LogicalRows:
             at_home.undo()  # Ctrl-C, or an error in another process, may come when it is written
             raise
         return state
-
-    def _on_devices(
-        self, state: TableState, f: Field, rows: np.ndarray, parts: Mapping[str, RowField]
-    ) -> dict[str, np.ndarray]:
-        """Return some parts of distinct logical rows that the devices hold, `[n, …]` as stored.
-
-        With several processes all of them call this, and each reads what its devices hold.
-        """
-
-        def read(some: np.ndarray) -> dict[str, np.ndarray]:
-            if not some.size:
-                return {part: np.zeros((0, *one.shape), one.dtype) for part, one in parts.items()}
-            held = self.held_rows(state, f.table.name, some)
-            return {part: held[part] for part in parts}
-
-        mine = rows_to_send(self._layout.axes, f, rows)
-        if mine is None:
-            return read(rows)
-        return gather_rows(f"engine.rows: {f.label}", parts, rows.size, mine, read(rows[mine]))
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.
@@ -398,3 +370,34 @@ def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
     if (numbers is None) == (keys is None):
         got = "neither" if keys is None else "both"
         raise TypeError(message(what, expected=f"either {name} or keys", got=got))
+
+
+def _gather_rows(
+    what: str,
+    fields: Mapping[str, RowField],
+    n: int,
+    mine: np.ndarray,
+    read: Mapping[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Return n rows, `[n, …]` by field, of which each process has read some.
+
+    Args:
+      what: the call, for messages.
+      fields: what a row has.
+      n: how many rows there are.
+      mine: int64 `[m]`, which of them this process has read.
+      read: these, `[m, …]` by field.
+    """
+    rows = {part: np.empty((n, *one.shape), one.dtype) for part, one in fields.items()}
+    said = gather_bytes(
+        what, b"".join([mine.tobytes(), *(read[part].tobytes() for part in fields)])
+    )
+    width = 8 + sum(one.nbytes for one in fields.values())
+    for some in said:
+        # The numbers of m rows, then one field of all m after the other.
+        m = len(some) // width
+        at, end = np.frombuffer(some, np.int64, m), 8 * m
+        for part, one in fields.items():
+            values = np.frombuffer(some[end : end + m * one.nbytes], one.dtype)
+            rows[part][at], end = values.reshape(m, *one.shape), end + m * one.nbytes
+    return rows

@@ -29,19 +29,19 @@ from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
 from tpu_embed.core.layout import Layout, NewKeys
+from tpu_embed.core.rows import DeviceRows, logical
 from tpu_embed.core.state import (
     Field,
     NewRowWriter,
     RowDrawer,
     TableState,
     check_own,
-    logical,
 )
 from tpu_embed.processes import gather_from_all, raise_on_all
-from tpu_embed.storage import VALUES, Homes, NewRows, Replacement, slot_field
+from tpu_embed.storage import Homes, NewRows, Replacement
 from tpu_embed.vocabulary import Moves, Taken, Vocabularies, read_keys
 
-ReadWhole = Callable[[TableState, Field, np.ndarray], dict[str, np.ndarray]]
+ReadWhole = Callable[[TableState, str, np.ndarray], dict[str, np.ndarray]]
 """Returns the stored rows of ids, `[n, …]` by field."""
 
 
@@ -65,7 +65,7 @@ class RowsByKey:
     Args:
       layout: the engine's layout.
       vocabularies: its maps; None without living vocabularies.
-      read_whole: `(state, field, ids) -> rows by field`, the stored rows of a table on the host
+      read_whole: `(state, table, ids) -> rows by field`, the stored rows of a table on the host
         that are at home in this process.
     """
 
@@ -209,11 +209,11 @@ class RowsByKey:
             tables = {**state.tables, stack: logical.copy_array(state.tables[stack])}
             copied = dataclasses.replace(state, tables=tables, slots={**state.slots, stack: mine})
             state = self._writer.write(copied, {f.table.name: new})
-            physical = f.read(state)
         else:
-            physical = logical.copy_array(f.read(state))
-        axes = self._layout.axes
-        return f.write(state, logical.write_in_pieces(physical, rows, values, f, axes))
+            state = f.write(state, logical.copy_array(f.read(state)))
+        written = DeviceRows(state, self._layout, f.table.name, [f.part])
+        written.write(rows, {f.part: logical.as_stored(values, f)})
+        return written.state
 
     def _make_rows(
         self, homes: Homes, state: TableState, given: _Given, ids: np.ndarray, taken: Taken
@@ -227,7 +227,7 @@ class RowsByKey:
         # A known key keeps what is not given, such as its slots; a new key gets all of it fresh.
         # Ids [4, 9, 2] with 9 of a new key: rows of 4 and 2 are read, that of 9 is drawn.
         is_new = np.isin(keys, taken.new_keys)
-        rows = self._read_whole(state, f, numbers[~is_new])
+        rows = self._read_whole(state, f.table.name, numbers[~is_new])
         drawn = self._drawer.draw(
             state.vocabulary, f.table, f.stack, keys[is_new], np.zeros(is_new.sum(), bool)
         )
@@ -235,9 +235,7 @@ class RowsByKey:
         for part, known in rows.items():
             whole[part] = np.empty((mine.size, *known.shape[1:]), known.dtype)
             whole[part][~is_new], whole[part][is_new] = known, drawn[part]
-        # Rows at home are bytes of a known type: bfloat16 is kept as uint16, so it is viewed so.
-        part = VALUES if f.slot is None else slot_field(f.slot)
-        whole[part] = given.values[mine].view(whole[part].dtype)
+        whole[f.part] = logical.as_stored(given.values[mine], f)
         return NewRows(numbers, whole)
 
 

@@ -21,6 +21,7 @@ from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
 from tpu_embed.core.layout.parcels import (
     BY_ID,
     Parcels,
+    aligned_empty,
     fetch_parcels,
     lines,
     most_per_shard,
@@ -74,6 +75,7 @@ __all__ = [
     "Stack",
     "TableSlice",
     "Visits",
+    "aligned_empty",
     "arrivals_of",
     "bucket",
     "describe",

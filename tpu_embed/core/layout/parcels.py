@@ -69,7 +69,7 @@ class Parcels:
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array `[S, m, …]` for rows of a shape, of which no number is set."""
-        return _empty((self._stack.num_shards, self.size, *shape), np.dtype(dtype))
+        return aligned_empty((self._stack.num_shards, self.size, *shape), np.dtype(dtype))
 
     def packed(self, values: np.ndarray) -> np.ndarray:
         """Return `[S, m, …]`: values `[n, …]`, given table after table, in the parcels."""
@@ -113,7 +113,7 @@ class Parcels:
     def _columns(self, columns: list[np.ndarray], at: np.ndarray) -> np.ndarray:
         """Return uint32 `[S, columns, m]`, columns `[n]` in the parcels, the rest absent."""
         shards = self._stack.num_shards
-        made = _empty((shards, len(columns), self.size), np.dtype(np.uint32))
+        made = aligned_empty((shards, len(columns), self.size), np.dtype(np.uint32))
         made.fill(_ABSENT)
         shard, place = np.divmod(at, self.size) if shards > 1 else (0, at)
         for number, column in enumerate(columns):
@@ -140,7 +140,7 @@ def parcel_operand(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Any:
     return parcels if sharding.num_devices == 1 else send_lines(parcels, sharding)
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array that is not copied on its way to a CPU device, with arbitrary numbers."""
     size = math.prod(shape) * dtype.itemsize
     whole = np.empty(size + _LINE, np.uint8)

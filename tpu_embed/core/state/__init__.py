@@ -1,6 +1,6 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
-from tpu_embed.core.state import logical, norms, retrieve
+from tpu_embed.core.state import norms
 from tpu_embed.core.state.checks import (
     check_arrays,
     check_layout,
@@ -36,7 +36,6 @@ from tpu_embed.core.state.rebuilt import (
     put_everywhere,
     vocabulary_of_maps,
 )
-from tpu_embed.core.state.retrieve import host_arrays
 from tpu_embed.core.state.row_blocks import read_rows, row_unit
 from tpu_embed.core.state.table_state import (
     StackShard,
@@ -44,6 +43,7 @@ from tpu_embed.core.state.table_state import (
     describe_leaf,
     logical_rows,
     rule_slots,
+    set_physical_rows,
     slot_format,
     slot_shapes,
     state_specs,
@@ -72,10 +72,8 @@ __all__ = [
     "field",
     "fields",
     "first_rows",
-    "host_arrays",
     "init_tables",
     "leaving_rooms",
-    "logical",
     "logical_rows",
     "make_homes",
     "matched_counters",
@@ -86,10 +84,10 @@ __all__ = [
     "random_key",
     "read_rows",
     "refuse_gradient",
-    "retrieve",
     "row_fields",
     "row_unit",
     "rule_slots",
+    "set_physical_rows",
     "slot_format",
     "slot_shapes",
     "state_specs",

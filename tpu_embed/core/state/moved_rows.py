@@ -27,7 +27,6 @@ from tpu_embed.core.layout import (
     Agreed,
     Arrival,
     Layout,
-    Parcels,
     Stack,
     TableSlice,
     fetch_parcels,
@@ -156,9 +155,6 @@ class RowMover:
         self._layout, self.traces = layout, 0
         self._collecting = {s.name: self._program(s, _collect, ()) for s in layout.stacks}
         self._exchanging = {s.name: self._program(s, _exchange, 0) for s in layout.stacks}
-        self._reading_alone = {
-            s.name: jax.jit(functools.partial(_collect, s)) for s in layout.stacks
-        }
 
     def _program(self, stack: Stack, function: Any, donated: Any) -> Any:
         axes = self._layout.axes
@@ -178,51 +174,6 @@ class RowMover:
             )(held_arrays, rows)
 
         return jax.jit(run, donate_argnums=donated)
-
-    def read(
-        self, state: TableState, rows: Mapping[str, np.ndarray]
-    ) -> dict[str, dict[str, np.ndarray]]:
-        """Return some rows of each table, `[n, …]` by field; the state stays as it is.
-
-        Args:
-          state: the state.
-          rows: int64 `[n]` by table, logical rows, all different; with several processes, those on
-            this one's devices.
-        """
-        found: dict[str, dict[str, np.ndarray]] = {}
-        for stack, mine in self._by_stack(rows):
-            parcels = Parcels(stack, mine)
-            held = StackShard(state.tables[stack.name], state.slots[stack.name])
-            if self._layout.axes.one_process:
-                places = self._sent(stack, parcels.rows())
-                copies = call(self._collecting[stack.name], held, places)
-                arrays = {field: np.asarray(array) for field, array in copies.items()}
-            else:
-                arrays = self._read_alone(stack, held, parcels.rows())
-            for field, array in arrays.items():
-                for table, some in parcels.unpacked(array).items():
-                    found.setdefault(table, {})[field] = some
-        return found
-
-    def _read_alone(
-        self, stack: Stack, held: StackShard, places: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Return rows on this process's devices, whatever the others do, `[S, m, …]` by field.
-
-        Args:
-          stack: the stack.
-          held: its arrays.
-          places: the local rows, see `Parcels.rows`.
-        """
-        # A program for each device: those of all devices would have to be run by all processes.
-        whole: dict[str, np.ndarray] = {}
-        for shard in self._layout.axes.local_parts(stack.shard_axes).tolist():
-            mine = jax.tree.map(functools.partial(_on_this_host, shard, stack), held)
-            copies = self._reading_alone[stack.name](mine, places[shard : shard + 1])
-            for field, copy in copies.items():
-                made = np.empty((stack.num_shards, *copy.shape[1:]), copy.dtype)
-                whole.setdefault(field, made)[shard] = copy[0]
-        return whole
 
     def send(
         self,
@@ -280,14 +231,6 @@ class RowMover:
         """Return the program of `exchange`, lowered for the shapes of a stack's shard and rows."""
         return self._exchanging[stack.name].lower(held, sent)
 
-    def _by_stack(self, rows: Mapping[str, np.ndarray]) -> list[tuple[Stack, dict]]:
-        """Return the stacks that have some of the rows, with their tables' rows."""
-        every = [
-            (s, {t.name: rows[t.name] for t in s.tables if t.name in rows})
-            for s in self._layout.stacks
-        ]
-        return [(s, mine) for s, mine in every if any(one.size for one in mine.values())]
-
     def _sent(self, stack: Stack, array: np.ndarray) -> Any:
         return parcel_operand(array, self._layout.axes.sharding(stack.shard_axes))
 
@@ -311,15 +254,6 @@ def leaving_rooms(
             at = parcels.at[part]
             rooms[table] = Room(rows, at[at.size - mine[table].size :][mine[table]])
     return rooms
-
-
-def _on_this_host(shard: int, stack: Stack, array: Array) -> Array:
-    """Return what a device of this process holds of an array: the rows of a shard, or all of it."""
-    for one in array.addressable_shards:
-        first = one.index[0].start if one.index else None
-        if array.is_fully_replicated or (first or 0) * stack.num_shards == shard * array.shape[0]:
-            return one.data
-    raise AssertionError("the shard is on this process's devices")
 
 
 def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:

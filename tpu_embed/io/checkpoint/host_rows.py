@@ -347,12 +347,12 @@ def _read_segment(
     of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
     for first in range(0, segment["rows"], of_rows.array.block):
         last = min(first + of_rows.array.block, segment["rows"])
-        whole, at, rows = of_rows.read(first, last), 0, {}
+        whole, at, rows = of_rows.read(range(first, last)), 0, {}
         for name, field in fields.items():
             part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
             rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
             at += field.nbytes
-        yield np.ascontiguousarray(of_ids.read(first, last)).reshape(-1), rows
+        yield np.ascontiguousarray(of_ids.read(range(first, last))).reshape(-1), rows
 
 
 def block_rows(fields: Mapping[str, RowField]) -> int:

@@ -247,7 +247,7 @@ def read_state(
         size = saved["waiting" if field.startswith("waiting") else "keys"]
         place = _place(name, field)
         reader = RowReader(_array(directory, name, field, size), checksums.get(place, {}))
-        arrays[field] = np.ascontiguousarray(reader.read(0, size)).reshape(-1)
+        arrays[field] = np.ascontiguousarray(reader.read(range(size))).reshape(-1)
     counters = np.array(saved["counters"], np.int64)
     return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
 

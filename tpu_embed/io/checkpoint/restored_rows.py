@@ -21,7 +21,8 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.layout import NUMBERS_SLOT
-from tpu_embed.core.state import Field, TableState, fields, logical
+from tpu_embed.core.rows import DeviceRows, logical
+from tpu_embed.core.state import Field, TableState, fields
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.host_rows import Block, Rows
@@ -142,13 +143,11 @@ class RestoredRows:
         for name in self.by_id.keys() & self.found.tables.keys():
             if layout.table(name)[1].is_on_host:
                 continue
-            mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+            made = DeviceRows(state, layout, name)
+            mine = [f for f in made.fields.values() if self.found.form(f) is not None]
             for ids, rows in self._moved(name, self._segments(name)):
-                for f in mine:
-                    physical = logical.write_rows_in_place(
-                        f.read(state), ids, self._converted(f, rows), f, layout.axes
-                    )
-                    state = f.write(state, physical)
+                made.write(ids, {f.part: self._converted(f, rows) for f in mine})
+            state = made.state
         return state
 
     def homes(self, vocabulary: Mapping[str, Array]) -> dict[str, HostRows]:
@@ -225,9 +224,7 @@ class RestoredRows:
             ids = every[mine].view(np.uint64)
             rows = {part: some[mine] for part, some in values.items()}
             made = {
-                f.part: self._stored(f, self._converted(f, rows))
-                for f in self._fields(name)
-                if f not in lacking
+                f.part: self._converted(f, rows) for f in self._fields(name) if f not in lacking
             }
             if lacking:
                 drawn = engine.drawn_rows(vocabulary, name, ids)
@@ -257,17 +254,12 @@ class RestoredRows:
         block = min(reader.array.block * reader.array.shards for reader in readers.values())
         for first in range(0, size, block):
             last = min(first + block, size)
-            rows = {part: reader.read(first, last) for part, reader in readers.items()}
+            rows = {part: reader.read(range(first, last)) for part, reader in readers.items()}
             yield np.arange(first, last, dtype=np.uint64), rows
 
     def _converted(self, f: Field, rows: Rows) -> np.ndarray:
-        """Return saved rows of a field, `[n, …]`, in the dtype of the engine."""
+        """Return saved rows of a field, `[n, …]`, as the engine stores them."""
         form = self.found.form(f)
         assert form is not None, "checked"
         # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
-        return rows[f.part].view(np.dtype(form["dtype"])).astype(np.dtype(f.shape.dtype))
-
-    def _stored(self, f: Field, values: np.ndarray) -> np.ndarray:
-        assert self.wanted.engine.storage is not None, "it has tables on the host"
-        home = self.wanted.engine.storage.tables[f.table.name].fields[f.part]
-        return values.view(home.dtype)
+        return logical.as_stored(rows[f.part].view(np.dtype(form["dtype"])), f)

@@ -12,7 +12,8 @@ import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, TableSlice
-from tpu_embed.core.state import TableState, fields, logical
+from tpu_embed.core.rows import DeviceRows
+from tpu_embed.core.state import TableState, fields
 from tpu_embed.io.checkpoint.manifest import SavedTables
 from tpu_embed.kernels.stochastic import number_ids
 
@@ -56,6 +57,7 @@ def with_rounding_numbers(
         known = found.maps.states.maps[f.table.name].rows
         rows = np.union1d(known, [f.table.vocabulary_size - 1])
         numbers = numbers_of(found, f.table, rows.view(np.uint64))
-        physical = logical.write_in_pieces(f.read(state), rows, numbers, f, engine.layout.axes)
-        state = f.write(state, physical)
+        made = DeviceRows(state, engine.layout, f.table.name, [f.part])
+        made.write(rows, {f.part: numbers})
+        state = made.state
     return state

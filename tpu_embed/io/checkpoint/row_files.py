@@ -28,16 +28,18 @@ import numpy as np
 import tensorstore as ts
 
 from tpu_embed._checks import message
+from tpu_embed.core.rows import BLOCK, Grid, Ids
 from tpu_embed.io import files
-
-BLOCK = 2**22
-"""Bytes per block, the unit of writing and reading."""
 
 AT_ONCE = 4
 """The number of blocks that may be waiting to be written."""
 
-Place = tuple[slice, slice]
-"""A part of an array: slices of its first two dimensions (shards and rows, in either order)."""
+_LEAST_RUN = 64
+"""Rows that follow each other are read together if runs have about so many of them at least."""
+
+Place = tuple[Any, Any]
+"""A part of an array: of its first two dimensions (shards and rows, in either order) a slice or an
+array of numbers."""
 
 _METADATA = "zarr.json"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -72,6 +74,11 @@ class RowArray:
         """The shape of the array."""
         size = (self.shards, self.rows_per_shard)
         return (*(size[::-1] if self.alternate else size), *self.row)
+
+    @property
+    def grid(self) -> Grid:
+        """Which of its rows are where."""
+        return Grid(self.shards, self.rows_per_shard, self.alternate)
 
     @property
     def block(self) -> int:
@@ -196,35 +203,26 @@ class RowReader:
         self._check(_METADATA, files.checksum(array.path / _METADATA, ""))
         self._store = array.open()
 
-    def read(self, first: int, last: int) -> np.ndarray:
-        """Return logical rows `[first, last)`."""
+    def read(self, ids: Ids) -> np.ndarray:
+        """Return rows `[n, …]` of ids, which ascend."""
         array = self.array
-        if array.alternate:
-            # Read whole lines of S rows, then cut off what is too much: rows 3 to 6 of S = 2
-            # shards are in lines [2 3] [4 5] [6 7], of which the first and the last row go.
-            begin = first // array.shards
-            lines = self._read((slice(begin, -(-last // array.shards)), slice(0, array.shards)))
-            flat = lines.reshape(-1, *array.row)
-            return flat[first - begin * array.shards : last - begin * array.shards]
-        # Row r is row r % size of shard r // size: one piece per shard that the range touches.
-        pieces, size = [], array.rows_per_shard
-        while first < last:
-            shard, inside = divmod(first, size)
-            end = min(size, inside + last - first)
-            pieces.append(self._read((slice(shard, shard + 1), slice(inside, end)))[0])
-            first += end - inside
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def read_lines(self, first: int, last: int, shards: list[int]) -> np.ndarray:
-        """Return local rows `[first, last)` of k shards of an alternating array: `[n, k, …]`.
-
-        n is smaller than last - first at the end of the array.
-        """
-        # Read the shards from the first to the last one at once, then keep the chosen ones.
-        chosen = slice(shards[0], shards[-1] + 1) if shards else slice(0, 0)
-        first, last = (min(row, self.array.rows_per_shard) for row in (first, last))
-        lines = self._read((slice(first, last), chosen))
-        return lines[:, np.asarray(shards, np.int64) - chosen.start]
+        if isinstance(ids, range) and ids.step == 1 and array.alternate:
+            # Read whole lines of S rows, then cut off what is too much: rows 3 to 6 of S = 2 shards
+            # are in lines [2 3] [4 5] [6 7], of which the first and the last row go.
+            begin = ids.start // array.shards
+            lines = slice(begin, -(-ids.stop // array.shards))
+            flat = self._read((lines, slice(0, array.shards))).reshape(-1, *array.row)
+            return flat[ids.start - begin * array.shards :][: len(ids)]
+        rows = np.empty((len(ids), *array.row), array.dtype)
+        if runs := _runs(ids):
+            for at, run in runs:
+                rows[at] = self.read(run)
+            return rows
+        for shard, local, at in array.grid.cut(ids):
+            one = slice(shard, shard + 1)
+            where = (local, one) if array.alternate else (one, local)
+            rows[at] = self._read(where).reshape(-1, *array.row)
+        return rows
 
     def _read(self, place: Place) -> np.ndarray:
         """Return a part of the array, after checking the chunks that hold it."""
@@ -243,6 +241,18 @@ class RowReader:
         self._checked.add(name)
 
 
+def _runs(ids: Ids) -> list[tuple[slice, range]]:
+    """Return runs of ids that follow each other, and their places; nothing if most are short."""
+    if isinstance(ids, range):
+        return []
+    ends = [0, *(np.flatnonzero(np.diff(ids) != 1) + 1).tolist(), ids.size]
+    if len(ends) * _LEAST_RUN > ids.size:
+        return []
+    return [
+        (slice(a, b), range(int(ids[a]), int(ids[b - 1]) + 1)) for a, b in itertools.pairwise(ends)
+    ]
+
+
 def _described(path: Path) -> str:
     """Return what the metadata of an array say of it, in words."""
     try:
@@ -259,8 +269,10 @@ def _chunk_names(store: ts.TensorStore, place: Place) -> list[str]:
     c.2.0.0. The last 0 is the number of the chunk along the columns, which are never split.
     """
     sizes = _chunk_shape(store)
-    touched = [
+    touched: list[Any] = [
         range(part.start // size, -(-part.stop // size))
+        if isinstance(part, slice)
+        else np.unique(part // size).tolist()
         for part, size in zip(place, sizes, strict=False)
     ]
     touched += [range(1)] * (len(sizes) - len(place))

@@ -9,8 +9,7 @@ Input: an engine and its state. Output: files by table and slot name, with a man
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import MeshAxes
+from tpu_embed.core.rows import DeviceRows, Ids, blocks_of, copy_rows, logical
 from tpu_embed.core.state import (
     MAP_VERSION,
     Field,
@@ -30,7 +27,6 @@ from tpu_embed.core.state import (
     blank_arrays,
     check_state,
     fields,
-    logical,
     put_everywhere,
     vocabulary_of_maps,
 )
@@ -44,12 +40,12 @@ from tpu_embed.io.checkpoint.restored_rows import (
     read_by_id,
 )
 from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
-from tpu_embed.io.checkpoint.row_files import BLOCK, RowArray, RowReader, write_column
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
-from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels import storage
 from tpu_embed.processes import raise_on_all
 from tpu_embed.storage import HostRows
-from tpu_embed.vocabulary import MapStates, RowMoves
+from tpu_embed.vocabulary import MapStates
 
 _T = TypeVar("_T")
 
@@ -95,9 +91,7 @@ def prepare(
         if f.shape.per_row and f.table.is_on_host:
             continue  # by id, below
         if f.shape.per_row:
-            sharding = engine.layout.axes.sharding(f.stack.shard_axes)
-            physical = jax.device_put(f.read(state), sharding)  # moves it if sharded otherwise
-            parts.append((f, LocalShards(f, physical, copied=copied)))
+            parts.append((f, LocalShards(state, engine.layout, f, copied=copied)))
         elif jax.process_index() == 0:
             parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
     found = maps.prepare(engine, state) if jax.process_index() == 0 else None
@@ -246,109 +240,23 @@ def _filled(
     on_disk, checksums = found.form(f), found.checksums.get(field_place(f), {})
     assert on_disk is not None, "checked"
     if not f.shape.per_row:
-        lines = RowReader(_whole(path, on_disk), checksums).read(0, 1)
+        lines = RowReader(_whole(path, on_disk), checksums).read(range(1))
         value = lines[0].astype(form["dtype"])
         stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
         return f.write(state, put_everywhere(stored, engine.layout.axes))
-    reader = field_reader(directory, f, found)
-    physical = f.read(state)
-    sharding = engine.layout.axes.sharding(f.stack.shard_axes)
-    mine = engine.layout.axes.local_parts(f.stack.shard_axes).tolist()
-    size = min(table["vocabulary_size"], f.table.vocabulary_size)
-    for first, rows in _lines(reader, f, size, mine):
-        values = jax.make_array_from_callback(rows.shape, sharding, rows.__getitem__)
-        limit = np.asarray(size, f.stack.index_dtype)
-        start = np.asarray(first, f.stack.index_dtype)
-        jax.block_until_ready(physical)  # no more than two blocks are held
-        physical = _put(physical, values, start, limit, f, engine.layout.axes)
-    if found.maps is not None and f.table.name in found.maps.moves:
-        moves = found.maps.moves[f.table.name].moved()
-        physical = _move_rows(physical, reader, f, moves, engine)
-    return f.write(state, physical)
+    name = f.table.name
+    reader, rows = (
+        field_reader(directory, f, found),
+        DeviceRows(state, engine.layout, name, [f.part]),
+    )
 
+    def read(ids: Ids) -> dict[str, np.ndarray]:
+        return {f.part: logical.as_stored(reader.read(ids), f)}
 
-def _move_rows(
-    physical: Array, reader: RowReader, f: Field, moves: RowMoves, engine: EmbeddingEngine
-) -> Array:
-    """Return the physical array with rows that have another place than on disk written there."""
-    array = reader.array
-    width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize
-    block = max(1, BLOCK // max(1, width))
-    at = 0
-    while at < moves.before.size:
-        # Rows 7 8 40 in blocks of 10: [7, 17) has the first two, [40, 50) the third.
-        first = int(moves.before[at])
-        end = int(np.searchsorted(moves.before, first + block))
-        last = int(moves.before[end - 1]) + 1
-        rows = reader.read(first, last)[moves.before[at:end] - first]
-        physical = logical.write_rows_in_place(
-            physical, moves.now[at:end], rows.astype(np.dtype(f.shape.dtype)), f, engine.layout.axes
-        )
-        at = end
-    return physical
-
-
-def _lines(
-    reader: RowReader, f: Field, limit: int, mine: list[int]
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number of a first local row, and n rows of every shard from there on: `[S * n, …]`.
-
-    Rows of other processes' shards may be zeros: only the shards in `mine` are filled for certain.
-    Local row i of shard s is logical row i * S + s (MOD) or s * size + i (DIV).
-    """
-    array, stack, size = reader.array, f.stack, f.table.rows_per_shard
-    # A block of n rows per shard has about BLOCK bytes over all S shards.
-    width = int(np.prod(array.row, dtype=np.int64)) * array.dtype.itemsize * stack.num_shards
-    n, dtype = max(1, min(size, BLOCK // max(1, width))), np.dtype(f.shape.dtype)
-    for first in range(0, size, n):
-        rows = np.zeros((stack.num_shards, n, *array.row), dtype)
-        if stack.placement != "div" and array.alternate and array.shards == len(rows):
-            # MOD on disk with the same S: lines [n, k, …] of this process's k shards
-            lines = reader.read_lines(first, first + n, mine)
-            rows[mine, : len(lines)] = np.swapaxes(lines, 0, 1)
-        elif stack.placement != "div":
-            # Logical rows in order are the lines of MOD: [n * S, …] -> [n, S, …] -> [S, n, …].
-            begin, end = first * stack.num_shards, min((first + n) * stack.num_shards, limit)
-            if begin < end:
-                flat = np.zeros((n * stack.num_shards, *array.row), dtype)
-                flat[: end - begin] = reader.read(begin, end)
-                rows = np.swapaxes(flat.reshape(n, stack.num_shards, *array.row), 0, 1)
-        else:  # DIV: one contiguous range per shard
-            for shard in mine:
-                begin = shard * size + first
-                end = min(shard * size + min(first + n, size), limit)
-                if begin < end:
-                    rows[shard, : end - begin] = reader.read(begin, end)
-        flat = np.ascontiguousarray(rows).reshape(-1, *array.row)
-        yield first, flat.view(storage.stored_dtype(dtype))
-
-
-@functools.partial(jax.jit, static_argnames=("f", "axes"), donate_argnums=0)
-def _put(
-    physical: Array, values: Array, first: Array, limit: Array, f: Field, axes: MeshAxes
-) -> Array:
-    """Return the physical array with local rows of every shard set, from local row `first` on.
-
-    `values` is `[S * n, …]`, n rows per shard. Rows at or after the logical row `limit` are not on
-    disk and stay as they are.
-    """
-    stack, table = f.stack, f.table
-
-    def shard(physical: Array, values: Array, first: Array, limit: Array) -> Array:
-        # `index` counts the rows of the table on this shard, and `places` are the local rows of the
-        # stack, in which this table begins at its offset.
-        index = first + jnp.arange(values.shape[0], dtype=first.dtype)
-        number = collectives.axis_index(stack.shard_axes).astype(first.dtype)
-        row_ids = stack.logical_in(number, index, table.rows_per_shard)
-        present = (index < table.rows_per_shard) & (row_ids < limit)
-        places = jnp.where(present, table.offset + index, PADDING_ID)
-        return dispatch.write_ascending_rows(physical, places, values, f.row_format)
-
-    spec, whole = axes.spec(stack.shard_axes), jax.sharding.PartitionSpec()
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(spec, spec, whole, whole),
-        out_specs=spec,
-        check_vma=False,
-    )(physical, values, first, limit)
+    limit = min(table["vocabulary_size"], f.table.vocabulary_size)
+    copy_rows(read, rows.write, rows.lines(limit))
+    if found.maps is not None and name in found.maps.moves:  # those that have another place now
+        moves = found.maps.moves[name].moved()
+        both = (blocks_of(ids, rows.block) for ids in (moves.before, moves.now))
+        copy_rows(read, rows.write, zip(*both, strict=True))
+    return rows.state

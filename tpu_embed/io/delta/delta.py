@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import local_path, message
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.exchange import collectives
-from tpu_embed.core.layout import MeshAxes, TableSlice
+from tpu_embed.core.layout import TableSlice
+from tpu_embed.core.rows import DeviceRows, pieces
 from tpu_embed.core.state import Field, TableState, check_state, field
 from tpu_embed.io import directory
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges
 from tpu_embed.io.delta.delta_files import Delta
-from tpu_embed.io.delta.row_blocks import block_size, padded_to
 from tpu_embed.io.quantize import QuantizedTable
-from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels import storage
 from tpu_embed.processes import check_same, gather_bytes, gather_from_all, raise_on_all
+from tpu_embed.storage import VALUES
 from tpu_embed.touched import Changes, TouchedRows, Version
 
 
@@ -103,11 +102,9 @@ def export_delta(
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)
     _check_alike(first, version)
-    tables, failed = _read_tables(engine, state, changes)
+    tables = _read_tables(engine, state, changes, root)
 
     def written() -> None:
-        if failed:
-            raise failed[0]
         if jax.process_index() == 0:
             with directory.written(root) as temporary:
                 ancestors = touched.lineage.ancestors
@@ -137,15 +134,10 @@ def _check_alike(since: Version, version: Version) -> None:
 
 
 def _read_tables(
-    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes]
-) -> tuple[dict[str, TableChanges], list[Exception]]:
-    """Return what changed in all processes, with values, and the errors of this process.
-
-    Only the first process keeps rows. A process with an error continues to read, because the
-    devices of the other processes wait for its own.
-    """
+    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Path
+) -> dict[str, TableChanges]:
+    """Return what changed in all processes, with values; only the first process keeps rows."""
     tables: dict[str, TableChanges] = {}
-    failed: list[Exception] = []
     for name in sorted(engine.table_configs):
         f, mine = field(engine.layout, name, None), changes[name]
         if f.table.vocabulary is not None:
@@ -153,16 +145,22 @@ def _read_tables(
             every = np.append(mine.rows, shared)
             tables[name] = _changed_keys(mine, engine.rows(state, name, every), f)
             continue
-        rows = _of_all_processes(mine.rows.astype(f.stack.index_dtype), f.table.vocabulary_size)
-        blocks = _blocks(f.read(state), rows, f, engine.layout.axes)
-        try:
-            if jax.process_index() == 0 and not failed:
-                tables[name] = _kept(rows, blocks, f)
-            _read_on(blocks)
-        except Exception as error:
-            failed.append(error)
-            _read_on(blocks)
-    return tables, failed
+        size = f.table.vocabulary_size
+        ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
+        kept = ids if jax.process_index() == 0 else ids[:0]
+        values = raise_on_all("export_delta", root.parent, functools.partial(_room, kept.size, f))
+        rows = DeviceRows(state, engine.layout, name, [VALUES])
+        for some in pieces(ids.size, rows.block):
+            found = rows.read(ids[some])[VALUES]
+            values[some] = found[: len(kept[some])]
+        kept = kept.astype(delta_files.kept_dtype(size))
+        tables[name] = ChangedRows(size, f.stack.dim, f.stack.dtype, kept, values)
+    return tables
+
+
+def _room(n: int, f: Field) -> np.ndarray:
+    """Return room for n rows of a table, as they are stored."""
+    return np.empty((n, f.stack.dim), storage.stored_dtype(f.stack.dtype))
 
 
 def _with_others(changes: Changes, table: TableSlice) -> tuple[Changes, np.ndarray]:
@@ -209,11 +207,6 @@ def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> ChangedKeys
     )
 
 
-def _read_on(blocks: Iterator[tuple[slice, Array]]) -> None:
-    for _ in blocks:
-        pass
-
-
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
     """Return the ids (all below `size`) that any process has, unique and ascending."""
     if jax.process_count() == 1:
@@ -225,59 +218,6 @@ def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
     padded = np.pad(ids, (0, most - ids.size), constant_values=PADDING_ID)
     gathered = np.unique(multihost_utils.process_allgather(padded))
     return gathered[gathered >= 0]
-
-
-def _blocks(
-    physical: Array, ids: np.ndarray, f: Field, axes: MeshAxes
-) -> Iterator[tuple[slice, Array]]:
-    """Yield the slice of `ids` of each block, and the bits of its rows, padded to one size."""
-    size = block_size(f.table.vocabulary_size, f.stack.dim)
-    for first in range(0, ids.size, size):
-        here = slice(first, first + size)
-        bits = _read(physical, padded_to(size, ids[here]), f, axes)
-        yield here, jax.block_until_ready(bits)
-
-
-def _kept(ids: np.ndarray, blocks: Iterator[tuple[slice, Array]], f: Field) -> ChangedRows:
-    """Return the rows of all blocks on the host, in the stored dtype."""
-    size, dim, dtype = f.table.vocabulary_size, f.stack.dim, storage.stored_dtype(f.stack.dtype)
-    values = np.empty((ids.size, dim), dtype)
-    for here, bits in blocks:
-        # Drop the padding of the last block; uint32 -> uint16 for bfloat16 -> the stored dtype.
-        rows = np.asarray(bits)[: ids[here].size]
-        values[here] = rows.astype(f"u{dtype.itemsize}", copy=False).view(dtype)
-    kept = ids.astype(delta_files.kept_dtype(size))
-    return ChangedRows(size, dim, f.stack.dtype, kept, values)
-
-
-@functools.partial(jax.jit, static_argnames=("f", "axes"))
-def _read(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
-    """Return the bits of logical rows, uint32 or uint64 `[n, D]`, on every device."""
-    stack = f.stack
-    places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
-
-    def shard(physical: Array, places: Array) -> Array:
-        # Physical rows [first, first + num_rows) are this shard's: with 10 rows per shard, shard 2
-        # reads place 23 as its local row 3, and gives zeros for places outside of [20, 30).
-        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
-        local = places - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        read = dispatch.read_rows(physical, jnp.where(mine, local, PADDING_ID), f.row_format)
-        rows = f.row_format.unpack(read)
-        unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-        bits = jax.lax.bitcast_convert_type(rows, unsigned)
-        bits = bits.astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
-        bits = jnp.where(mine[:, None], bits, jnp.zeros_like(bits))
-        # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
-        return collectives.psum(bits, stack.shard_axes)
-
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(axes.spec(stack.shard_axes), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(physical, places)
 
 
 # -- plain arrays ----------------------------------------------------------------------------------

@@ -22,14 +22,19 @@ from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.ids import refuse_masked
-from tpu_embed.core.layout import Layout, MeshAxes, bucket
-from tpu_embed.core.state.checks import check_arrays, check_own
-from tpu_embed.core.state.fields import Field, field, fields
-from tpu_embed.core.state.table_state import TableState, logical_rows, set_physical_rows
+from tpu_embed.core.layout import Layout, MeshAxes
+from tpu_embed.core.rows.devices import DeviceRows
+from tpu_embed.core.state import (
+    Field,
+    TableState,
+    check_arrays,
+    check_own,
+    field,
+    fields,
+    logical_rows,
+    set_physical_rows,
+)
 from tpu_embed.kernels import storage
-
-BLOCK = 2**22
-"""Numbers that are written at a time when a whole table is loaded."""
 
 
 def tables(state: TableState, layout: Layout) -> dict[str, Array]:
@@ -198,9 +203,14 @@ def _write(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes)
 
 
 _write_copy = jax.jit(_write, static_argnames=("f", "axes"))
-_write_in_place = jax.jit(_write, static_argnames=("f", "axes"), donate_argnums=0)
 copy_array = jax.jit(jnp.copy)
 """Returns a copy that may be donated."""
+
+
+def as_stored(values: np.ndarray, f: Field) -> np.ndarray:
+    """Return values of a field, real numbers, as they are stored."""
+    dtype = jnp.dtype(f.shape.dtype)
+    return values.astype(dtype, copy=False).view(storage.stored_dtype(dtype))
 
 
 def load(
@@ -217,7 +227,8 @@ def load(
     f = _field_of_rows(layout, name, slot)
     # One copy of the array, then every block is written into that copy in place. The given state
     # stays as it was, also when a later block is refused.
-    physical, start, size = copy_array(f.read(state)), 0, f.table.vocabulary_size
+    copied = f.write(state, copy_array(f.read(state)))
+    rows, start, size = DeviceRows(copied, layout, name, [f.part]), 0, f.table.vocabulary_size
     for block in blocks_of_rows:
         refuse_masked(f.label, block)
         values = np.asarray(block)
@@ -228,72 +239,11 @@ def load(
             got = f"shape {values.shape} from row {start} on"
             raise ValueError(message(f.label, expected=expected, got=got))
         _check_numbers(f.label, values.dtype)
-        physical = _write_block(physical, start, values, f, layout.axes)
+        rows.write(range(start, start + len(values)), {f.part: as_stored(values, f)})
         start += len(values)
     if start != size:
         raise ValueError(message(f.label, expected=f"{size} rows in all", got=f"{start}"))
-    return f.write(state, physical)
-
-
-def _write_block(
-    physical: Array, start: int, values: np.ndarray, f: Field, axes: MeshAxes
-) -> Array:
-    """Write consecutive rows in pieces of one size, so that few programs are compiled.
-
-    Args:
-      physical: the array of the stack; it is donated.
-      start: the logical row id of the first value.
-      values: `[n, …]`.
-      f: the table or slot.
-      axes: the mesh.
-    """
-    size = f.table.vocabulary_size
-    piece = min(bucket(len(values)), size, max(64, BLOCK // f.stack.dim))
-    for first in range(0, len(values), max(1, piece)):
-        # 10 values in pieces of 4 have the row ids 0-3, 4-7, (8, 9, -1, -1): the last piece is
-        # padded to the same shape, and row ids of -1 are not written.
-        part = values[first : first + piece]
-        row_ids = np.arange(start + first, start + first + piece)
-        row_ids[len(part) :] = -1
-        missing = [(0, piece - len(part))] + [(0, 0)] * (values.ndim - 1)
-        part = np.pad(part, missing)
-        physical = _write_in_place(
-            physical,
-            row_ids.astype(f.stack.index_dtype),
-            part.astype(jnp.dtype(f.shape.dtype)),
-            f,
-            axes,
-        )
-    return physical
-
-
-def write_rows_in_place(
-    physical: Array, row_ids: np.ndarray, values: np.ndarray, f: Field, axes: MeshAxes
-) -> Array:
-    """Write some rows of a table or slot; few shapes, so that few programs are compiled.
-
-    Args:
-      physical: the array of the stack; it is donated.
-      row_ids: `[n]`, different logical row ids.
-      values: `[n, …]`, in the field's dtype.
-      f: the table or slot.
-      axes: the mesh.
-    """
-    missing = (1 << max(6, (len(row_ids) - 1).bit_length())) - len(row_ids)
-    row_ids = np.pad(row_ids, (0, missing), constant_values=-1)
-    values = np.pad(values, [(0, missing)] + [(0, 0)] * (values.ndim - 1))
-    return _write_in_place(physical, row_ids.astype(f.stack.index_dtype), values, f, axes)
-
-
-def write_in_pieces(
-    physical: Array, row_ids: np.ndarray, values: np.ndarray, f: Field, axes: MeshAxes
-) -> Array:
-    """Write rows as `write_rows_in_place` does, so many at a time that they take little room."""
-    piece = max(64, BLOCK // f.stack.dim)
-    for first in range(0, len(values), piece):
-        some = np.s_[first : first + piece]
-        physical = write_rows_in_place(physical, row_ids[some], values[some], f, axes)
-    return physical
+    return rows.state
 
 
 def load_arrays(
@@ -335,3 +285,30 @@ def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
         got = type(named).__name__
         raise ValueError(message(what, expected="a mapping by name", got=got))
     return named.items()
+
+
+def host_arrays(
+    state: TableState, layout: Layout
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    """Return the logical tables by name, and the slots by table name, then slot name.
+
+    With one process, no device needs extra memory; with several, which must all call this, each
+    device receives a block of rows at a time.
+    """
+    layout.refuse_on_host("retrieve")
+    check_own(state, layout)
+    tables, slots = {}, {}
+    for f in fields(layout):
+        name = f.table.name
+        if f.shape.per_row:
+            rows = DeviceRows(state, layout, name, [f.part])
+            stored = rows.read(range(f.table.vocabulary_size))[f.part]
+        else:
+            stored = np.array(f.read(state))
+        # bfloat16 is stored as uint16; `view` only renames the dtype, the bits stay.
+        array = stored.view(jnp.dtype(f.shape.dtype))
+        if f.slot is None:
+            tables[name], slots[name] = array, {}
+        else:
+            slots[name][f.slot] = array
+    return tables, slots

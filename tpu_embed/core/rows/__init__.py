@@ -1,0 +1,29 @@
+"""Rows of tables in one form, by id, wherever they are: read, written, copied."""
+
+from tpu_embed.core.rows import logical
+from tpu_embed.core.rows.devices import DeviceRows
+from tpu_embed.core.rows.grid import (
+    BLOCK,
+    Grid,
+    Ids,
+    Rows,
+    below,
+    blocks_of,
+    copy_rows,
+    pieces,
+)
+from tpu_embed.core.rows.logical import host_arrays
+
+__all__ = [
+    "BLOCK",
+    "DeviceRows",
+    "Grid",
+    "Ids",
+    "Rows",
+    "below",
+    "blocks_of",
+    "copy_rows",
+    "host_arrays",
+    "logical",
+    "pieces",
+]

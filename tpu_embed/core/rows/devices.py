@@ -1,0 +1,263 @@
+"""The rows of one table that the devices hold, with their slots: read some, or write some.
+
+Reading moves no rows between devices where this process has them all; otherwise all processes read
+together, and every device gets what is read:
+
+    read_here    range or array of ids  ->  rows of this process's shards, from their memory
+    read         the same, in all processes, with the same ids  ->  all rows
+    write        ids and rows  ->  each device gets its own, in the memory of the state's arrays
+
+Input: a state, row ids, rows. Output: rows as they are stored; or a state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tpu_embed._calls import call
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.exchange import collectives
+from tpu_embed.core.layout import Layout, MeshAxes, aligned_empty, bucket, parcel_operand
+from tpu_embed.core.rows.grid import BLOCK, Grid, Ids, Rows, below, pieces
+from tpu_embed.core.state import Field, TableState, fields
+from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.formats import RowFormat
+
+_FEW = 2**10
+"""Up to so many rows programs have room for a power of two of them; above, for few more."""
+
+
+class DeviceRows:
+    """The rows of a table in the arrays of a state.
+
+    Args:
+      state: the state.
+      layout: the engine's layout.
+      name: the table.
+      parts: of its rows; None: all.
+
+    Attributes:
+      state: the state; `write` replaces it, and donates the arrays of the one before.
+      fields: the table, and those of its slots that have a part for each row, by part.
+      grid: where its rows are.
+      block: rows that are copied at a time.
+      here: the shards that this process holds, ascending.
+    """
+
+    def __init__(
+        self, state: TableState, layout: Layout, name: str, parts: Collection[str] | None = None
+    ) -> None:
+        self._stack, self._table = layout.table(name)
+        self.state, self._axes = state, layout.axes
+        self.fields = {
+            f.part: f
+            for f in fields(layout, name)
+            if f.shape.per_row and (parts is None or f.part in parts)
+        }
+        self.grid = Grid.of(self._stack, self._table)
+        width = sum(one.nbytes for one in self.empty(1).values())
+        self.block = max(BLOCK // max(1, width), self.grid.shards)
+        self._kept: dict[int, Rows] | None = None
+        self._shared = len({*layout.axes.processes_of_parts(self._stack.shard_axes)}) > 1
+        self.here: list[int] = layout.axes.local_parts(self._stack.shard_axes).tolist()
+
+    def empty(self, n: int) -> dict[str, np.ndarray]:
+        """Return room for n rows, `[n, …]` by part, with arbitrary numbers."""
+        return {
+            part: np.empty((n, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
+            for part, f in self.fields.items()
+        }
+
+    def lines(self, limit: int) -> Iterator[Ids]:
+        """Yield the ids below a limit of this process's shards; as many blocks in every process."""
+        size = self.block // self.grid.shards
+        for first in range(0, self.grid.size, size):
+            ids = self.grid.ids(self.here, first, min(first + size, self.grid.size))
+            yield below(ids, limit)
+
+    def keep(self, shards: Sequence[int]) -> None:
+        """Copy the rows of some shards to the host, so that the state may be donated."""
+        every = {shard: self.grid.ids([shard], 0, self.grid.size) for shard in shards}
+        self._kept = {shard: self.read_here(ids) for shard, ids in every.items()}
+
+    def read(self, ids: Ids) -> dict[str, np.ndarray]:
+        """Return rows `[n, …]` by part.
+
+        With several processes all of them call this, with the same ids.
+        """
+        if not self._shared:  # every process has all of them, or there is one
+            return self.read_here(ids)
+        rows = self.empty(len(ids))
+        for at in pieces(len(ids), self.block):
+            padded = _padded(np.asarray(ids[at]), self._stack.index_dtype)
+            for part, f in self.fields.items():
+                found = _read_everywhere(f.read(self.state), padded, f, self._axes)
+                stored = rows[part].dtype
+                bits = np.asarray(found)[: at.stop - at.start]
+                rows[part][at] = bits.astype(f"u{stored.itemsize}", copy=False).view(stored)
+        return rows
+
+    def read_here(self, ids: Ids) -> dict[str, np.ndarray]:
+        """Return rows `[n, …]` by part; those of shards that are not here are arbitrary."""
+        rows = self.empty(len(ids))
+        if self._kept is not None:
+            for shard, local, at in self.grid.cut(ids):
+                for part, array in self._kept[shard].items():
+                    rows[part][at] = array[local]
+            return rows
+        shards = {part: self._shards(f) for part, f in self.fields.items()}
+        for shard, local, at in self.grid.cut(ids):
+            for part, f in self.fields.items():
+                if shard in shards[part]:
+                    self._copy(shards[part][shard], local, f, rows[part], at)
+        return rows
+
+    def _copy(self, lines: Array, local: Any, f: Field, rows: np.ndarray, at: Any) -> None:
+        """Copy local rows of a table, from the lines of its shard, to their places in `rows`."""
+        if self._axes.on_cpu:  # the lines are in the host's memory
+            rows[at] = f.row_format.unpack(
+                f.row_format.by_row(np.asarray(lines))[_moved(local, f.table.offset)]
+            )
+            return
+        places, wanted = np.arange(len(rows))[at], _numbers(local) + f.table.offset
+        for some in pieces(len(places), self.block):
+            found = _take(lines, _padded(wanted[some], f.stack.index_dtype), f.row_format)
+            rows[places[some]] = np.asarray(found)[: some.stop - some.start]
+
+    def _shards(self, f: Field) -> dict[int, Array]:
+        """Return the lines of each shard that is here, by shard."""
+        # Moves the array if a user has sharded it otherwise.
+        whole = jax.device_put(f.read(self.state), self._axes.sharding(self._stack.shard_axes))
+        size = f.row_format.array(self._stack.num_rows).shape[0]
+        every = whole.addressable_shards
+        return {(one.index[0].start or 0) // size: one.data for one in every}
+
+    def write(self, ids: Ids, rows: Rows) -> None:
+        """Write rows `[n, …]` by part, in the memory of the arrays; some parts may be missing.
+
+        With several processes all of them call this, each at least with the rows of its own shards;
+        then the ids are a block of `lines`, or those of all processes.
+        """
+        if len(ids) > self.block:
+            for at in pieces(len(ids), self.block):
+                self.write(ids[at], {part: array[at] for part, array in rows.items()})
+            return
+        written = tuple(f for part, f in self.fields.items() if part in rows)
+        cut = [(shard, _numbers(local), at) for shard, local, at in self.grid.cut(ids)]
+        most = max((len(local) for _, local, _ in cut), default=0)
+        if self._shared:  # processes have other ids, and one program
+            most = max(most, min(self.grid.size, self.block // self.grid.shards))
+        # Each device gets its line of [S, m, …]: ids 1 2 4 6 of two shards (MOD) are 1 2 3 and 0.
+        shape = self.grid.shards, _room(most)
+        places = np.full(shape, PADDING_ID, self._stack.index_dtype)
+        values = {
+            f.part: aligned_empty((*shape, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
+            for f in written
+        }
+        for shard, local, at in cut:
+            places[shard, : len(local)] = local + self._table.offset
+            for part, array in values.items():
+                array[shard, : len(local)] = rows[part][at]
+        sharding = self._axes.sharding(self._stack.shard_axes)
+        send = functools.partial(parcel_operand, sharding=sharding)
+        operands = send(places), {part: send(array) for part, array in values.items()}
+        arrays = {f.part: f.read(self.state) for f in written}
+        jax.block_until_ready(arrays)  # no more than two blocks are held
+        for part, array in call(_write, arrays, *operands, written, self._axes).items():
+            self.state = self.fields[part].write(self.state, array)
+
+
+def _numbers(local: Any) -> np.ndarray:
+    """Return local rows, a slice or an array of them, as an array."""
+    return np.arange(local.start, local.stop, local.step) if isinstance(local, slice) else local
+
+
+def _moved(local: Any, offset: int) -> Any:
+    """Return local rows, a slice or an array of them, so many rows later."""
+    if isinstance(local, slice):
+        return slice(local.start + offset, local.stop + offset, local.step)
+    return local + offset
+
+
+def _room(n: int) -> int:
+    """Return room for n rows, of which there are few sizes, so that few programs are compiled."""
+    return bucket(n) if n > _FEW else 1 << max(6, (n - 1).bit_length())
+
+
+def _padded(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return rows with room for few more, which are absent."""
+    return np.pad(rows, (0, _room(rows.size) - rows.size), constant_values=PADDING_ID).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="row_format")
+def _take(lines: Array, rows: Array, row_format: RowFormat) -> Array:
+    """Return rows of one device's shard, `[n, …]`."""
+    return row_format.unpack(dispatch.read_rows(lines, rows, row_format))
+
+
+@functools.partial(jax.jit, static_argnames=("written", "axes"), donate_argnums=0)
+def _write(
+    arrays: Mapping[str, Array],
+    places: Array,
+    values: Mapping[str, Array],
+    written: tuple[Field, ...],
+    axes: MeshAxes,
+) -> dict[str, Array]:
+    """Return the arrays of a stack with rows set, by part.
+
+    Args:
+      arrays: those of the stack.
+      places: `[S, m]`, the local rows of each shard, ascending; `PADDING_ID` for none.
+      values: `[S, m, …]` by part.
+      written: the fields of these parts.
+      axes: the mesh.
+    """
+
+    def shard(arrays: Any, places: Array, values: Any) -> dict[str, Array]:
+        return {
+            f.part: dispatch.write_ascending_rows(
+                arrays[f.part], places[0], values[f.part][0], f.row_format
+            )
+            for f in written
+        }
+
+    spec = axes.spec(written[0].stack.shard_axes)
+    return jax.shard_map(
+        shard, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+    )(arrays, places, values)
+
+
+@functools.partial(jax.jit, static_argnames=("f", "axes"))
+def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
+    """Return the bits of logical rows, uint32 or uint64 `[n, …]`, on every device."""
+    stack = f.stack
+    places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
+
+    def shard(physical: Array, places: Array) -> Array:
+        # Physical rows [first, first + num_rows) are this shard's: with 10 rows per shard, shard 2
+        # reads place 23 as its local row 3, and gives zeros for places outside of [20, 30).
+        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
+        local = places - first
+        mine = (local >= 0) & (local < stack.num_rows)
+        rows = _take(physical, jnp.where(mine, local, PADDING_ID), f.row_format)
+        unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
+        cast = jax.lax.convert_element_type if rows.dtype == bool else jax.lax.bitcast_convert_type
+        bits = cast(rows, unsigned).astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
+        bits = jnp.where(mine.reshape(-1, *[1] * (bits.ndim - 1)), bits, jnp.zeros_like(bits))
+        # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
+        return collectives.psum(bits, stack.shard_axes)
+
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=(axes.spec(stack.shard_axes), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(physical, places)
