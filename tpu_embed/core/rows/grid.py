@@ -84,14 +84,21 @@ class Grid(NamedTuple):
                 yield shard, local, slice(at, at + n)
                 at += n
 
-    def _cut_array(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        parts = (ids % self.shards, ids // self.shards)
-        shard, local = parts if self.alternate else (ids // self.size, ids % self.size)
-        order = np.lexsort((local, shard))
-        bounds = np.searchsorted(shard[order], np.arange(self.shards + 1))
+    def _cut_array(self, ids: np.ndarray) -> Iterator[tuple[int, Any, Any]]:
+        # The place of each id in shard after shard: shard · n + local row.
+        place = ids % self.shards * self.size + ids // self.shards if self.alternate else ids
+        order = np.argsort(place, kind="stable")
+        bounds = np.searchsorted(place[order], np.arange(self.shards + 1) * self.size)
         for i in np.flatnonzero(np.diff(bounds)).tolist():
             at = order[bounds[i] : bounds[i + 1]]
-            yield i, local[at], at
+            yield i, place[at] - i * self.size, _as_slice(at)
+
+
+def _as_slice(numbers: np.ndarray) -> Any:
+    """Return numbers that follow each other as a slice, others as they are."""
+    first, last = numbers[0], numbers[-1]
+    run = last - first + 1 == numbers.size and (np.diff(numbers) == 1).all()
+    return slice(int(first), int(last) + 1) if run else numbers
 
 
 def copy_rows(
