@@ -155,6 +155,19 @@ def prepare(
     return PreparedRows(found, base)
 
 
+def go_on_from(engine: EmbeddingEngine, directory: Path, checkpoint: str | None) -> None:
+    """Have later saves write only what changes after a restore, and link the rest.
+
+    Args:
+      engine: the engine that has been filled.
+      directory: that of the tables.
+      checkpoint: the name of the checkpoint; None if its rows are at home elsewhere now.
+    """
+    homes, maps = engine.storage, engine.vocabularies
+    if homes is not None and maps is not None and checkpoint is not None:
+        homes.begin_save(directory, checkpoint, maps.admitted)
+
+
 def _base(saves: Iterable[Save]) -> _Base | None:
     """Return the newest save that was finished and still exists."""
     for save in reversed([*saves]):

@@ -24,7 +24,7 @@ from tpu_embed.core.layout import make_axes
 from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint.tables import FoundTables
-from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
+from tpu_embed.io.checkpoint.trees import abstract_leaf, is_left_out
 from tpu_embed.vocabulary import load_together
 
 Keys = tuple[Any, ...]
@@ -88,7 +88,7 @@ class Modules:
         for leaf in self.leaves:
             found |= leaf.arrays()
         return {
-            path: as_array(_number(array))
+            path: _number(array)
             for path, array in found.items()
             if not is_left_out(path, self.leave_out)
         }

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpu_embed._checks import local_path, message
-from tpu_embed.io.checkpoint import layers, manifest, maps
-from tpu_embed.io.checkpoint.commit import check_items
-from tpu_embed.io.checkpoint.items import LAYERS, TABLES
+from tpu_embed.io.checkpoint import manifest, maps
+from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items
+from tpu_embed.io.checkpoint.module_checkpoint import directory_of, read_paths
 from tpu_embed.vocabulary import COUNTERS, KeyScores
 
 
@@ -58,8 +58,8 @@ def _parts(root: Path) -> Iterator[tuple[Path, str]]:
         check_items(root, [TABLES], writer="save or save_modules")
         yield root / TABLES, ""
         return
-    for layer in layers.read_paths(root / LAYERS)[1]:
-        yield layers.directory_of(root / LAYERS, layer), f"{layer}: "
+    for layer in read_paths(root / LAYERS)[1]:
+        yield directory_of(root, layer), f"{layer}: "
 
 
 def _maps_in(directory: Path, prefix: str) -> Iterator[tuple[str, SavedMap]]:
