@@ -55,8 +55,7 @@ def remove(path: Path) -> None:
     if jax.process_index() == 0:
         remove_unfinished(path.parent, path.name)
         left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
-        path.rename(left)
-        files.sync(path.parent)
+        files.rename(path, left)
         shutil.rmtree(left)
 
 
@@ -115,8 +114,7 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
             for item in items.keys() & {MODEL, VARIABLES}:
                 trees.finish(temporary / item, checkpoint)
             files.sync_directories(temporary)
-            temporary.rename(path)
-            files.sync(path.parent)
+            files.rename(temporary, path)
 
     def go_on() -> None:
         try:

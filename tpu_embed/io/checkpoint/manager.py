@@ -48,13 +48,11 @@ class _Save(threading.Thread):
       error: what it has raised and nobody has been told yet.
     """
 
-    def __init__(self, save: Callable[[], None]) -> None:
-        super().__init__(name="tpu_embed_save")
-        self._save, self.error = save, None
+    error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            self._save()
+            super().run()
         except BaseException as error:
             self.error = error
 
@@ -154,7 +152,7 @@ class _NumberedCheckpoints(abc.ABC):
                 raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
-                self._saving = _Save(saved)
+                self._saving = _Save(target=saved, name="tpu_embed_save")
                 self._saving.start()
             else:
                 saved()

@@ -63,11 +63,11 @@ def _parts(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _maps_in(directory: Path, prefix: str) -> Iterator[tuple[str, SavedMap]]:
-    checkpoint = manifest.name_of(directory)
+    checkpoint, _, checksums = manifest.read_described(directory, None)
     described = maps.read_description(directory, checkpoint)
     if described is None:
         return
-    checksums, step = manifest.read_checksums(directory, checkpoint), described["step"]
+    step = described["step"]
     for name, saved in described["tables"].items():
         state = maps.read_state(directory, name, saved, step, checksums)
         totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))

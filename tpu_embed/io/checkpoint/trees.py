@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,8 @@ def finish(directory: Path, checkpoint: str) -> None:
       directory: that of a tree which all processes have written.
       checkpoint: the name of the checkpoint.
     """
-    handler = ocp.PyTreeCheckpointHandler()
-    handler.finalize(epath.Path(directory))
-    handler.close()
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        handler.finalize(epath.Path(directory))
     for file in _files(directory):
         files.sync(file)
     write_bound(directory / _SUMS, checkpoint, _sums(directory))
@@ -87,9 +87,8 @@ def read(directory: Path, checkpoint: str, tree: PyTree) -> PyTree:
         return jax.tree.map(_made_empty, tree)
     forms = ocp.checkpoint_utils.construct_restore_args(numbers)
     wanted = ocp.args.PyTreeRestore(numbers, restore_args=forms, partial_restore=True)
-    handler = ocp.PyTreeCheckpointHandler()
-    found = handler.restore(epath.Path(directory), args=wanted)
-    handler.close()
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        found = handler.restore(epath.Path(directory), args=wanted)
     return jax.tree.map(lambda leaf, new: _made_empty(leaf) if new is None else new, tree, found)
 
 
