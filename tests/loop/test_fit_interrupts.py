@@ -52,7 +52,7 @@ def steps_in(directory):
 
 
 def of_the_loop(code):
-    parts = ("tpu_embed/loop/", "tpu_embed/data/prefetcher", "tpu_embed/io/checkpoint/numbered")
+    parts = ("tpu_embed/loop/", "tpu_embed/data/prefetcher", "tpu_embed/io/checkpoint/manager")
     return any(part in code.co_filename for part in parts)
 
 

@@ -82,6 +82,12 @@ def sync_directories(root: Path) -> None:
         sync(Path(directory))
 
 
+def rename(path: Path, new: Path) -> None:
+    """Rename a file or directory within a directory, and sync its new name to disk."""
+    path.rename(new)
+    sync(new.parent)
+
+
 # -- reading ---------------------------------------------------------------------------------------
 
 

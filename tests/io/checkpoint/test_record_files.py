@@ -291,7 +291,7 @@ def of_two(tmp_path, monkeypatch):
         state, batch = engine.admit(state, engine.place({"x": np.array([3, 5])}))
         state = engine.update(state, batch, {"x": np.ones((2, 2), np.float32)})
         touched.record(batch, 1)
-        saved = record_files.prepare(engine, state, touched)
+        saved = touched.saved(state)
         for process in range(2):
             with monkeypatch.context() as patched:
                 patched.setattr(jax, "process_index", lambda: process)  # noqa: B023

@@ -1,23 +1,19 @@
 """JSON files of a checkpoint. Each holds the checkpoint's name, so that no file of another passes.
 
-Input: JSON values, and the arguments that orbax passes to a handler. Output: files, or the values
-read back.
+Input: JSON values. Output: files, or the values read back.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from tpu_embed._checks import message, message_of_many
 from tpu_embed.io import crc_json, schema
-from tpu_embed.processes import raise_on_all
 
 _VALUE = "value.json"
 
@@ -80,49 +76,19 @@ def read_bound(path: Path, form: schema.Form, checkpoint: str | None = None) -> 
     return found["checkpoint"], found["value"]
 
 
-@dataclasses.dataclass
-class JsonArgs(ocp.args.CheckpointArgs):
-    """A JSON value to save or restore.
+def write_position(directory: Path, checkpoint: str, position: Any) -> None:
+    """Write the position in the data; the first process does."""
+    if jax.process_index() == 0:
+        write_bound(directory / _VALUE, checkpoint, position)
 
-    Attributes:
-      checkpoint: the name of the checkpoint.
-      value: the JSON value; not used by a restore.
+
+def read_position(directory: Path, checkpoint: str) -> Any:
+    """Return the position in the data.
+
+    Raises:
+      FileNotFoundError, ValueError: the file is missing; damaged, or of another checkpoint.
     """
-
-    checkpoint: str
-    value: Any = None
-
-
-class JsonHandler(ocp.CheckpointHandler):
-    """Orbax's handler of one JSON value; the first process writes it."""
-
-    def save(self, directory: Any, args: JsonArgs) -> None:
-        """Write the value in the first process."""
-
-        def written() -> None:
-            if jax.process_index() == 0:
-                write_bound(Path(directory) / _VALUE, args.checkpoint, args.value)
-
-        raise_on_all("save", Path(directory), written)
-
-    def restore(self, directory: Any, args: JsonArgs) -> Any:
-        """Return the value, read from the file."""
-        path = Path(directory)
-
-        def read() -> Any:
-            return read_bound(path / _VALUE, schema.anything, args.checkpoint)[1]
-
-        return raise_on_all("restore", path, read)
-
-    def finalize(self, directory: Any) -> None:
-        """Do nothing: the value has been written."""
-
-    def metadata(self, directory: Any) -> Any:
-        """Return None: there is nothing to describe beside the value."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing: no file or thread is open."""
+    return read_bound(directory / _VALUE, schema.anything, checkpoint)[1]
 
 
 def as_json(position: Any) -> Any:

@@ -1,9 +1,12 @@
-"""Write, read and remove a checkpoint directory, which is either complete or absent.
+"""Write, find and remove a checkpoint directory, which is either complete or absent.
 
-Orbax fills a directory under a temporary name and renames it once everything is written. When there
-are several processes, all of them make these calls, and an error in one is raised in all.
+    of an engine    tables, position, and model and touched if they were given
+    of modules      layers, variables, position
 
-Input: a path, and what to write or read. Output: a directory, or the contents of one.
+A directory has a temporary name until all of its items are written and on disk, then its own. When
+there are several processes, all of them make these calls, and an error in one is raised in all.
+
+Input: a path, and what to write. Output: a directory, or what was found in one.
 """
 
 from __future__ import annotations
@@ -13,26 +16,35 @@ import shutil
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
-import orbax.checkpoint as ocp
 
 from tpu_embed._checks import local_path, message
 from tpu_embed.io import files
-from tpu_embed.io.checkpoint.items import handler
-from tpu_embed.io.checkpoint.step_paths import SyncedPath
+from tpu_embed.io.checkpoint import trees
 from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 
+TABLES, MODEL = "tables", "model"
+LAYERS, VARIABLES = "layers", "variables"
+POSITION, TOUCHED = "position", "touched"
+
+Begin = Callable[[Path], Callable[[], None]]
+"""Copies what may change from now on, and returns what writes this process's files of an item.
+
+It is given the directory of the item. Neither waits for other processes.
+"""
+
+_T = TypeVar("_T")
 _SAVING = threading.Lock()
 """Held during a save, so that a second save to the same path sees the first one's directory."""
 
 _SHOWN = 3
 """How many checkpoints of a directory a message names."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
-"""What orbax appends to the name of a directory while it fills it."""
+"""What follows the name of a directory while it is filled, as when orbax did that."""
 
 
 def remove(path: Path) -> None:
@@ -43,8 +55,7 @@ def remove(path: Path) -> None:
     if jax.process_index() == 0:
         remove_unfinished(path.parent, path.name)
         left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
-        path.rename(left)
-        files.sync(path.parent)
+        files.rename(path, left)
         shutil.rmtree(left)
 
 
@@ -56,58 +67,92 @@ def remove_unfinished(directory: Path, name: str | None = None) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def new_checkpoint(path: Path) -> str:
-    """Return a unique name for a checkpoint; all processes call this and get the same one.
-
-    Args:
-      path: where the checkpoint will be.
-    """
-    # One key per path, so that saves to different paths do not mix up their exchanges.
-    what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
-    return gather_from_all(what, uuid.uuid4().hex)[0]
-
-
-def write_checkpoint(path: str | Path, args_of: Callable[..., ocp.args.Composite]) -> None:
-    """Write a checkpoint; it appears complete, and is on disk when this returns.
+def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) -> Callable[[], None]:
+    """Begin to write a checkpoint; return what goes on until it is complete and on disk.
 
     Args:
       path: a directory that does not exist yet.
-      args_of: checks and returns what to write, given the `path` of the checkpoint and its
-        name as `checkpoint`.
+      prepare: checks and returns what to write, by item, given the `path` of the checkpoint and
+        its name as `checkpoint`.
 
     Raises:
-      ValueError: the path exists, or is a URL.
-      Exception: whatever `args_of` raises; nothing has been written then.
+      ValueError: the path exists.
+      Exception: whatever `prepare` raises; nothing has been written then.
     """
-    path = local_path(path).absolute()
+    # One key per path, so that saves to different paths do not mix up their exchanges.
+    what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
+    checkpoint = gather_from_all(what, uuid.uuid4().hex)[0]
+    temporary = path.with_name(f"{path.name}{_UNFINISHED}")
 
-    def prepared() -> ocp.args.Composite:
+    def prepared() -> Mapping[str, Begin]:
         if path.exists():
             remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
-        args = args_of(path=path, checkpoint=checkpoint)
+        items = prepare(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
             files.make_directory(path.parent)
-        return args
+            remove_unfinished(path.parent, path.name)
+            temporary.mkdir()
+        return items
 
-    with _SAVING:
-        check_same("save", f"{path}")
-        checkpoint = new_checkpoint(path)
-        args = raise_on_all("save", path, prepared)
+    def begun() -> list[Callable[[], None]]:
+        # The first process made it; another one that does not see it has another file system.
+        if not temporary.is_dir():
+            expected, remedy = "a directory", "give a path that every process can reach"
+            text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
+            raise FileNotFoundError(text)
+        for item in items:
+            (temporary / item).mkdir(exist_ok=True)  # every process makes it
+        return [begin(temporary / item) for item, begin in items.items()]
+
+    def written() -> None:
+        for write in writes:
+            write()
+
+    def finished() -> None:
+        if jax.process_index() == 0:
+            for item in items.keys() & {MODEL, VARIABLES}:
+                trees.finish(temporary / item, checkpoint)
+            files.sync_directories(temporary)
+            files.rename(temporary, path)
+
+    def go_on() -> None:
         try:
-            with ocp.Checkpointer(handler(), temporary_path_class=SyncedPath) as checkpointer:
-                checkpointer.save(path, args=args)
+            raise_on_all("save", path, written)
+            raise_on_all("save", path, finished)
         except BaseException:
             remove_unfinished(path.parent, path.name)
             raise
 
+    try:
+        items = raise_on_all("save", path, prepared)
+        writes = raise_on_all("save", path, begun)
+    except BaseException:
+        remove_unfinished(path.parent, path.name)
+        raise
+    return go_on
 
-def _numbered_inside(path: Path, items: Sequence[str]) -> str:
-    """Return some of the checkpoints in a manager's directory, the latest first; "" if none."""
-    found = path.iterdir() if path.is_dir() else ()
-    names = [one.name for one in found if all((one / item).is_dir() for item in items)]
-    shown = sorted(names, reverse=True)[:_SHOWN]
-    return ", ".join(str(path / name) for name in shown)
+
+def write_checkpoint(path: str | Path, prepare: Callable[..., Mapping[str, Begin]]) -> None:
+    """Write a checkpoint; it appears complete, and is on disk when this returns.
+
+    Args:
+      path: as for `begin_checkpoint`.
+      prepare: as for `begin_checkpoint`.
+
+    Raises:
+      ValueError: the path exists, or is a URL.
+      Exception: whatever `prepare` raises; nothing has been written then.
+    """
+    path = local_path(path).absolute()
+    with _SAVING:
+        check_same("save", f"{path}")
+        begin_checkpoint(path, prepare)()
+
+
+def _missing(path: Path, items: Sequence[str]) -> list[str]:
+    """Return the items that a directory does not have; all of them if it was never finished."""
+    return [item for item in items if _UNFINISHED in path.name or not (path / item).is_dir()]
 
 
 def check_items(path: Path, items: Sequence[str], *, writer: str) -> None:
@@ -116,42 +161,38 @@ def check_items(path: Path, items: Sequence[str], *, writer: str) -> None:
     Raises:
       FileNotFoundError: it is not.
     """
-    missing = [item for item in items if not (path / item).is_dir()]
+    missing = _missing(path, items)
     if missing:
         expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
         remedy = f"give the directory that {writer} wrote, which every process can reach"
-        if inside := _numbered_inside(path, items):
-            remedy = f"this one has the checkpoints of a manager: give one of {inside}"
+        inside = path.iterdir() if path.is_dir() else ()
+        numbered = sorted((f"{one}" for one in inside if not _missing(one, items)), reverse=True)
+        if numbered:
+            shown = ", ".join(numbered[:_SHOWN])
+            remedy = f"this one has the checkpoints of a manager: give one of {shown}"
         what = f"checkpoint {path}"
         raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def read_checkpoint(
-    path: str | Path,
-    items: Sequence[str],
-    args_of: Callable[[Path], ocp.args.Composite],
-    *,
-    writer: str,
-) -> Any:
-    """Return the contents of a checkpoint, by item.
+def open_checkpoint(
+    path: Path, items: Sequence[str], prepare: Callable[[], _T], *, writer: str
+) -> _T:
+    """Return what a function finds in a checkpoint before its items are read.
 
     Args:
       path: the checkpoint.
       items: the items that it must have.
-      args_of: checks what can be checked before reading, and returns what to read, given the path.
+      prepare: checks what can be checked before reading.
       writer: the name of the function that writes such checkpoints, for messages.
 
     Raises:
       FileNotFoundError: there is no checkpoint, or it lacks an item.
-      Exception: whatever `args_of` raises, and errors in reading files.
+      Exception: whatever `prepare` raises.
     """
-    path = local_path(path).absolute()
 
-    def prepared() -> ocp.args.Composite:
+    def prepared() -> _T:
         check_items(path, items, writer=writer)
-        return args_of(path)
+        return prepare()
 
     check_same("restore", f"{path}")
-    args = raise_on_all("restore", path, prepared)
-    with ocp.Checkpointer(handler()) as checkpointer:
-        return checkpointer.restore(path, args=args)
+    return raise_on_all("restore", path, prepared)

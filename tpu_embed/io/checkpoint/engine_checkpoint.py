@@ -10,24 +10,35 @@ three read back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from tpu_embed._checks import local_path, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
-from tpu_embed.io.checkpoint import manifest, record_files, tables
-from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
-from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
-from tpu_embed.io.checkpoint.items import MODEL, POSITION, TABLES, TOUCHED, FilesArgs
+from tpu_embed.io.checkpoint import host_rows, manifest, record_files, tables, trees
+from tpu_embed.io.checkpoint.checked import (
+    MismatchError,
+    as_json,
+    read_position,
+    write_position,
+)
+from tpu_embed.io.checkpoint.commit import (
+    MODEL,
+    POSITION,
+    TABLES,
+    TOUCHED,
+    Begin,
+    open_checkpoint,
+    write_checkpoint,
+)
 from tpu_embed.io.checkpoint.manifest import Wanted
-from tpu_embed.io.checkpoint.trees import PyTreeArgs, abstract_leaf, as_array, check_leaves
+from tpu_embed.processes import raise_on_all
 from tpu_embed.touched import TouchedRows
 
 
@@ -84,8 +95,8 @@ def save(
       ({'epoch': 1}, True)
     """
     check_engine_or_name_others(engine)
-    args_of = functools.partial(save_args, engine, state, model, position, touched, copied=False)
-    write_checkpoint(path, args_of)
+    content = engine, state, model, position, touched
+    write_checkpoint(path, functools.partial(prepare_save, *content, copied=False))
 
 
 def restore(
@@ -131,22 +142,40 @@ def restore(
     check_engine_or_name_others(engine)
     if touched is not None:
         record_files.check_record(engine, touched)
-    wanted = Wanted(engine, key, convert, tuple(leave_out))
+    path = local_path(path).absolute()
     given = {TABLES: True, POSITION: True, MODEL: model is not None, TOUCHED: touched is not None}
     items = [item for item, is_wanted in given.items() if is_wanted]
-    found = read_checkpoint(
-        path, items, lambda path: _restore_args(wanted, model, items, path), writer="save"
-    )
-    loaded: tables.FoundTables = found[TABLES]
+    everywhere = engine.layout.axes.sharding(())
+
+    def prepared() -> tuple[str, PyTree]:
+        checkpoint = manifest.name_of(path / TABLES)
+        if model is None:
+            return checkpoint, None
+        trees.check_leaves("model", model)
+        leaves = trees.read_leaves(path / MODEL, checkpoint)
+        abstract = jax.tree.map(lambda leaf: trees.abstract_leaf(leaf, everywhere), model)
+        differences = trees.leaf_differences(leaves, abstract, convert=convert)
+        if differences:
+            remedy = "give model= as it was saved; convert=True rounds floats"
+            raise MismatchError(f"checkpoint {path / MODEL}", differences, remedy)
+        return checkpoint, abstract
+
+    checkpoint, abstract = open_checkpoint(path, items, prepared, writer="save")
+    loaded = tables.read(path / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
+
+    def others() -> tuple[PyTree, Any, Any]:
+        record = None if touched is None else record_files.read(path / TOUCHED, checkpoint)
+        tree = None if model is None else trees.read(path / MODEL, checkpoint, abstract)
+        return tree, read_position(path / POSITION, checkpoint), record
+
+    tree, position, record = raise_on_all("restore", path, others)
     if loaded.maps is not None:  # everything has been read
         assert engine.vocabularies is not None
         engine.vocabularies.load_states(loaded.maps, loaded.homes)
-        if engine.storage is not None and loaded.checkpoint is not None:
-            step = engine.vocabularies.admitted
-            engine.storage.begin_save(local_path(path).absolute() / TABLES, loaded.checkpoint, step)
+        host_rows.go_on_from(engine, path / TABLES, loaded.checkpoint)
     if touched is not None:
-        touched.load(found[TOUCHED])
-    return Restored(loaded.state, found.get(MODEL), found[POSITION])
+        touched.load(record)
+    return Restored(loaded.state, tree, position)
 
 
 def check_engine_or_name_others(engine: Any) -> None:
@@ -160,7 +189,7 @@ def check_engine_or_name_others(engine: Any) -> None:
     check_engine("engine", engine, remedy=remedy)
 
 
-def save_args(
+def prepare_save(
     engine: EmbeddingEngine,
     state: TableState,
     model: PyTree,
@@ -170,8 +199,8 @@ def save_args(
     path: Path,
     checkpoint: str,
     copied: bool,
-) -> ocp.args.Composite:
-    """Return orbax's arguments for saving.
+) -> Mapping[str, Begin]:
+    """Return what a checkpoint of an engine is written with, by item.
 
     Args:
       engine: the engine that made the state.
@@ -188,36 +217,19 @@ def save_args(
         JSON.
     """
     prepared = tables.prepare(engine, state, path / TABLES, checkpoint=checkpoint, copied=copied)
-    items: dict[str, Any] = {
-        TABLES: FilesArgs(write=lambda path: tables.write(path, prepared)),
-        POSITION: JsonArgs(checkpoint, as_json(position)),
+    position = as_json(position)
+    items: dict[str, Begin] = {
+        TABLES: lambda at: lambda: tables.write(at, prepared),
+        POSITION: lambda at: lambda: write_position(at, checkpoint, position),
     }
     if model is not None:
         if not jax.tree.leaves(model):
             remedy = "leave it out"
             raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
-        check_leaves("model", model)
-        items[MODEL] = PyTreeArgs(checkpoint, jax.tree.map(as_array, model))
+        trees.check_leaves("model", model)
+        items[MODEL] = lambda at: trees.begin(at, checkpoint, model)
     if touched is not None:
-        record = record_files.prepare(engine, state, touched)
-        items[TOUCHED] = FilesArgs(write=lambda at: record_files.write(at, checkpoint, record))
-    return ocp.args.Composite(**items)
-
-
-def _restore_args(
-    wanted: Wanted, model: PyTree, wanted_items: Sequence[str], path: Path
-) -> ocp.args.Composite:
-    """Return orbax's arguments for restoring."""
-    checkpoint = manifest.name_of(path / TABLES)
-    items: dict[str, Any] = {
-        TABLES: FilesArgs(read=lambda path: tables.read(path, wanted)),
-        POSITION: JsonArgs(checkpoint),
-    }
-    if model is not None:
-        check_leaves("model", model)
-        everywhere = wanted.engine.layout.axes.sharding(())
-        abstract = jax.tree.map(lambda leaf: abstract_leaf(leaf, everywhere), model)
-        items[MODEL] = PyTreeArgs(checkpoint, abstract, wanted.convert)
-    if TOUCHED in wanted_items:
-        items[TOUCHED] = FilesArgs(read=lambda path: record_files.read(path, checkpoint))
-    return ocp.args.Composite(**items)
+        record_files.check_record(engine, touched)
+        record = touched.saved(state)
+        items[TOUCHED] = lambda at: lambda: record_files.write(at, checkpoint, record)
+    return items

@@ -19,10 +19,11 @@ Input: an engine and its state. Output: files; or rows by table, and rows writte
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import reprlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,9 @@ _FORM = schema.mapping(
 )
 _MOST_SEGMENTS = 64
 """With more of them, a save writes all rows anew."""
+
+Checksums = dict[str, dict[str, int]]
+"""Of files: directory relative to that of the tables -> file name -> checksum."""
 
 Rows = Mapping[str, np.ndarray]
 Block = tuple[np.ndarray, Rows]
@@ -111,26 +115,13 @@ class _Base(NamedTuple):
 
     save: Save
     described: dict[str, Any]
-    checksums: Mapping[str, dict[str, int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedRows:
-    """The rows of all tables on the host that a save writes.
-
-    Attributes:
-      tables: by name.
-      base: the save whose segments are linked, or None.
-    """
-
-    tables: dict[str, SavedRows]
-    base: _Base | None
+    checksums: Checksums
 
 
 def prepare(
     engine: EmbeddingEngine, state: TableState, path: Path, *, checkpoint: str, copied: bool
-) -> PreparedRows | None:
-    """Return the rows that a save writes; None without tables on the host.
+) -> Callable[[Path], Checksums] | None:
+    """Return what writes the rows of a save, see `_write`; None without tables on the host.
 
     Args:
       engine: the engine.
@@ -152,7 +143,20 @@ def prepare(
     for name in homes.tables:
         found[name] = _prepare_table(engine, state, name, base, checkpoint, copied=copied)
     homes.begin_save(path, checkpoint, maps.admitted)
-    return PreparedRows(found, base)
+    return functools.partial(_write, checkpoint, found, base)
+
+
+def go_on_from(engine: EmbeddingEngine, directory: Path, checkpoint: str | None) -> None:
+    """Have later saves write only what changes after a restore, and link the rest.
+
+    Args:
+      engine: the engine that has been filled.
+      directory: that of the tables.
+      checkpoint: the name of the checkpoint; None if its rows are at home elsewhere now.
+    """
+    homes, maps = engine.storage, engine.vocabularies
+    if homes is not None and maps is not None and checkpoint is not None:
+        homes.begin_save(directory, checkpoint, maps.admitted)
 
 
 def _base(saves: Iterable[Save]) -> _Base | None:
@@ -160,7 +164,7 @@ def _base(saves: Iterable[Save]) -> _Base | None:
     for save in reversed([*saves]):
         try:
             described = described_by(save.path, save.checkpoint, jax.process_index())
-            checksums = manifest.read_checksums(save.path, save.checkpoint)
+            _, _, checksums = manifest.read_described(save.path, save.checkpoint)
         except (FileNotFoundError, ValueError):
             continue  # it failed, or was removed: an older one will do, or none
         return _Base(save, described, checksums)
@@ -188,13 +192,11 @@ def _prepare_table(
     if base is not None and old:
         # A row that was updated since was in a batch since, or in one that still was to be updated.
         mark, step = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
-    on_devices, at_home = _changed(home, held, mark, step)
+    on_devices, at_home = _changed(home, held, row_groups, mark, step)
     rows = len(home) + int((~home.contains(held.keys)).sum())
-    at_home = at_home[row_groups.are_saved(at_home)]
     written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
-        old, (on_devices, at_home) = [], _changed(home, held, 1, 0)
-        at_home = at_home[row_groups.are_saved(at_home)]
+        old, (on_devices, at_home) = [], _changed(home, held, row_groups, 1, 0)
     size = block_rows(home.fields)
     keys, places = held.keys[on_devices], held.rows[on_devices]
     blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
@@ -208,12 +210,15 @@ def _prepare_table(
     return SavedRows(home.fields, row_groups, old, [one for one in made if one.ids.size])
 
 
-def _changed(home: HostRows, held: MapState, mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+def _changed(
+    home: HostRows, held: MapState, row_groups: RowGroups, mark: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return which rows have changed: of those on the devices, bool `[k]`, and the ids of others.
 
     Args:
       home: the rows at home.
       held: the k keys that have a row on the devices.
+      row_groups: which ids this process saves.
       mark: of rows that were written at home since.
       step: rows on the devices that no batch has had since have not changed.
     """
@@ -222,7 +227,8 @@ def _changed(home: HostRows, held: MapState, mark: int, step: int) -> tuple[np.n
     on_devices = held.last_seen >= step
     on_devices |= np.isin(held.keys, ids, assume_unique=True)
     # Of a row that is on the devices, what is at home is old.
-    return on_devices, np.setdiff1d(ids, held.keys, assume_unique=True)
+    at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
+    return on_devices, at_home[row_groups.are_saved(at_home)]
 
 
 def _device_blocks(
@@ -236,23 +242,26 @@ def _device_blocks(
         yield keys[part], engine.held_rows(state, name, rows[part])
 
 
-def write(directory: Path, checkpoint: str, prepared: PreparedRows) -> dict[str, dict[str, int]]:
+def _write(
+    checkpoint: str, tables: Mapping[str, SavedRows], base: _Base | None, directory: Path
+) -> Checksums:
     """Write and link the segments of all tables; return the checksums of files, by directory.
 
     Args:
-      directory: that of the tables.
       checkpoint: the name of the checkpoint.
-      prepared: what `prepare` returned.
+      tables: what is written, by name.
+      base: the save whose segments are linked, or None.
+      directory: that of the tables.
     """
-    checksums: dict[str, dict[str, int]] = {}
+    checksums: Checksums = {}
     described = {}
-    for name, saved in prepared.tables.items():
+    for name, saved in tables.items():
         segments = [*saved.old]
         for one in saved.old:
-            assert prepared.base is not None, "it has old segments"
+            assert base is not None, "it has old segments"
             for place in _places(name, one["name"]):
-                _link(prepared.base.save.path / place, directory / place)
-                checksums[place] = prepared.base.checksums[place]
+                _link(base.save.path / place, directory / place)
+                checksums[place] = base.checksums[place]
         for one in saved.new:
             checksums |= _write_segment(directory, name, saved.fields, one)
             segments.append({"name": one.name, "rows": one.ids.size})
@@ -272,7 +281,7 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str,
 
 def _write_segment(
     directory: Path, table: str, fields: Mapping[str, RowField], segment: NewSegment
-) -> dict[str, dict[str, int]]:
+) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
     ids, rows = _arrays(directory, table, segment.name, segment.ids.size, _width(fields))
     writer, first = RowWriter(rows, 1), 0
@@ -311,7 +320,7 @@ def read(
     directory: Path,
     table: str,
     described: Iterable[Mapping[str, Any]],
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
 ) -> Iterator[Block]:
     """Yield the rows of a table, block by block; of a row that comes twice, the last is valid.
 
@@ -335,7 +344,7 @@ def _read_segment(
     table: str,
     described: Iterable[Mapping[str, Any]],
     segment: Mapping[str, Any],
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
 ) -> Iterator[Block]:
     """Yield the rows of one segment, block by block."""
     fields = {

@@ -1,33 +1,256 @@
 """Checkpoint managers: save every so many steps of a run, keep the last few, restore any of them.
 
-One class is for the states of an engine, the other for flax modules.
+One class is for the states of an engine, the other for flax modules. Checkpoints have the numbers
+of their steps; a thread writes them, and removes old ones, while training goes on.
 
 Input: states or modules, step after step. Output: numbered directories, or the contents of one.
 """
 
 from __future__ import annotations
 
+import abc
 import functools
-from collections.abc import Mapping, Sequence
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Self, TypeVar, final
 
+import jax
+import orbax.checkpoint as ocp
+
+from tpu_embed._checks import check_int, local_path, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
+from tpu_embed.io import files
+from tpu_embed.io.checkpoint.commit import Begin, begin_checkpoint, remove, remove_unfinished
 from tpu_embed.io.checkpoint.engine_checkpoint import (
     Restored,
     check_engine_or_name_others,
+    prepare_save,
     restore,
-    save_args,
 )
-from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules_args
-from tpu_embed.io.checkpoint.numbered import NumberedCheckpoints
+from tpu_embed.io.checkpoint.module_checkpoint import prepare_modules, restore_modules
+from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 from tpu_embed.touched import TouchedRows
+
+_NUMBER = re.compile("0|[1-9][0-9]*")
+"""Matches the names of finished checkpoints; those of unfinished ones have a suffix."""
+
+_T = TypeVar("_T")
+
+
+class _Save(threading.Thread):
+    """A save in the background.
+
+    Attributes:
+      error: what it has raised and nobody has been told yet.
+    """
+
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            super().run()
+        except BaseException as error:
+            self.error = error
+
+
+class _NumberedCheckpoints(abc.ABC):
+    """Save numbered checkpoints in one directory, and keep the last few.
+
+    One manager at a time may write to a directory; others may read from it. A subclass defines what
+    a checkpoint holds: its `save` calls `_save_numbered`, its `restore` calls `_restore_numbered`.
+
+    Args:
+      directory: the directory of all checkpoints; it is made if it does not exist.
+      every: save at multiples of this step only, and when a preemption has been announced.
+      keep: how many of the latest checkpoints to keep; None keeps all.
+      in_background: whether a save returns before the files are written.
+
+    Raises:
+      ValueError: a number is below 1; the directory is a URL, or differs between processes.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every: int = 1,
+        keep: int | None = 3,
+        in_background: bool = True,
+    ) -> None:
+        self._directory = local_path(directory, "directory").absolute()
+        self._in_background = in_background
+        self._lock = threading.Lock()  # one save or removal at a time
+        self._every = check_int("every", every, minimum=1)
+        self._keep = None if keep is None else check_int("keep", keep, minimum=1)
+        self._pinned: int | None = None
+        self._saving: _Save | None = None
+        self._open()
+        self._last = self.latest_step()  # counts a save that is still being written
+
+    def _open(self) -> None:
+        """Make the directory, and check that all processes see the same one.
+
+        Two directories of the same path are told apart by the steps in them.
+        """
+        what, seen = "CheckpointManager", ""
+
+        def made() -> None:
+            if jax.process_index() == 0:
+                files.make_directory(self._directory)
+
+        check_same(what, f"{self._directory}")
+        raise_on_all(what, self._directory, made)
+        # Another run may save while the processes look one after the other: try three times.
+        for _ in range(3):
+            seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
+            if len(set(gather_from_all(what, seen))) == 1:
+                return
+        check_same(f"{what} {self._directory}", seen)
+
+    @abc.abstractmethod
+    def save(self, step: int, *content: Any, force: bool = False) -> bool:
+        """Save if a save is due at this step and not yet done; return whether it saved."""
+
+    def _save_numbered(
+        self, step: int, prepare: Callable[..., Mapping[str, Begin]], *, force: bool
+    ) -> bool:
+        """Save if a save is due at this step and not yet done; return whether it saved.
+
+        Args:
+          step: the number of the checkpoint.
+          prepare: as for `begin_checkpoint`.
+          force: whether to save whatever the step is.
+
+        Raises:
+          ValueError: the step is before the latest checkpoint.
+          Exception: whatever `prepare` raises; an error in writing the previous save.
+        """
+        step = check_int("step", step, minimum=0)
+        with self._lock:
+            preempted = ocp.utils.reached_preemption(step)  # is to be asked at every step
+            due = force or preempted or step % self._every == 0
+            if not due and (self._last is None or step > self._last):
+                return False
+            self.wait()
+            last = self._last = self.latest_step()  # the save may have failed
+            if last is not None and step < last:
+                remedy = "restore that one, or remove those after the one you go on from"
+                expected = f"at least {last}, the last one in {self._directory}"
+                raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+            if step == last or not due:
+                return False
+            remove_unfinished(self._directory)
+            write = begin_checkpoint(self._directory / f"{step}", prepare)
+            self._last, pinned = step, self._pinned
+
+            def saved() -> None:
+                write()
+                raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
+
+            if self._in_background:
+                self._saving = _Save(target=saved, name="tpu_embed_save")
+                self._saving.start()
+            else:
+                saved()
+            return True
+
+    def _remove_old(self, pinned: int | None) -> None:
+        """Remove all but the latest checkpoints and the pinned one."""
+        if self._keep is not None:
+            for step in self.all_steps()[: -self._keep]:
+                if step != pinned:
+                    remove(self._directory / f"{step}")
+
+    def _restore_numbered(self, step: int | None, read: Callable[[Path], _T]) -> _T:
+        """Return what a function reads from a checkpoint; wait for a save that is under way.
+
+        Args:
+          step: the number of the checkpoint; None takes the latest one.
+          read: the function, given the directory of the checkpoint.
+
+        Raises:
+          ValueError: whatever `read` refuses; a note lists the steps that exist.
+          FileNotFoundError: there is no such checkpoint, or `read` misses a file of it.
+        """
+        self.wait()
+        # Another run may save now: all processes use the list that the first one sees.
+        steps = gather_from_all("restore", self.all_steps())[0]
+        path = self._path_of(steps[-1] if steps and step is None else step, steps)
+        try:
+            return read(path)
+        except (ValueError, FileNotFoundError) as error:
+            error.add_note(f"steps in {self._directory}: {steps}")
+            raise
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, for example a damaged one.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint.
+        """
+        self.wait()
+        # Agree on the list first: the first process may remove the step before another one looks.
+        path = self._path_of(step, gather_from_all("remove", self.all_steps())[0])
+        with self._lock:
+            raise_on_all("remove", path, lambda: remove(path))
+
+    def pin(self, step: int | None) -> None:
+        """Have later saves leave this checkpoint there, whatever `keep` says.
+
+        Args:
+          step: its number, in place of the one that was pinned before; None: none is.
+        """
+        self._pinned = step
+
+    def _path_of(self, step: int | None, steps: list[int]) -> Path:
+        """Return the directory of a checkpoint, which must be among the steps that exist."""
+        if step not in steps:
+            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
+            raise FileNotFoundError(message(what, expected=expected, got="none"))
+        return self._directory / f"{step}"
+
+    def latest_step(self) -> int | None:
+        """Return the number of the latest finished checkpoint, or None."""
+        return max(self.all_steps(), default=None)
+
+    def all_steps(self) -> list[int]:
+        """Return the numbers of all finished checkpoints, ascending."""
+        found = [path.name for path in self._directory.iterdir() if _NUMBER.fullmatch(path.name)]
+        return sorted(int(name) for name in found if (self._directory / name).is_dir())
+
+    def wait(self) -> None:
+        """Wait until the save that is under way has finished.
+
+        Raises:
+          Exception: an error in writing it.
+        """
+        if self._saving is not None:
+            self._saving.join()
+            error, self._saving.error = self._saving.error, None
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+          Exception: an error in writing it.
+        """
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @final
-class CheckpointManager(NumberedCheckpoints):
+class CheckpointManager(_NumberedCheckpoints):
     """Save numbered checkpoints of an engine in one directory, and keep the last few.
 
     A save copies the state to the host and returns; a thread writes the files. One manager at a
@@ -85,8 +308,8 @@ class CheckpointManager(NumberedCheckpoints):
           Exception: an error in writing the previous save; nothing is saved now.
         """
         content = self._engine, state, model, position, touched
-        args_of = functools.partial(save_args, *content, copied=self._in_background)
-        return self._save_numbered(step, args_of, force=force)
+        prepare = functools.partial(prepare_save, *content, copied=self._in_background)
+        return self._save_numbered(step, prepare, force=force)
 
     def restore(
         self,
@@ -120,7 +343,7 @@ class CheckpointManager(NumberedCheckpoints):
 
 
 @final
-class ModuleCheckpointManager(NumberedCheckpoints):
+class ModuleCheckpointManager(_NumberedCheckpoints):
     """Save numbered checkpoints of flax modules in one directory, and keep the last few.
 
     A save copies all arrays to the host and returns; a thread writes the files. One manager at a
@@ -160,8 +383,8 @@ class ModuleCheckpointManager(NumberedCheckpoints):
           Exception: an error in writing the previous save; nothing is saved now.
         """
         copied = self._in_background
-        args_of = functools.partial(save_modules_args, modules, position, copied=copied)
-        return self._save_numbered(step, args_of, force=force)
+        prepare = functools.partial(prepare_modules, modules, position, copied=copied)
+        return self._save_numbered(step, prepare, force=force)
 
     def restore(
         self,

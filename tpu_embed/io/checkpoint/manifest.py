@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -162,21 +163,24 @@ class SavedTables:
         return matched_counters(found, paths, forms, engine.layout)
 
 
-def write(directory: Path, checkpoint: str, manifest: dict[str, Any]) -> None:
-    """Write the manifest that `describe` returned."""
-    write_bound(directory / _MANIFEST, checkpoint, manifest)
-
-
-def write_checksums(directory: Path, checkpoint: str, checksums: dict[str, dict[str, int]]) -> None:
-    """Write the checksums of the files that this process has written.
+def write(
+    directory: Path,
+    checkpoint: str,
+    manifest: dict[str, Any],
+    checksums: dict[str, dict[str, int]],
+) -> None:
+    """Write the checksums of the files that this process has written; the first one says the rest.
 
     Args:
       directory: the directory of the tables.
       checkpoint: the name of the checkpoint.
+      manifest: what `describe` returned.
       checksums: directory of the field -> file name -> checksum.
     """
-    path = directory / _CHECKSUMS.format(jax.process_index())
-    write_bound(path, checkpoint, checksums)
+    process = jax.process_index()
+    write_bound(directory / _CHECKSUMS.format(process), checkpoint, checksums)
+    if process == 0:
+        write_bound(directory / _MANIFEST, checkpoint, manifest)
 
 
 def name_of(directory: Path) -> str:
@@ -197,60 +201,46 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
       MismatchError: a table, field, shape or dtype is not what is wanted.
       ValueError: a file is damaged.
     """
-    checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, wanted.checkpoint)
-    checksums = _merged_checksums(directory, checkpoint, manifest["processes"])
-    tables = _chosen(directory, manifest["tables"], wanted)
-    _check_names(directory, tables, wanted)
-    label = functools.partial(_refusal, wanted.label(directory))
-    found = maps.read(directory, checkpoint, checksums, wanted.engine, label, saved_tables=tables)
-    lacking = [_lacks_rows(directory, f, tables, wanted) for f in fields(wanted.engine.layout)]
-    return SavedTables(manifest, tables, checksums, not any(lacking), found)
+    checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
+    label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
+    refuse = functools.partial(_refusal, label)
+    for name in wanted.leave_out:
+        if name not in found:
+            what, expected = f"{label}: leave_out", f"some of {sorted(found)}"
+            raise ValueError(message(what, expected=expected, got=repr(name)))
+    tables = {name: table for name, table in found.items() if name not in wanted.leave_out}
+    names = sorted(engine.table_configs)
+    for name in sorted(tables.keys() - set(names)):
+        expected, got = f"it among the engine's tables {names}", "none of this name"
+        left_out = f"leave_out=({wanted.layer or name!r},)"
+        remedy = f"name one {name!r}, or leave it out: {left_out}"
+        raise refuse(f"table {name!r}", expected, got, remedy)
+    found_maps = maps.read(directory, checkpoint, checksums, engine, refuse, saved_tables=tables)
+    lacking = [_lacks_rows(f, tables, wanted, refuse) for f in fields(engine.layout)]
+    return SavedTables(manifest, tables, checksums, not any(lacking), found_maps)
 
 
-def read_checksums(directory: Path, checkpoint: str) -> dict[str, dict[str, int]]:
-    """Return the checksums of all files of the tables in a directory; see `SavedTables`.
+def read_described(
+    directory: Path, checkpoint: str | None
+) -> tuple[str, dict[str, Any], dict[str, dict[str, int]]]:
+    """Return the name of a checkpoint, the manifest, and the checksums; see `SavedTables`.
+
+    Args:
+      directory: the directory of the tables.
+      checkpoint: the name that the files must carry; None: any, but all the same one.
 
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, or belongs to another checkpoint.
     """
-    _, found = read_bound(directory / _MANIFEST, _FORM, checkpoint)
-    return _merged_checksums(directory, checkpoint, found["processes"])
-
-
-def _merged_checksums(
-    directory: Path, checkpoint: str, processes: int
-) -> dict[str, dict[str, int]]:
-    """Return the checksums that all processes have written, merged.
-
-    Processes write different files of the same field.
-    """
-    found: dict[str, dict[str, int]] = {}
+    checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, checkpoint)
+    checksums: dict[str, dict[str, int]] = {}
     form = schema.mapping(schema.mapping(schema.integer()))
-    for process in range(processes):
+    for process in range(manifest["processes"]):  # they write different files of the same field
         _, theirs = read_bound(directory / _CHECKSUMS.format(process), form, checkpoint)
-        for place, checksums in theirs.items():
-            found.setdefault(place, {}).update(checksums)
-    return found
-
-
-def _chosen(directory: Path, found: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Return the entries of the tables on disk that are to be read."""
-    for name in wanted.leave_out:
-        if name not in found:
-            what, expected = f"{wanted.label(directory)}: leave_out", f"some of {sorted(found)}"
-            raise ValueError(message(what, expected=expected, got=repr(name)))
-    return {name: table for name, table in found.items() if name not in wanted.leave_out}
-
-
-def _check_names(directory: Path, found: dict[str, Any], wanted: Wanted) -> None:
-    """Check that the engine has every table that is to be read."""
-    names = sorted(wanted.engine.table_configs)
-    for name in sorted(found.keys() - set(names)):
-        expected, got = f"it among the engine's tables {names}", "none of this name"
-        left_out = f"leave_out=({wanted.layer or name!r},)"
-        remedy = f"name one {name!r}, or leave it out: {left_out}"
-        raise _refusal(wanted.label(directory), f"table {name!r}", expected, got, remedy)
+        for place, some in theirs.items():
+            checksums.setdefault(place, {}).update(some)
+    return checkpoint, manifest, checksums
 
 
 def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
@@ -266,35 +256,36 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
     return table["slots"].get(f.slot) if same or f.slot in ROUNDING_SLOTS else None
 
 
-def _lacks_rows(directory: Path, f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
+def _lacks_rows(
+    f: Field, found: dict[str, Any], wanted: Wanted, refuse: Callable[..., MismatchError]
+) -> bool:
     """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
-    label = wanted.label(directory)
     if form is None and f.slot == NUMBERS_SLOT:
         return False  # keys and ids tell it: `rounding_numbers.py` makes them
     if form is None:
         if wanted.key is None:
-            raise _refusal(label, f.label, *_absent(f, found), "give key= to make it anew")
+            raise refuse(f.label, *_absent(f, found), "give key= to make it anew")
         return True
     if f.slot is None and wanted.key is None and _loses_slots(f, found, wanted):
         remedy = "give key= to go on without them"
-        raise _refusal(label, f"{f.label}, slots", *_absent(f, found), remedy)
+        raise refuse(f"{f.label}, slots", *_absent(f, found), remedy)
     for what in ("shape", "per_row", "dtype"):
         rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
         if form[what] != expected[what] and not (rounds and wanted.convert):
             remedy = "convert=True rounds it" if rounds else "declare it as it was"
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
-            raise _refusal(label, f.label, wish, got, remedy)
+            raise refuse(f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
     if f.table.key_rules is not None:
         # `maps.py` finds room for rows with keys and for the shared one; others need no values.
         return False
     if rows > size:
         remedy = "tables grow, and never shrink"
-        raise _refusal(label, f.label, f"at most {size} rows", f"{rows}", remedy)
+        raise refuse(f.label, f"at most {size} rows", f"{rows}", remedy)
     if rows < size and wanted.key is None:
         remedy = "give key= to make the new rows"
-        raise _refusal(label, f.label, f"{size} rows", f"{rows}", remedy)
+        raise refuse(f.label, f"{size} rows", f"{rows}", remedy)
     return rows < size
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,16 +60,8 @@ _FORM = schema.record(
 )
 
 
-class SavedMaps(NamedTuple):
-    """What is written.
-
-    Attributes:
-      described: the contents of `vocabularies.json`.
-      maps: the state of each map, by table.
-    """
-
-    described: dict[str, Any]
-    maps: dict[str, MapState]
+SavedMaps = tuple[dict[str, Any], dict[str, MapState]]
+"""What is written: the contents of `vocabularies.json`, and the state of each map, by table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,20 +94,20 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
     ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != MAP_VERSION)
-    states, tables = vocabularies.states(step), {}
-    maps = {name: {**states.maps, **states.ids}[name] for name in _living(engine)}
-    for name, one in maps.items():
+    states, tables, maps = vocabularies.states(step), {}, {}
+    for name, (_, rules) in _living(engine).items():
+        maps[name] = one = {**states.maps, **states.ids}[name]
         tables[name] = {
             "capacity": vocabularies.capacity(name),
             "keys": one.keys.size,
             "waiting": one.waiting_keys.size,
-            "unseen": _rules(_living(engine)[name]).unseen,
+            "unseen": rules.unseen,
             "counters": one.counters.tolist(),
         }
     key = np.asarray(data).tolist()
     # A history is a number of this run alone: whoever restores this begins one of its own.
     described = {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}
-    return SavedMaps(described, maps)
+    return described, maps
 
 
 def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
@@ -126,13 +118,13 @@ def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[
       checkpoint: the name of the checkpoint.
       saved: what `prepare` returned.
     """
-    checksums = {}
-    for name, state in saved.maps.items():
+    checksums, (described, states) = {}, saved
+    for name, state in states.items():
         for field in _ARRAYS:
             values, place = getattr(state, field), _place(name, field)
             array = _array(directory, name, field, values.size)
             checksums[place] = write_column(array, values)
-    write_bound(directory / _FILE, checkpoint, saved.described)
+    write_bound(directory / _FILE, checkpoint, described)
     return checksums
 
 
@@ -173,20 +165,18 @@ def read(
         return None
     step = 0 if found is None else found["step"]
     maps, moves = {}, {}
-    for name, table in wanted.items():
+    for name, (table, rules) in wanted.items():
         if name not in saved_tables:
             maps[name] = empty_state(step)
             continue
-        before, now = saved[name]["unseen"], _rules(table).unseen
+        before, now = saved[name]["unseen"], rules.unseen
         if now == "shared" and before != now:
             raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = read_state(directory, name, saved[name], step, checksums)
         capacity = saved[name]["capacity"], before
-        maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, _rules(table))
+        maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, rules)
     states = states_to_load([table for _, table in engine.layout.living], maps, step)
-    key = None
-    if found is not None:
-        key = {found["kind"]: np.array(found["key"], np.uint32)}
+    key = None if found is None else {found["kind"]: np.array(found["key"], np.uint32)}
     return FoundMaps(states, key, moves)
 
 
@@ -201,15 +191,10 @@ def read_description(directory: Path, checkpoint: str) -> dict[str, Any] | None:
     return read_bound(directory / _FILE, _FORM, checkpoint)[1]
 
 
-def _living(engine: EmbeddingEngine) -> dict[str, TableSlice]:
-    """Return the tables whose ids are keys, by name."""
-    return {t.name: t for _, t in engine.layout.living if t.key_rules is not None}
-
-
-def _rules(table: TableSlice) -> DynamicVocabulary:
-    """Return how the keys of a table get rows."""
-    assert table.key_rules is not None, "its vocabulary lives"
-    return table.key_rules
+def _living(engine: EmbeddingEngine) -> dict[str, tuple[TableSlice, DynamicVocabulary]]:
+    """Return the tables whose ids are keys, by name, and how their keys get rows."""
+    living = engine.layout.living
+    return {t.name: (t, t.key_rules) for _, t in living if t.key_rules is not None}
 
 
 def read_key(directory: Path, checkpoint: str) -> Array:

@@ -1,7 +1,14 @@
 """Checkpoints of flax modules: a model with all its layers, its optimizer, its metrics.
 
+    layers/layers.json             paths of the layers
+    layers/shared.json             paths of what several places share
+    layers/model-films-rows~…/     one directory per layer, as `tables.py` writes it
+
 The tables of layers are saved as those of an engine are: rows in logical order, so that they fit
-any mesh, placement and packing. All other arrays are saved as they are, by path.
+any mesh, placement and packing. Tables of different layers may have the same name, and one layer
+object may appear at several places in a model. So a layer is identified by its path alone, and each
+of its files says which layer of which checkpoint it belongs to. All other arrays are saved as they
+are, by path.
 
 Input: modules by name, a position in the data. Output: a directory; or the same modules, filled
 from one.
@@ -9,7 +16,6 @@ from one.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -17,24 +23,34 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
 
 from tpu_embed._checks import local_path, message, message_of_many
 from tpu_embed._types import Array
-from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.io.checkpoint import layers
-from tpu_embed.io.checkpoint.checked import JsonArgs, as_json
-from tpu_embed.io.checkpoint.commit import read_checkpoint, write_checkpoint
-from tpu_embed.io.checkpoint.items import LAYERS, POSITION, VARIABLES, FilesArgs
+from tpu_embed.io import schema
+from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
+from tpu_embed.io.checkpoint.checked import (
+    MismatchError,
+    as_json,
+    read_bound,
+    read_position,
+    write_bound,
+    write_position,
+)
+from tpu_embed.io.checkpoint.commit import (
+    LAYERS,
+    POSITION,
+    VARIABLES,
+    Begin,
+    open_checkpoint,
+    write_checkpoint,
+)
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.modules import Modules, take_apart
-from tpu_embed.io.checkpoint.trees import (
-    PyTreeArgs,
-    check_leaves,
-    is_left_out,
-    leaf_differences,
-    read_leaves,
-)
+from tpu_embed.io.files import file_name
+from tpu_embed.processes import raise_on_all
+
+_LAYERS = "layers.json"
+_SHARED = "shared.json"
 
 
 def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any = None) -> None:
@@ -67,8 +83,7 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
       >>> bool((other.films.embedding == model.films.embedding).all())
       True
     """
-    args_of = functools.partial(save_modules_args, modules, position, copied=False)
-    write_checkpoint(path, args_of)
+    write_checkpoint(path, functools.partial(prepare_modules, modules, position, copied=False))
 
 
 def restore_modules(
@@ -109,31 +124,55 @@ def restore_modules(
       FileNotFoundError: there is no checkpoint, or one of its files is missing.
       TypeError: `modules` is not a mapping of names to flax objects.
     """
-    wish = _Wish(key, convert, tuple(leave_out))
-    chosen: Modules | None = None
+    path, leave_out = local_path(path).absolute(), tuple(leave_out)
 
-    def prepared(path: Path) -> ocp.args.Composite:
-        nonlocal chosen
+    def prepared() -> tuple[str, Modules, dict[str, Wanted], dict[str, Any]]:
         whole = take_apart(modules)
-        chosen = whole.without(wish.leave_out)
-        return _restore_args(path, whole, chosen, wish)
+        checkpoint, on_disk = read_paths(path / LAYERS)
+        leaves = trees.read_leaves(path / VARIABLES, checkpoint)
+        _check_left_out(path, leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
+        chosen, wanted = whole.without(leave_out), {}
+        for name, layer in chosen.layers.items():
+            # New rows are made from the key and the name of their table. Tables of different
+            # layers may have the same name, so each layer gets a key of its own.
+            own = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+            bound = _name_of_layer(checkpoint, name)
+            wanted[name] = Wanted(layer.engine, own, convert, layer=name, checkpoint=bound)
+        arrays = chosen.abstract_arrays()
+        trees.check_leaves("modules", arrays)
+        here = [layer for layer in on_disk if not trees.is_left_out(layer, leave_out)]
+        differences = [
+            *_layer_differences(path / LAYERS, here, wanted),
+            *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
+            *_shared_differences(path / LAYERS, checkpoint, chosen),
+        ]
+        if differences:
+            remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
+            remedy += "takes paths, or those above them"
+            raise ValueError(message_of_many(f"checkpoint {path}", differences, remedy=remedy))
+        return checkpoint, chosen, wanted, arrays
 
     items = (LAYERS, VARIABLES, POSITION)
-    found = read_checkpoint(path, items, prepared, writer="save_modules")
-    assert chosen is not None, "prepared before it is read"
-    chosen.fill(found[LAYERS], found[VARIABLES])
-    for name, layer in chosen.layers.items():  # later saves write what has changed since
-        storage, saved = layer.engine.storage, found[LAYERS][name].checkpoint
-        if storage is not None and saved is not None and layer.engine.vocabularies is not None:
-            place = layers.directory_of(local_path(path).absolute() / LAYERS, name)
-            storage.begin_save(place, saved, layer.engine.vocabularies.admitted)
-    return found[POSITION]
+    checkpoint, chosen, wanted, arrays = open_checkpoint(
+        path, items, prepared, writer="save_modules"
+    )
+    found = {name: tables.read(directory_of(path, name), one) for name, one in wanted.items()}
+
+    def others() -> tuple[Any, Any]:
+        variables = trees.read(path / VARIABLES, checkpoint, arrays)
+        return variables, read_position(path / POSITION, checkpoint)
+
+    variables, position = raise_on_all("restore", path, others)
+    chosen.fill(found, variables)
+    for name, layer in chosen.layers.items():
+        host_rows.go_on_from(layer.engine, directory_of(path, name), found[name].checkpoint)
+    return position
 
 
-def save_modules_args(
+def prepare_modules(
     modules: Mapping[str, Any], position: Any, *, path: Path, checkpoint: str, copied: bool
-) -> ocp.args.Composite:
-    """Return orbax's arguments for saving.
+) -> Mapping[str, Begin]:
+    """Return what a checkpoint of modules is written with, by item.
 
     Args:
       modules: the modules by name.
@@ -147,82 +186,90 @@ def save_modules_args(
       TypeError: whatever `save_modules` refuses.
     """
     parts = take_apart(modules)
-    arrays = parts.arrays()
-    check_leaves("modules", arrays)
-    prepared = layers.prepare(parts.layers, path / LAYERS, checkpoint=checkpoint, copied=copied)
+    arrays, prepared = parts.arrays(), {}
+    trees.check_leaves("modules", arrays)
+    for name, layer in parts.layers.items():
+        place, bound = directory_of(path, name), _name_of_layer(checkpoint, name)
+        try:
+            prepared[name] = tables.prepare(
+                layer.engine, layer.state, place, checkpoint=bound, copied=copied
+            )
+        except ValueError as error:
+            raise ValueError(f"layer {name!r}: {error}") from error
+    position = as_json(position)
 
-    def write(path: Path) -> None:
-        layers.write(path, checkpoint, prepared, parts.shared)
+    def write(directory: Path) -> None:
+        for name, layer in prepared.items():
+            place = directory / file_name(name)
+            place.mkdir(exist_ok=True)  # every process makes it
+            tables.write(place, layer)
+        if jax.process_index() == 0:
+            write_bound(directory / _LAYERS, checkpoint, sorted(prepared))
+            write_bound(directory / _SHARED, checkpoint, parts.shared)
 
-    return ocp.args.Composite(
-        **{
-            LAYERS: FilesArgs(write=write),
-            VARIABLES: PyTreeArgs(checkpoint, arrays),
-            POSITION: JsonArgs(checkpoint, as_json(position)),
-        }
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wish:
-    """The options of `restore_modules`; see there."""
-
-    key: Array | None
-    convert: bool
-    leave_out: tuple[str, ...]
-
-    def of_layer(self, path: str, layer: EngineLayer, checkpoint: str) -> Wanted:
-        """Return what to restore for one layer."""
-        # New rows are made from the key and the name of their table. Tables of different layers
-        # may have the same name, so each layer gets a key of its own.
-        key = None if self.key is None else jax.random.fold_in(self.key, zlib.crc32(path.encode()))
-        name = layers.name_of_layer(checkpoint, path)
-        return Wanted(layer.engine, key, self.convert, layer=path, checkpoint=name)
+    return {
+        LAYERS: lambda at: lambda: write(at),
+        VARIABLES: lambda at: trees.begin(at, checkpoint, arrays),
+        POSITION: lambda at: lambda: write_position(at, checkpoint, position),
+    }
 
 
-def _restore_args(path: Path, whole: Modules, chosen: Modules, wish: _Wish) -> ocp.args.Composite:
-    """Return orbax's arguments for restoring, after comparing the modules with the checkpoint.
+def _name_of_layer(checkpoint: str, path: str) -> str:
+    """Return the name that the files of a layer carry in place of the checkpoint's own."""
+    return f"{checkpoint}/{path}"
 
-    Args:
-      path: the checkpoint.
-      whole: all modules that were given.
-      chosen: the same without what is left out.
-      wish: the options of the restore.
+
+def directory_of(checkpoint: Path, layer: str) -> Path:
+    """Return the directory of the tables of a layer, given its path, in a checkpoint."""
+    return checkpoint / LAYERS / file_name(layer)
+
+
+def read_paths(directory: Path) -> tuple[str, list[str]]:
+    """Return the name of the checkpoint, and the paths of its layers.
 
     Raises:
-      ValueError: layers or arrays differ from what was saved; the message names all of them.
+      FileNotFoundError: `layers.json` is missing.
+      ValueError: `layers.json` is damaged.
     """
-    checkpoint, on_disk = layers.read_paths(path / LAYERS)
-    leaves = read_leaves(path / VARIABLES, checkpoint)
-    _check_left_out(path, wish.leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
-    here = [layer for layer in on_disk if not is_left_out(layer, wish.leave_out)]
-    wanted = {
-        layer: wish.of_layer(layer, holder, checkpoint) for layer, holder in chosen.layers.items()
-    }
-    arrays = chosen.abstract_arrays()
-    check_leaves("modules", arrays)
-    tree = PyTreeArgs(checkpoint, arrays, wish.convert, wish.leave_out)
-    differences = [
-        *layers.differences(path / LAYERS, here, wanted),
-        *leaf_differences(leaves, tree),
-    ]
-    saved = chosen.shared_of(layers.read_shared(path / LAYERS, checkpoint))
-    if saved != (shared := chosen.shared_of(whole.shared)):
-        what = "layers and variables of several paths"
-        differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
-    if differences:
-        remedy = (
-            "give the modules as they were saved; convert=True rounds floats, leave_out= takes "
-        )
-        remedy += "paths, or those above them"
-        text = message_of_many(f"checkpoint {path}", differences, remedy=remedy)
-        raise ValueError(text)
-    items = {
-        LAYERS: FilesArgs(read=lambda path: layers.read(path, wanted)),
-        VARIABLES: tree,
-        POSITION: JsonArgs(checkpoint),
-    }
-    return ocp.args.Composite(**items)
+    return read_bound(directory / _LAYERS, schema.sequence(schema.text))
+
+
+def _shared_differences(directory: Path, checkpoint: str, chosen: Modules) -> list[str]:
+    """Return a message if other places share a layer or variable than did when it was saved."""
+    form = schema.sequence(schema.sequence(schema.text))
+    saved = chosen.shared_of(read_bound(directory / _SHARED, form, checkpoint)[1])
+    shared = chosen.shared_of(chosen.shared)
+    if saved == shared:
+        return []
+    what = "layers and variables of several paths"
+    return [message(what, expected=f"{saved}, as saved", got=f"{shared}")]
+
+
+def _layer_differences(
+    directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]
+) -> list[str]:
+    """Return one message per layer that differs from what was saved.
+
+    Args:
+      directory: the directory of all layers.
+      found: paths of the layers on disk, without those that are left out.
+      wanted: what to restore for each layer, by path.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or belongs to another layer.
+    """
+    messages = []
+    for path in sorted({*found, *wanted}):
+        if path in wanted and path in found:
+            try:
+                manifest.read(directory / file_name(path), wanted[path])
+            except MismatchError as error:
+                messages.append(f"{error}")
+        else:
+            expected, got = ("one", "none") if path in wanted else ("none", "one")
+            messages.append(message(f"layer {path!r}", expected=expected, got=got))
+    return messages
 
 
 def _check_left_out(path: Path, leave_out: Sequence[str], known: Collection[str]) -> None:
@@ -232,7 +279,7 @@ def _check_left_out(path: Path, leave_out: Sequence[str], known: Collection[str]
       ValueError: neither the checkpoint nor the modules have anything at or below a path.
     """
     for one in leave_out:
-        if not any(is_left_out(name, [one]) for name in known):
+        if not any(trees.is_left_out(name, [one]) for name in known):
             tops = sorted({name.split("/")[0] for name in known})
             what, expected = f"checkpoint {path}: leave_out", f"{tops}, or paths below"
             raise ValueError(message(what, expected=expected, got=repr(one)))

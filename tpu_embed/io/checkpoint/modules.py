@@ -24,7 +24,7 @@ from tpu_embed.core.layout import make_axes
 from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io.checkpoint.tables import FoundTables
-from tpu_embed.io.checkpoint.trees import abstract_leaf, as_array, is_left_out
+from tpu_embed.io.checkpoint.trees import abstract_leaf, is_left_out
 from tpu_embed.vocabulary import load_together
 
 Keys = tuple[Any, ...]
@@ -55,8 +55,10 @@ class _Leaf:
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays in the value, by path."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self.value)
-        return {_path((*self.keys, *map(_key, inside))): array for inside, array in pairs}
+        pairs, _ = jax.tree_util.tree_flatten_with_path({_path(self.keys): self.value})
+        return {
+            jax.tree_util.keystr(keys, simple=True, separator="/"): array for keys, array in pairs
+        }
 
     def with_arrays(self, by_path: Mapping[str, Any]) -> Any:
         """Return the value with new arrays; arrays that are not given stay."""
@@ -88,7 +90,7 @@ class Modules:
         for leaf in self.leaves:
             found |= leaf.arrays()
         return {
-            path: as_array(_number(array))
+            path: _number(array)
             for path, array in found.items()
             if not is_left_out(path, self.leave_out)
         }
@@ -172,12 +174,18 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     flat = nnx.to_flat_state(nnx.state(by_name))
     leaves = [_Leaf(keys, holder) for keys, holder in flat if id(holder) not in own]
     for leaf in leaves:
-        if not (leaf.in_variable or _is_mutable(objects[leaf.keys[:-1]])):
+        replaceable = nnx.Pytree | nnx.State | dict | list  # what is in a tuple cannot be replaced
+        if not (leaf.in_variable or isinstance(objects[leaf.keys[:-1]], replaceable)):
             got, remedy = "an array in a tuple", "hold it in an nnx.Variable"
             expected = "arrays that can be replaced"
             what = f"modules: {_path(leaf.keys)!r}"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    _check_different([*layers, *(path for leaf in leaves for path in leaf.arrays())])
+    paths = [*layers, *(path for leaf in leaves for path in leaf.arrays())]
+    for path, count in collections.Counter(paths).items():
+        if count > 1:
+            what, remedy = f"modules: {path!r}", "name attributes and keys without '/'"
+            expected = "one of this path"
+            raise ValueError(message(what, expected=expected, got=f"{count}", remedy=remedy))
     return Modules(by_name, layers, leaves, _shared(by_name))
 
 
@@ -229,27 +237,8 @@ def _checked(modules: Any) -> dict[str, Any]:
     return dict(modules)
 
 
-def _is_mutable(node: Any) -> bool:
-    """Return whether the values in a node can be replaced; those in a tuple cannot."""
-    return isinstance(node, nnx.Pytree | nnx.State | dict | list)
-
-
-def _check_different(paths: Sequence[str]) -> None:
-    for path, count in collections.Counter(paths).items():
-        if count > 1:
-            what, remedy = f"modules: {path!r}", "name attributes and keys without '/'"
-            raise ValueError(
-                message(what, expected="one of this path", got=f"{count}", remedy=remedy)
-            )
-
-
 def _path(keys: Keys) -> str:
     return "/".join(map(str, keys))
-
-
-def _key(key: Any) -> str:
-    """Return a key of a JAX key path as a string."""
-    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _number(leaf: Any) -> Any:

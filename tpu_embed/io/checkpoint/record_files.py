@@ -20,7 +20,6 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.state import TableState
 from tpu_embed.io import directory, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
 from tpu_embed.touched import SavedMarks, SavedRecord, TouchedRows, Version, merge_records
@@ -48,16 +47,6 @@ _FORM = schema.record(
 )
 
 
-def prepare(engine: EmbeddingEngine, state: TableState, touched: TouchedRows) -> SavedRecord:
-    """Return what a record keeps beside a state.
-
-    Raises:
-      ValueError: it is the record of another engine; an update was not recorded.
-    """
-    check_record(engine, touched)
-    return touched.saved(state)
-
-
 def check_record(engine: EmbeddingEngine, touched: Any) -> None:
     """Check that a record is one of an engine.
 
@@ -80,7 +69,7 @@ def write(root: Path, checkpoint: str, saved: SavedRecord) -> None:
     Args:
       root: the directory of the record.
       checkpoint: the name of the checkpoint.
-      saved: what `prepare` returned.
+      saved: what `TouchedRows.saved` returned.
     """
     process = jax.process_index()
     mine = root / f"{process}"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tpu_embed._checks import local_path, message
-from tpu_embed.io.checkpoint import layers, manifest, maps
-from tpu_embed.io.checkpoint.commit import check_items
-from tpu_embed.io.checkpoint.items import LAYERS, TABLES
+from tpu_embed.io.checkpoint import manifest, maps
+from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items
+from tpu_embed.io.checkpoint.module_checkpoint import directory_of, read_paths
 from tpu_embed.vocabulary import COUNTERS, KeyScores
 
 
@@ -58,16 +58,16 @@ def _parts(root: Path) -> Iterator[tuple[Path, str]]:
         check_items(root, [TABLES], writer="save or save_modules")
         yield root / TABLES, ""
         return
-    for layer in layers.read_paths(root / LAYERS)[1]:
-        yield layers.directory_of(root / LAYERS, layer), f"{layer}: "
+    for layer in read_paths(root / LAYERS)[1]:
+        yield directory_of(root, layer), f"{layer}: "
 
 
 def _maps_in(directory: Path, prefix: str) -> Iterator[tuple[str, SavedMap]]:
-    checkpoint = manifest.name_of(directory)
+    checkpoint, _, checksums = manifest.read_described(directory, None)
     described = maps.read_description(directory, checkpoint)
     if described is None:
         return
-    checksums, step = manifest.read_checksums(directory, checkpoint), described["step"]
+    step = described["step"]
     for name, saved in described["tables"].items():
         state = maps.read_state(directory, name, saved, step, checksums)
         totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))

@@ -59,14 +59,14 @@ class Prepared:
       manifest: the description of the tables.
       parts: every field with this process's shards of it, or with its value if it has no rows.
       maps: those of living vocabularies, in the first process; None if there are none.
-      homes: the rows of tables on the host; None if there are none.
+      homes: what writes the rows of tables on the host; None if there are none.
     """
 
     checkpoint: str
     manifest: dict[str, Any]
     parts: list[tuple[Field, LocalShards | np.ndarray]]
     maps: maps.SavedMaps | None = None
-    homes: host_rows.PreparedRows | None = None
+    homes: Callable[[Path], host_rows.Checksums] | None = None
 
 
 def prepare(
@@ -117,10 +117,8 @@ def write(directory: Path, prepared: Prepared) -> None:
     if prepared.maps is not None:
         checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
     if prepared.homes is not None:
-        checksums |= host_rows.write(directory, prepared.checkpoint, prepared.homes)
-    manifest.write_checksums(directory, prepared.checkpoint, checksums)
-    if jax.process_index() == 0:
-        manifest.write(directory, prepared.checkpoint, prepared.manifest)
+        checksums |= prepared.homes(directory)
+    manifest.write(directory, prepared.checkpoint, prepared.manifest, checksums)
 
 
 def _whole(path: Path, form: dict[str, Any]) -> RowArray:

@@ -4,16 +4,15 @@ Orbax checks what it needs to find arrays, and not their bytes, and it converts 
 being asked to. So beside its files stand `leaves.json`, with shape and dtype of every leaf by name,
 and `checksums.json`, with the CRC-32 of every file.
 
-Input: pytrees, and what orbax asks of a handler. Output: files, or the pytrees again.
+Input: pytrees. Output: files, or the pytrees again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import concurrent.futures
-import dataclasses
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,104 +20,76 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import files, schema
-from tpu_embed.io.checkpoint.checked import REMEDY, MismatchError, read_bound, write_bound
-from tpu_embed.processes import raise_on_all
+from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
 
 _LEAVES, _SUMS = "leaves.json", "checksums.json"
 
 
-@dataclasses.dataclass
-class PyTreeArgs(ocp.args.CheckpointArgs):
-    """The checkpoint, and a pytree to save; or the abstract one to restore.
-
-    Attributes:
-      checkpoint: its name.
-      tree: what to save, or shapes of what to restore.
-      convert: whether floats of another dtype are converted.
-      leave_out: names of leaves, or of what is above them, that are not restored.
-    """
-
-    checkpoint: str
-    tree: PyTree
-    convert: bool = False
-    leave_out: tuple[str, ...] = ()
-
-
-class PyTreeHandler(ocp.AsyncCheckpointHandler):
-    """Orbax's handler of pytrees; leaves and files are checked before it reads them.
+def begin(directory: Path, checkpoint: str, tree: PyTree) -> Callable[[], None]:
+    """Copy a tree to the host, and return what writes it.
 
     Orbax keeps no arrays of size 0: they are made anew, as `leaves.json` describes them.
+
+    Args:
+      directory: an existing directory.
+      checkpoint: the name of the checkpoint.
+      tree: arrays and numbers that `check_leaves` lets pass.
     """
+    handler, futures = ocp.PyTreeCheckpointHandler(), []
+    saved = jax.tree.map(_as_array, _with_numbers(tree))
+    if jax.tree.leaves(saved):
+        arguments = ocp.args.PyTreeSave(saved)
+        futures = asyncio.run(handler.async_save(epath.Path(directory), args=arguments))
 
-    def __init__(self) -> None:
-        self._handler = ocp.PyTreeCheckpointHandler()
-        self._background = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save_model")
+    def written() -> None:
+        for future in futures or ():
+            future.result()
+        handler.close()
+        _write_leaves(directory, checkpoint, tree)
 
-    def save(self, directory: Any, args: PyTreeArgs) -> None:
-        """Write the tree before returning."""
-        (written,) = asyncio.run(self.async_save(directory, args))
-        written.result()
+    return written
 
-    async def async_save(self, directory: Any, args: PyTreeArgs) -> list[Any]:
-        """Copy the tree to the host; return a future of its being written by all processes."""
-        futures, failed = None, None
-        try:
-            tree = _with_numbers(args.tree)
-            if jax.tree.leaves(tree):
-                saved = ocp.args.PyTreeSave(tree)
-                futures = await self._handler.async_save(directory, args=saved)
-        except Exception as error:  # the other processes wait to be told
-            failed = error
 
-        def written() -> None:
-            if failed is not None:
-                raise failed
-            for one in futures or []:
-                one.result()
-            _write_leaves(Path(directory), args)
+def finish(directory: Path, checkpoint: str) -> None:
+    """Let orbax finish, put its files on the disk, and write their checksums, in one process.
 
-        return [self._background.submit(raise_on_all, "save", Path(directory), written)]
+    Args:
+      directory: that of a tree which all processes have written.
+      checkpoint: the name of the checkpoint.
+    """
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        handler.finalize(epath.Path(directory))
+    for file in _files(directory):
+        files.sync(file)
+    write_bound(directory / _SUMS, checkpoint, _sums(directory))
 
-    def restore(self, directory: Any, args: PyTreeArgs) -> PyTree:
-        """Check leaves and files, and return the tree."""
 
-        def read() -> PyTree:
-            _check_sums(Path(directory), args.checkpoint)
-            _check_same_leaves(Path(directory), args)
-            tree = _with_numbers(args.tree)
-            if not jax.tree.leaves(tree):
-                return jax.tree.map(_made_empty, args.tree)
-            forms = ocp.checkpoint_utils.construct_restore_args(tree)
-            wanted = ocp.args.PyTreeRestore(tree, restore_args=forms, partial_restore=True)
-            found = self._handler.restore(directory, args=wanted)
-            return jax.tree.map(
-                lambda leaf, new: _made_empty(leaf) if new is None else new, args.tree, found
-            )
+def read(directory: Path, checkpoint: str, tree: PyTree) -> PyTree:
+    """Return a tree, after a check of its files.
 
-        return raise_on_all("restore", Path(directory), read)
+    Args:
+      directory: that of the tree.
+      checkpoint: the name of the checkpoint that the files must belong to.
+      tree: its leaves, as `abstract_leaf` returns them; `leaf_differences` has found them there.
 
-    def finalize(self, directory: Any) -> None:
-        """Let orbax finish, put its files on the disk, and write their checksums."""
-        self._handler.finalize(directory)
-        if jax.process_index() == 0:
-            root = Path(directory)
-            checkpoint, _ = read_bound(root / _LEAVES, schema.anything)
-            for file in _files(root):
-                files.sync(file)
-            write_bound(root / _SUMS, checkpoint, _sums(root))
-
-    def metadata(self, directory: Any) -> Any:
-        """Return what orbax says of the tree."""
-        return self._handler.metadata(directory)
-
-    def close(self) -> None:
-        """End the threads, and orbax's."""
-        self._background.shutdown()
-        self._handler.close()
+    Raises:
+      FileNotFoundError: the file of the checksums is missing.
+      ValueError: a file is damaged, missing, or of another checkpoint.
+    """
+    _check_sums(directory, checkpoint)
+    numbers = _with_numbers(tree)
+    if not jax.tree.leaves(numbers):
+        return jax.tree.map(_made_empty, tree)
+    forms = ocp.checkpoint_utils.construct_restore_args(numbers)
+    wanted = ocp.args.PyTreeRestore(numbers, restore_args=forms, partial_restore=True)
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+        found = handler.restore(epath.Path(directory), args=wanted)
+    return jax.tree.map(lambda leaf, new: _made_empty(leaf) if new is None else new, tree, found)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -195,14 +166,11 @@ def _problem(leaf: Any) -> str | None:
         return f"{type(leaf).__name__}"
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
         return f"one of dtype {leaf.dtype}"
-    if isinstance(leaf, jax.ShapeDtypeStruct) and not _is_jax_dtype(leaf.dtype):
-        return f"{leaf.dtype}, which JAX makes only with jax_enable_x64; give a NumPy array"
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        extended = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        if not (extended or jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype):
+            return f"{leaf.dtype}, which JAX makes only with jax_enable_x64; give a NumPy array"
     return None
-
-
-def _is_jax_dtype(dtype: Any) -> bool:
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return extended or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def _with_numbers(tree: PyTree) -> PyTree:
@@ -214,8 +182,6 @@ def _made_empty(leaf: Any) -> Any:
     """Return an array of size 0, of the form of this one."""
     if isinstance(leaf, np.ndarray):
         return np.empty_like(leaf)
-    if leaf.sharding is None:
-        return jnp.empty(leaf.shape, leaf.dtype)
     empty = np.empty(leaf.shape, leaf.dtype)
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, empty.__getitem__)
 
@@ -232,9 +198,9 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_leaves(directory: Path, args: PyTreeArgs) -> None:
+def _write_leaves(directory: Path, checkpoint: str, tree: PyTree) -> None:
     if jax.process_index() == 0:
-        write_bound(directory / _LEAVES, args.checkpoint, _leaves(args.tree))
+        write_bound(directory / _LEAVES, checkpoint, _leaves(tree))
 
 
 def read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
@@ -258,30 +224,22 @@ def is_left_out(name: str, leave_out: Sequence[str]) -> bool:
     return any(name == path or name.startswith(f"{path}/") for path in leave_out)
 
 
-def _check_same_leaves(directory: Path, args: PyTreeArgs) -> None:
-    """Check that a tree has the leaves that are in a directory.
-
-    Raises:
-      MismatchError: it has others, or another shape or dtype.
-    """
-    differences = leaf_differences(read_leaves(directory, args.checkpoint), args)
-    if differences:
-        remedy = "give model= as it was saved; convert=True rounds floats"
-        raise MismatchError(f"checkpoint {directory}", differences, remedy)
-
-
-def leaf_differences(found: Mapping[str, Any], args: PyTreeArgs) -> list[str]:
+def leaf_differences(
+    found: Mapping[str, Any], tree: PyTree, *, convert: bool, leave_out: Sequence[str] = ()
+) -> list[str]:
     """Return a message for each leaf of a tree that is not as it was saved.
 
     Args:
       found: what `read_leaves` returned.
-      args: the tree, and what may differ.
+      tree: the tree.
+      convert: whether floats of another dtype are converted.
+      leave_out: names of leaves, or of what is above them, that are not restored.
     """
-    wanted = _leaves(args.tree)
+    wanted = _leaves(tree)
     differences = []
     for path in sorted(found.keys() | wanted.keys()):
         forms = wanted.get(path), found.get(path)
-        if None in forms and is_left_out(path, args.leave_out):
+        if None in forms and is_left_out(path, leave_out):
             continue
         if None in forms:
             expected, got = ("none" if form is None else "one" for form in forms)
@@ -290,7 +248,7 @@ def leaf_differences(found: Mapping[str, Any], args: PyTreeArgs) -> list[str]:
         for kind in ("shape", "dtype"):
             expected, got = (f"{kind} {form[kind]}" for form in forms if form)
             rounds = kind == "dtype" and all(is_float(form["dtype"]) for form in forms if form)
-            if expected != got and not (rounds and args.convert):
+            if expected != got and not (rounds and convert):
                 differences.append(message(f"leaf {path!r}", expected=expected, got=got))
     return differences
 
@@ -300,7 +258,7 @@ def is_float(dtype: str) -> bool:
     return schema.dtype(dtype) is None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
-def as_array(leaf: Any) -> Any:
+def _as_array(leaf: Any) -> Any:
     """Return a NumPy scalar, which orbax does not know, as an array; others as they are."""
     return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
@@ -313,6 +271,6 @@ def abstract_leaf(leaf: Any, everywhere: jax.sharding.Sharding) -> Any:
       everywhere: the sharding of an array that nothing has placed.
     """
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return as_array(leaf)
+        return _as_array(leaf)
     given = leaf.sharding if not isinstance(leaf, jax.Array) or leaf.committed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given or everywhere)
