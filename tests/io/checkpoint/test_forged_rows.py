@@ -14,7 +14,7 @@ from flax import nnx
 from tpu_embed import HostStorage, nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import restore_modules, save_modules
-from tpu_embed.io.checkpoint import manifest, restored_rows
+from tpu_embed.io.checkpoint import manifest, tables
 
 KEPT = Path(__file__).resolve().parents[2] / "data" / "0.2.0" / "living" / "tables"
 """Two tables on the host, whose rows are in segments of two saves."""
@@ -30,7 +30,7 @@ def copy(tmp_path):
 def described(copy):
     """Return what is read of rows by id, before the first row is."""
     _, whole = manifest.read_bound(copy / "tables.json", manifest._FORM)
-    return restored_rows.read_by_id(copy, whole)
+    return tables.read_by_id(copy, whole)
 
 
 def renamed(value):

@@ -262,7 +262,7 @@ def _lacks_rows(
     """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
     if form is None and f.slot == NUMBERS_SLOT:
-        return False  # keys and ids tell it: `rounding_numbers.py` makes them
+        return False  # keys and ids tell it: `tables.py` makes them
     if form is None:
         if wanted.key is None:
             raise refuse(f.label, *_absent(f, found), "give key= to make it anew")

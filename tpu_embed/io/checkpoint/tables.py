@@ -1,7 +1,14 @@
 """Write all tables and slots of an engine to a directory, and read them into any matching engine.
 
 The files are logical: rows in order, under the names of tables and slots. So placement, stacking,
-packing, devices and processes may differ when they are read.
+packing, devices and processes may differ when they are read. Rows of tables on the host are saved
+by id, those that were touched:
+
+    saved       restored to     what happens
+    whole       the devices     all rows are written; of a living table, those of keys that stay
+    whole       the host        all rows go home
+    by id       the host        rows go home
+    by id       the devices     the table is drawn as it was at first, and rows are written over it
 
 Input: an engine and its state. Output: files by table and slot name, with a manifest; or a state.
 """
@@ -9,7 +16,8 @@ Input: an engine and its state. Output: files by table and slot name, with a man
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,8 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.rows import DeviceRows, Ids, blocks_of, copy_rows, logical
+from tpu_embed.core.layout import NUMBERS_SLOT, TableSlice
+from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows, logical
 from tpu_embed.core.state import (
     MAP_VERSION,
     Field,
@@ -32,19 +42,15 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
+from tpu_embed.io.checkpoint.host_rows import Block
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.restored_rows import (
-    RestoredRows,
-    field_place,
-    field_reader,
-    read_by_id,
-)
-from tpu_embed.io.checkpoint.rounding_numbers import with_rounding_numbers
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
+from tpu_embed.io.files import file_name
 from tpu_embed.kernels import storage
+from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
-from tpu_embed.storage import HostRows
+from tpu_embed.storage import VALUES, HostRows, slot_field
 from tpu_embed.vocabulary import MapStates
 
 _T = TypeVar("_T")
@@ -126,6 +132,12 @@ def _whole(path: Path, form: dict[str, Any]) -> RowArray:
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
 
+def field_place(f: Field) -> str:
+    """Return the directory of a field that is saved whole, relative to that of the tables."""
+    table = file_name(f.table.name)
+    return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
+
+
 class FoundTables(NamedTuple):
     """What was read.
 
@@ -149,112 +161,317 @@ def read(directory: Path, wanted: Wanted) -> FoundTables:
       FileNotFoundError: a file is missing.
       ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged.
     """
-    engine = wanted.engine
-    found = raise_on_all("restore", directory, lambda: manifest.read(directory, wanted))
-    by_id = raise_on_all("restore", directory, lambda: read_by_id(directory, found.manifest))
-    rows = RestoredRows(directory, found, wanted, by_id)
-    base = rows.drawn_state() or _base(wanted, fresh=not found.complete)  # one program on all
-
-    def filled() -> TableState:
-        state = base
-        for f in fields(engine.layout):
-            if rows.is_read_whole(f):
-                state = _read_field(state, directory, f, found, wanted)
-        state = with_rounding_numbers(state, engine, found)
-        return _named(directory, wanted, "rows by id", lambda: rows.write_over(state))
-
-    state = raise_on_all("restore", directory, filled)
+    on_all = functools.partial(raise_on_all, "restore", directory)
+    found = on_all(lambda: manifest.read(directory, wanted))
+    by_id = on_all(lambda: read_by_id(directory, found.manifest))
+    restore, engine = _Restore(directory, found, wanted, by_id), wanted.engine
+    first = restore.first_state()  # one program on all
+    state = on_all(lambda: restore.fill(first))
     scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
     step, counters = put_everywhere(scalars, engine.layout.axes)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:
         return FoundTables(state, None, {}, None)
-    state = _with_maps(state, found.maps, engine)
-    assert state.vocabulary is not None, "made above"
-    vocabulary = state.vocabulary
-    homes = raise_on_all(
-        "restore",
-        directory,
-        lambda: _named(directory, wanted, "rows at home", lambda: rows.homes(vocabulary)),
-    )
-    name = manifest.name_of(directory) if rows.goes_on else None
+    key = found.maps.key
+    if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
+        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
+    vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
+    homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
+    name = manifest.name_of(directory) if restore.goes_on else None
+    state = dataclasses.replace(state, vocabulary=vocabulary)
     return FoundTables(state, found.maps.states, homes, name)
 
 
-def _with_maps(state: TableState, found: maps.FoundMaps, engine: EmbeddingEngine) -> TableState:
-    """Return the state that belongs to maps."""
-    key = found.key
-    if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
-        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
-    vocabulary = vocabulary_of_maps(found.states, key, engine.layout)
-    return dataclasses.replace(state, vocabulary=vocabulary)
+@dataclasses.dataclass(frozen=True)
+class _Restore:
+    """The tables of a directory, for one engine.
+
+    Attributes:
+      directory: that of the tables.
+      found: what the manifest says.
+      wanted: what is wanted of them.
+      by_id: what `read_by_id` says of those that are saved by id.
+    """
+
+    directory: Path
+    found: SavedTables
+    wanted: Wanted
+    by_id: Mapping[str, list[dict[str, Any]]]
+
+    def first_state(self) -> TableState:
+        """Return a state to write rows over: blank, or with the first values of what is lacking."""
+        engine = self.wanted.engine
+        drawn = {f.table.name for f in fields(engine.layout) if self._is_by_id(f)}
+        drawn = {name for name in drawn if not engine.layout.table(name)[1].is_on_host}
+        if drawn:  # those rows that nobody had touched are as they were at first
+            key = maps.read_key(self.directory, manifest.name_of(self.directory))
+            state = engine.init(key)
+        elif self.found.complete:
+            tables, slots = blank_arrays(engine.layout.stacks, engine.layout.axes)
+            return TableState(tables, slots, jnp.int32(0), {})
+        if self.found.complete:
+            return state
+        assert self.wanted.key is not None, "checked"
+        made = engine.init(self.wanted.key)
+        for name in drawn:
+            parts = [f.part for f in self._fields(name) if self.found.form(f) is not None]
+            source, sink = (DeviceRows(x, engine.layout, name, parts) for x in (state, made))
+            copy_rows(source.read_here, sink.write, sink.lines(sink.grid.shards * sink.grid.size))
+            made = sink.state
+        return made
+
+    def fill(self, state: TableState) -> TableState:
+        """Return the state with all rows that are read to the devices, in place."""
+        engine = self.wanted.engine
+        for f in fields(engine.layout):
+            by_id = f.shape.per_row and (f.table.is_on_host or self._is_by_id(f))
+            if self.found.form(f) is not None and not by_id:
+                state = self.named(f.label, functools.partial(self._fill_whole, state, f))
+        for name in self.by_id.keys() & self.found.tables.keys():
+            if not engine.layout.table(name)[1].is_on_host:
+                fill = functools.partial(self._fill_by_id, state, name)
+                state = self.named("rows by id", fill)
+        return self._with_numbers(state)
+
+    def named(self, label: str, read: Callable[[], _T]) -> _T:
+        """Return what a function reads; its errors name what it was.
+
+        Raises:
+          FileNotFoundError: a file is missing.
+          ValueError: a file is damaged, or in the place of another.
+        """
+        try:
+            return read()
+        except (ValueError, OSError) as error:
+            what = f"{self.wanted.label(self.directory)}: {label}"
+            expected = "files as they were written"
+            text = message(what, expected=expected, got=str(error), remedy=REMEDY)
+            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            raise kind(text) from error
+
+    def _fill_whole(self, state: TableState, f: Field) -> TableState:
+        """Return the state with a field read that is saved whole."""
+        layout, name = self.wanted.engine.layout, f.table.name
+        reader = self._reader(f)
+        if not f.shape.per_row:
+            value = reader.read(range(1))[0].astype(np.dtype(f.shape.dtype))
+            stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
+            return f.write(state, put_everywhere(stored, layout.axes))
+        rows = DeviceRows(state, layout, name, [f.part])
+
+        def read(ids: Ids) -> Rows:
+            return {f.part: logical.as_stored(reader.read(ids), f)}
+
+        limit = min(self.found.tables[name]["vocabulary_size"], f.table.vocabulary_size)
+        copy_rows(read, rows.write, rows.lines(limit))
+        if name in self._moves:  # those that have another place now
+            moves = self._moves[name].moved()
+            both = (blocks_of(ids, rows.block) for ids in (moves.before, moves.now))
+            copy_rows(read, rows.write, zip(*both, strict=True))
+        return rows.state
+
+    def _fill_by_id(self, state: TableState, name: str) -> TableState:
+        """Return the state with the rows written of a table that is saved by id."""
+        rows = DeviceRows(state, self.wanted.engine.layout, name)
+        for ids, saved in self._moved(name, self._segments(name)):
+            rows.write(ids, self._converted(name, saved))
+        return rows.state
+
+    def homes(self, vocabulary: Mapping[str, Array]) -> dict[str, HostRows]:
+        """Return the rows at home of the engine's tables on the host.
+
+        Args:
+          vocabulary: that of the state, which holds the random key.
+        """
+        engine, made = self.wanted.engine, {}
+        if engine.storage is None:
+            return made
+        for name, table in engine.storage.tables.items():
+            made[name] = HostRows(table.fields, table.storage.path)
+            if name not in self.found.tables:
+                continue
+            saved = self._segments(name) if name in self.by_id else self._whole(name)
+            for every, rows in self._moved(name, saved):  # of a row that comes twice, the last
+                mine = table.row_groups.at_home(every.view(np.uint64))
+                ids = every[mine].view(np.uint64)
+                converted = self._converted(name, {p: some[mine] for p, some in rows.items()})
+                made[name].write(ids, self._lacking_rows(name, vocabulary, ids) | converted)
+        return made
+
+    def _lacking_rows(
+        self, name: str, vocabulary: Mapping[str, Array], ids: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Return what a table on the host lacks of rows, `[n, …]` by field, as it is at first."""
+        if not (lacking := self._lacking(name)):
+            return {}
+        drawn = self.wanted.engine.drawn_rows(vocabulary, name, ids)
+        rows = {f.part: drawn[f.part] for f in lacking}
+        if (numbers := slot_field(NUMBERS_SLOT)) in rows:
+            rows[numbers] = self._numbers_of(lacking[0].table, ids)
+        return rows
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a later save may link these files: rows are at home just as they are saved."""
+        storage = self.wanted.engine.storage
+        if storage is None or any(map(self._lacking, storage.tables)):
+            return False
+        if any(
+            name in self._moves and self._moves[name].moved().now.size for name in storage.tables
+        ):
+            return False
+        here, count = jax.process_index(), jax.process_count()
+        for name, table in storage.tables.items():
+            saved = self.by_id.get(name, [])
+            now = host_rows.describe(table.fields, table.row_groups)
+            if len(saved) != count or any(saved[here][what] != one for what, one in now.items()):
+                return False
+        return True
+
+    @property
+    def _moves(self) -> Mapping[str, Any]:
+        """Where rows of living tables went, by table."""
+        return {} if self.found.maps is None else self.found.maps.moves
+
+    def _has_moved(self, name: str) -> bool:
+        """Return whether rows of a table have other ids than they were saved with."""
+        return name in self._moves and self._moves[name].moved().now.size > 0
+
+    def _is_by_id(self, f: Field) -> bool:
+        return f.shape.per_row and f.table.name in self.by_id and f.table.name in self.found.tables
+
+    def _fields(self, name: str) -> list[Field]:
+        """Return the fields with a row for each id of a table."""
+        return [f for f in fields(self.wanted.engine.layout, name) if f.shape.per_row]
+
+    def _lacking(self, name: str) -> list[Field]:
+        return [f for f in self._fields(name) if self.found.form(f) is None]
+
+    def _reader(self, f: Field) -> RowReader:
+        """Return a reader of a field that is saved whole."""
+        table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
+        assert form is not None, "checked"
+        array = _whole(self.directory / place, form)
+        if f.shape.per_row:
+            names = ("shards", "rows_per_shard", "alternate")
+            array = dataclasses.replace(array, **{name: table[name] for name in names})
+        return RowReader(array, self.found.checksums.get(place, {}))
+
+    def _segments(self, name: str) -> Iterator[Block]:
+        """Yield the rows of a table that are saved by id; on the host, at least those of here."""
+        engine, said = self.wanted.engine, self.by_id[name]
+        if (
+            engine.storage is not None
+            and name in engine.storage.tables
+            and not self._has_moved(name)
+        ):
+            row_groups = engine.storage.tables[name].row_groups
+            # Where ids were divided in the same way, rows of other processes need not be read.
+            said = [
+                one
+                for one in said
+                if one["owners"] != row_groups.num_owners
+                or row_groups.mine.intersection(one["saved"])
+            ]
+        return host_rows.read(self.directory, name, said, self.found.checksums)
+
+    def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Any]]:
+        """Yield blocks with the rows that their ids are now, int64 `[n]`; nobody's are left out."""
+        for ids, rows in blocks:
+            before = ids.astype(np.int64)
+            if name not in self._moves:
+                yield before, rows
+                continue
+            here, now = self._moves[name].follow(before)
+            if now.size:
+                yield now, {part: some[here] for part, some in rows.items()}
+
+    def _whole(self, name: str) -> Iterator[Block]:
+        """Yield all rows of a table that is saved whole."""
+        mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+        readers = {f.part: self._reader(f) for f in mine}
+        block = min(reader.array.block * reader.array.shards for reader in readers.values())
+        for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
+            rows = {part: reader.read(ids) for part, reader in readers.items()}
+            yield np.asarray(ids, np.uint64), rows
+
+    def _converted(self, name: str, rows: Any) -> dict[str, np.ndarray]:
+        """Return saved rows, `[n, …]` by field, as the engine stores them; no others."""
+        forms = {f: self.found.form(f) for f in self._fields(name)}
+        # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
+        return {
+            f.part: logical.as_stored(rows[f.part].view(np.dtype(form["dtype"])), f)
+            for f, form in forms.items()
+            if form is not None
+        }
+
+    def _numbers_of(self, table: TableSlice, ids: np.ndarray) -> np.ndarray:
+        """Return what stands for rows that are rounded at random, uint32 `[n]`.
+
+        Args:
+          table: a table with a map, in which a key stands for its row.
+          ids: uint64 `[n]`, ids at home of a table on the host; otherwise rows.
+        """
+        whole = ids.copy()
+        if table.key_rules is not None and self.found.maps is not None:
+            states = self.found.maps.states
+            known = (states.ids if table.is_on_host else states.maps)[table.name]
+            if known.rows.size:
+                # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
+                at = np.searchsorted(known.rows, ids.view(np.int64)).clip(max=known.rows.size - 1)
+                here = known.rows[at] == ids.view(np.int64)
+                whole[here] = known.keys[at[here]]
+        return number_ids(whole)
+
+    def _with_numbers(self, state: TableState) -> TableState:
+        """Return the state with what stands for rows on the devices, where it was not saved."""
+        layout = self.wanted.engine.layout
+        for f in fields(layout):
+            is_made = f.slot == NUMBERS_SLOT and not f.table.is_on_host
+            if not is_made or f.table.name not in self.found.tables or self.found.form(f):
+                continue
+            assert self.found.maps is not None, "the vocabulary of the table lives"
+            # The rows of keys, and the last one, which keys without a row may share.
+            known = self.found.maps.states.maps[f.table.name].rows
+            ids = np.union1d(known, [f.table.vocabulary_size - 1])
+            rows = DeviceRows(state, layout, f.table.name, [f.part])
+            rows.write(ids, {f.part: self._numbers_of(f.table, ids.view(np.uint64))})
+            state = rows.state
+        return state
 
 
-def _base(wanted: Wanted, *, fresh: bool) -> TableState:
-    """Return a state to read into: initialized by the key if rows are lacking, else blank."""
-    engine = wanted.engine
-    if fresh:
-        assert wanted.key is not None, "checked"
-        return engine.init(wanted.key)
-    layout = engine.layout
-    tables, slots = blank_arrays(layout.stacks, layout.axes)
-    return TableState(tables, slots, jnp.int32(0), {})
+def read_by_id(directory: Path, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what each process has said of the tables in a directory that are saved by id.
 
-
-def _read_field(
-    state: TableState, directory: Path, f: Field, found: SavedTables, wanted: Wanted
-) -> TableState:
-    """Return the state with one field read from disk, updated in place.
+    Args:
+      directory: that of the tables.
+      described: the manifest.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or in the place of another.
+      FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint; it
+        names other tables than the first one, or other fields of a row than the manifest.
     """
-    engine = wanted.engine
-    return _named(directory, wanted, f.label, lambda: _filled(state, directory, f, found, engine))
+    checkpoint, tables = manifest.name_of(directory), described["tables"]
+    every: list[dict[str, Any]] = []
+    if not (directory / host_rows.FILE.format(0)).exists():
+        return {}
+    for process in range(described["processes"]):
+        every.append(said := host_rows.described_by(directory, checkpoint, process))
+        expected = {name: _fields_of(tables[name]) for name in every[0] if name in tables}
+        got = {
+            name: {part["name"]: [part["shape"], part["dtype"]] for part in one["fields"]}
+            for name, one in said.items()
+        }
+        if got != expected:
+            what = f"{directory / host_rows.FILE.format(process)}: fields of rows"
+            raise ValueError(message(what, expected=f"{expected}", got=f"{got}", remedy=REMEDY))
+    return {name: [said[name] for said in every] for name in every[0]}
 
 
-def _named(directory: Path, wanted: Wanted, label: str, read: Callable[[], _T]) -> _T:
-    """Return what a function reads; its errors name what it was.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or in the place of another.
-    """
-    try:
-        return read()
-    except (ValueError, OSError) as error:
-        what, expected = f"{wanted.label(directory)}: {label}", "files as they were written"
-        text = message(what, expected=expected, got=str(error), remedy=REMEDY)
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(text) from error
-
-
-def _filled(
-    state: TableState, directory: Path, f: Field, found: SavedTables, engine: EmbeddingEngine
-) -> TableState:
-    """Return the state with one field read from disk, updated in place."""
-    path, form, table = directory / field_place(f), manifest.form_of(f), found.tables[f.table.name]
-    on_disk, checksums = found.form(f), found.checksums.get(field_place(f), {})
-    assert on_disk is not None, "checked"
-    if not f.shape.per_row:
-        lines = RowReader(_whole(path, on_disk), checksums).read(range(1))
-        value = lines[0].astype(form["dtype"])
-        stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
-        return f.write(state, put_everywhere(stored, engine.layout.axes))
-    name = f.table.name
-    reader, rows = (
-        field_reader(directory, f, found),
-        DeviceRows(state, engine.layout, name, [f.part]),
-    )
-
-    def read(ids: Ids) -> dict[str, np.ndarray]:
-        return {f.part: logical.as_stored(reader.read(ids), f)}
-
-    limit = min(table["vocabulary_size"], f.table.vocabulary_size)
-    copy_rows(read, rows.write, rows.lines(limit))
-    if found.maps is not None and name in found.maps.moves:  # those that have another place now
-        moves = found.maps.moves[name].moved()
-        both = (blocks_of(ids, rows.block) for ids in (moves.before, moves.now))
-        copy_rows(read, rows.write, zip(*both, strict=True))
-    return rows.state
+def _fields_of(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return shape and stored dtype of what a row has, by name, from the manifest of its table."""
+    slots = {slot_field(name): one for name, one in table["slots"].items() if one["per_row"]}
+    return {
+        name: [one["shape"], storage.stored_dtype(one["dtype"]).name]
+        for name, one in {VALUES: table["table"], **slots}.items()
+    }
