@@ -349,7 +349,7 @@ def faults(directory):
         left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
         assert manager.save(2, state, model=model)
         manager.wait()
-        for module, name in ((tables, "_read_field"), (trees, "_check_sums")):
+        for module, name in ((tables._Restore, "fill"), (trees, "_check_sums")):
             with fails(module, name, damaged):
                 seen.append(told(manager.restore, model=model))
         at_once = arrays(engine, manager.restore(model=model).state)
