@@ -31,8 +31,14 @@ def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
     wanted = all(is_int(i) and -count <= i < count for i in given)
     found = tuple(int(i) % count for i in given) if wanted else ()
     if not wanted or len(set(found)) != len(found):
-        expected = f"different places among {count} positional arguments"
-        raise ValueError(message("argnums", expected=expected, got=repr(argnums), remedy=remedy))
+        raise ValueError(
+            message(
+                "argnums",
+                expected=f"different places among {count} positional arguments",
+                got=repr(argnums),
+                remedy=remedy,
+            )
+        )
     return found
 
 

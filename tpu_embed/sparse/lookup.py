@@ -70,9 +70,13 @@ def embedding_lookup(
     ids = _checked_ids(ids, table.shape[0])
     check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
     if c is not None and (c.shape != ids.shape or not is_real(c.dtype)):
-        got = f"{c.dtype} of shape {c.shape}"
-        expected = f"real numbers of the ids' shape {ids.shape}"
-        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
+        raise ValueError(
+            message(
+                "embedding_lookup: weights",
+                expected=f"real numbers of the ids' shape {ids.shape}",
+                got=f"{c.dtype} of shape {c.shape}",
+            )
+        )
     axes = varying_axes(table) | varying_axes(ids)
     rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
     trailing = (1,) * (table.ndim - 1)

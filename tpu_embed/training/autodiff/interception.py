@@ -94,16 +94,26 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
     by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
     leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
-        expected, got = f"features {sorted(by_path)}", f"{sorted(leaves)}"
-        raise ValueError(message("hook: activations", expected=expected, got=got, remedy=_REMAKE))
+        raise ValueError(
+            message(
+                "hook: activations",
+                expected=f"features {sorted(by_path)}",
+                got=f"{sorted(leaves)}",
+                remedy=_REMAKE,
+            )
+        )
     hooked = {}
     for path, leaf in leaves.items():
         activation, dummy = (as_array(x) for x in (_values(leaf), by_path[path]))
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
-            expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
-            got = f"{activation.dtype} of shape {activation.shape}"
-            what = f"hook: activations: {path}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=_REMAKE))
+            raise ValueError(
+                message(
+                    f"hook: activations: {path}",
+                    expected=f"{dummy.dtype} of shape {dummy.shape}, as its dummy",
+                    got=f"{activation.dtype} of shape {activation.shape}",
+                    remedy=_REMAKE,
+                )
+            )
         hooked[path] = _with_values(leaf, tapped(activation, dummy))
     return _rebuilt(activations, iter(hooked.values()))
 
@@ -232,9 +242,14 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
-            expected, got = "a path of its own for each", f"several at {path!r}"
-            remedy = "rename keys that hold a slash"
-            raise ValueError(message("activations", expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    "activations",
+                    expected="a path of its own for each",
+                    got=f"several at {path!r}",
+                    remedy="rename keys that hold a slash",
+                )
+            )
         leaves[path] = leaf
     return leaves
 

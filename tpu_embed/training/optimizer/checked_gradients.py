@@ -49,10 +49,14 @@ def check_gradients(
     }
     if not gradients:
         names = listed(leaves.labels[i] for i in numbers or range(len(leaves.labels)))
-        expected = "a gradient for at least one variable"
-        got, remedy = f"none for {names}", "use one of them in the loss, or skip this update"
-        place = f"{what}: grads_and_vars"
-        raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                f"{what}: grads_and_vars",
+                expected="a gradient for at least one variable",
+                got=f"none for {names}",
+                remedy="use one of them in the loss, or skip this update",
+            )
+        )
     # A constraint maps a whole parameter, a sparse gradient must not touch rows it does not name.
     places = leaves.find_all(constraints, what=f"{what}: constraints")
     for i in places:
@@ -70,9 +74,14 @@ def check_gradients(
 
 def _pair(what: str, entry: Any) -> tuple[Any, Any]:
     if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        expected, remedy = "pairs of a gradient and a path", "compute_gradients makes them"
-        place = f"{what}: grads_and_vars"
-        raise TypeError(message(place, expected=expected, got=repr(entry), remedy=remedy))
+        raise TypeError(
+            message(
+                f"{what}: grads_and_vars",
+                expected="pairs of a gradient and a path",
+                got=repr(entry),
+                remedy="compute_gradients makes them",
+            )
+        )
     return entry[0], entry[1]
 
 
@@ -80,32 +89,50 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     """Return a checked gradient, as an array or `IndexedSlices`."""
     kind = jnp.result_type(parameter)
     if not jnp.issubdtype(kind, jnp.inexact):
-        expected, got = "None, for a parameter of integers", type(gradient).__name__
-        remedy = "leave it out: integers are not trained"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                what,
+                expected="None, for a parameter of integers",
+                got=type(gradient).__name__,
+                remedy="leave it out: integers are not trained",
+            )
+        )
     shape = np.shape(parameter)
     if is_indexed_slices(gradient):
         # Parameter [V, …, D]: indices [N], values [N, …, D].
         values, indices = np.shape(gradient.values), np.shape(gradient.indices)
         fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
         if gradient.dense_shape != shape or not fits:
-            expected = (
-                f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], indices [N]"
+            raise ValueError(
+                message(
+                    what,
+                    expected=f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], "
+                    "indices [N]",
+                    got=f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}",
+                    remedy="dense_shape is the shape of the parameter",
+                )
             )
-            got = f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}"
-            remedy = "dense_shape is the shape of the parameter"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     else:
         try:
             gradient = as_array(gradient)
         except (TypeError, ValueError) as error:
-            expected, got = "an array, IndexedSlices or None", repr(gradient)
-            remedy = "give one pair for each leaf of the parameters"
-            raise TypeError(message(what, expected=expected, got=got, remedy=remedy)) from error
+            raise TypeError(
+                message(
+                    what,
+                    expected="an array, IndexedSlices or None",
+                    got=repr(gradient),
+                    remedy="give one pair for each leaf of the parameters",
+                )
+            ) from error
         if gradient.shape != shape:
-            expected, got = f"the parameter's shape {shape}", f"shape {gradient.shape}"
-            remedy = "pair each gradient with the path of its own parameter"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    what,
+                    expected=f"the parameter's shape {shape}",
+                    got=f"shape {gradient.shape}",
+                    remedy="pair each gradient with the path of its own parameter",
+                )
+            )
         # A float gradient keeps its own precision; integers become the parameter's floats.
         if not jnp.issubdtype(gradient.dtype, jnp.inexact):
             gradient = gradient.astype(kind)
@@ -113,7 +140,12 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     # gradient is complex and the parameter is not.
     kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (gradient.dtype, kind)]
     if kinds[0] > kinds[1]:
-        expected, got = f"floats, as {kind}", str(gradient.dtype)
-        remedy = "take its real part, if that is what is meant"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                what,
+                expected=f"floats, as {kind}",
+                got=str(gradient.dtype),
+                remedy="take its real part, if that is what is meant",
+            )
+        )
     return gradient

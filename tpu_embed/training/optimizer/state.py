@@ -42,5 +42,11 @@ def check_state(what: str, state: Any) -> None:
       TypeError: `state` is something else.
     """
     if not isinstance(state, OptState):
-        got, remedy = type(state).__name__, "init(params) makes one, apply_gradients the next"
-        raise TypeError(message(f"{what}: state", expected="an OptState", got=got, remedy=remedy))
+        raise TypeError(
+            message(
+                f"{what}: state",
+                expected="an OptState",
+                got=type(state).__name__,
+                remedy="init(params) makes one, apply_gradients the next",
+            )
+        )

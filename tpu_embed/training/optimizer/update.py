@@ -122,7 +122,12 @@ def update_parameters(
 def _constrained(constraint: Callable[[Array], Any], parameter: Array) -> Array:
     new = as_array(constraint(parameter))
     if new.shape != parameter.shape:
-        what, remedy = "a constraint's result", "return an array in the parameter's shape"
-        expected, got = f"shape {parameter.shape}", f"shape {new.shape}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "a constraint's result",
+                expected=f"shape {parameter.shape}",
+                got=f"shape {new.shape}",
+                remedy="return an array in the parameter's shape",
+            )
+        )
     return new.astype(parameter.dtype)

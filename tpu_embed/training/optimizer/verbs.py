@@ -175,8 +175,14 @@ class TreeOptimizer(abc.ABC):
         wanted = leaves.paths if var_list is None else var_list
         variables = leaves.find_all(wanted, what=f"{self._name}: var_list")
         if not callable(loss):
-            expected, remedy = "a function of the parameters", "write lambda params: ..."
-            raise TypeError(message("loss", expected=expected, got=repr(loss), remedy=remedy))
+            raise TypeError(
+                message(
+                    "loss",
+                    expected="a function of the parameters",
+                    got=repr(loss),
+                    remedy="write lambda params: ...",
+                )
+            )
         # Leaves w, ids, b and variables [0, 1]: only w is differentiated by. Integers have no
         # gradient (None in the result), and b is a constant like all leaves outside of `variables`.
         kinds = {i: jnp.result_type(leaves.values[i]) for i in variables}
@@ -245,10 +251,14 @@ class TreeOptimizer(abc.ABC):
         check_state(self._name, state)
         leaves = leaves_of(params)
         if leaves.structure != state.structure:
-            expected = f"the tree that the state was made for, {state.structure}"
-            got, remedy = str(leaves.structure), "init(params) makes a state for another tree"
-            what = f"{self._name}: params"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    f"{self._name}: params",
+                    expected=f"the tree that the state was made for, {state.structure}",
+                    got=str(leaves.structure),
+                    remedy="init(params) makes a state for another tree",
+                )
+            )
         # All checks come before any arithmetic: an error leaves nothing half-applied.
         gradients, constrained = check_gradients(
             self._name, grads_and_vars, leaves, constraints or {}
@@ -340,8 +350,14 @@ def checked_name(kind: str, name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         # The name also tells optimizers apart in the messages of a model that has several.
-        remedy = "give one such as 'adagrad': messages begin with it"
-        raise ValueError(message(f"{kind}: name", expected="a word", got=repr(name), remedy=remedy))
+        raise ValueError(
+            message(
+                f"{kind}: name",
+                expected="a word",
+                got=repr(name),
+                remedy="give one such as 'adagrad': messages begin with it",
+            )
+        )
     return name
 
 
@@ -350,10 +366,14 @@ def _cotangent(loss: Array, given: ArrayLike | None) -> Array:
         return jnp.ones((), loss.dtype)
     array = as_array(given)
     if array.shape != loss.shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        expected = f"floats of the loss' shape {loss.shape}"
-        got = f"{array.dtype} of shape {array.shape}"
-        remedy = "leave it out for ones"
-        raise ValueError(message("grad_loss", expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "grad_loss",
+                expected=f"floats of the loss' shape {loss.shape}",
+                got=f"{array.dtype} of shape {array.shape}",
+                remedy="leave it out for ones",
+            )
+        )
     return array.astype(loss.dtype)
 
 
