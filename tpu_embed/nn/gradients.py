@@ -22,7 +22,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.state import TableState
 from tpu_embed.nn.embedding import Embed
-from tpu_embed.nn.layer import TableLayer, updated
+from tpu_embed.nn.layer import TableLayer, updated, warn_once
 from tpu_embed.nn.program import (
     ActivationGradient,
     Gradients,
@@ -31,7 +31,6 @@ from tpu_embed.nn.program import (
     layers_of,
     path_of,
 )
-from tpu_embed.nn.untrained import warn_without_optimizer
 from tpu_embed.sparse import positions, value_and_aux
 
 
@@ -230,7 +229,9 @@ def _updated(model: Any, gradients: TableGradients) -> dict[TableLayer, TableSta
         if lookups and any(stack.optimizer for stack in layer.engine.layout.stacks):
             changed[layer] = updated(layer, lookups)
         elif lookups and layer in waiting:
-            warn_without_optimizer(layer.engine)
+            warn_once(
+                layer.engine, "is not trained: give its layer an optimizer, or trainable=False"
+            )
     return changed
 
 

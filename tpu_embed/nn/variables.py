@@ -58,16 +58,17 @@ class Seen(nnx.Variable):
 
 
 def attributes(state: TableState) -> dict[str, Any]:
-    """Return the attributes of a layer that hold its state."""
+    """Return the attributes of a layer that hold its state, in the containers of nnx."""
     tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
     slots = {
-        stack: {name: Slot(array) for name, array in by_name.items()}
+        stack: nnx.Dict({name: Slot(array) for name, array in by_name.items()})
         for stack, by_name in state.slots.items()
     }
-    counters = {name: Counter(array) for name, array in state.counters.items()}
-    found = {_TABLES: tables, _SLOTS: slots, _STEP: Counter(state.step), **counters}
+    found = {name: Counter(array) for name, array in state.counters.items()}
+    found |= {_TABLES: nnx.Dict(tables), _SLOTS: nnx.Dict(slots), _STEP: Counter(state.step)}
     if state.vocabulary is not None:
-        found[_VOCABULARY] = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+        every = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+        found[_VOCABULARY] = nnx.Dict(every)
     return found
 
 
