@@ -77,8 +77,15 @@ class Embeddings(TableLayer):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        options |= {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.begin(features, optimizer, rngs, **options)
+        self.begin(
+            features,
+            optimizer,
+            rngs,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+            **options,
+        )
 
     def __call__(self, ids: PyTree | Batch | Activations, weights: PyTree | None = None) -> PyTree:
         """Return the activations of all features.
@@ -97,9 +104,13 @@ class Embeddings(TableLayer):
         """
         if isinstance(ids, Activations):
             if weights is not None:
-                remedy, expected = "weights belong to ids", "None with what was looked up"
                 raise ValueError(
-                    message("weights", expected=expected, got="a value", remedy=remedy)
+                    message(
+                        "weights",
+                        expected="None with what was looked up",
+                        got="a value",
+                        remedy="weights belong to ids",
+                    )
                 )
             return ids.found
         return self.look_up(ids, weights)
@@ -159,8 +170,14 @@ class EmbeddingBag(TableLayer):
         feature = FeatureConfig(
             table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
         )
-        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.begin({FEATURE: feature}, optimizer, rngs, **where)
+        self.begin(
+            {FEATURE: feature},
+            optimizer,
+            rngs,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+        )
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Any:
         """Return the activations of bags.
@@ -283,8 +300,14 @@ class Embed(nnx.Module):
             vocabulary=vocabulary,
             storage=storage,
         )
-        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.rows = EmbeddingBag(table, on_bad_id=on_bad_id, rngs=rngs, **where)
+        self.rows = EmbeddingBag(
+            table,
+            on_bad_id=on_bad_id,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+            rngs=rngs,
+        )
         self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features
@@ -329,8 +352,14 @@ class Embed(nnx.Module):
         """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
-            remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
-            raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
+            raise TypeError(
+                message(
+                    FEATURE,
+                    expected="an array",
+                    got=type(array).__name__,
+                    remedy="an EmbeddingBag takes bags of any length",
+                )
+            )
         bags = array if array.ndim == 1 else array[..., None]  # one id is not combined
         return self.rows.place(bags, spec=spec, training=training)
 

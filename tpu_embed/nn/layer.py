@@ -1,6 +1,6 @@
 """What layers have in common: an engine, its state in variables, and lookups that a step can find.
 
-During a training step (`program.py`) a layer has two further variables. `seen` collects what it has
+During a training step (`gradients.py`) a layer has two further variables. `seen` collects what it has
 looked up, and `tap` has zeros for each of these lookups, which become part of the activations: the
 gradient by them is that of the activations. Both are variables, so that they pass through
 `nnx.jit` and `nnx.remat` as the rest of the model does.
@@ -16,7 +16,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,20 +46,6 @@ FEATURE = "ids"
 
 STATE = (Table, Slot, Counter, MapVersion)
 """The types of the variables that hold a layer's state."""
-
-
-class Lookup(NamedTuple):
-    """One lookup of a layer in a training step.
-
-    Attributes:
-      ids: a placed batch, or integers `[B, …]` of each feature, as the layer was given them.
-      weights: one weight per id likewise, or None.
-      values: the float arrays of the activations while their shapes are not known; then None.
-    """
-
-    ids: Any
-    weights: Any
-    values: Any
 
 
 @jax.tree_util.register_dataclass
@@ -120,9 +106,14 @@ class TableLayer(nnx.Module, EngineLayer):
         self.engine = EmbeddingEngine(features, optimizer, **options)
         for one in jax.tree.leaves(features):
             if not isinstance(one, FeatureConfig):
-                got, remedy = type(one).__name__, "jax.tree_util.register_dataclass, or use a dict"
-                expected = "containers that JAX knows as pytrees"
-                raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
+                raise ValueError(
+                    message(
+                        "features",
+                        expected="containers that JAX knows as pytrees",
+                        got=type(one).__name__,
+                        remedy="jax.tree_util.register_dataclass, or use a dict",
+                    )
+                )
         for stack in self.engine.layout.stacks:
             rule = stack.optimizer
             if rule and learning_rate_kind(rule.learning_rate) is LearningRateKind.HOST:
@@ -267,12 +258,15 @@ class TableLayer(nnx.Module, EngineLayer):
                     return self._look_up_arrays(ids, weights)
             ids, weights = self.place(ids, weights), None
         if not isinstance(ids, Batch) or not ids.admitted:
-            got = "one that is not admitted" if isinstance(ids, Batch) else "keys"
-            remedy = "outside the jit: batch = layer.place(keys, weights), or layer.admit(batch) "
-            remedy += "after a Prefetcher; the jit takes the batch as an argument"
-            what = f"table {', '.join(map(repr, engine.table_configs))}"
-            expected = "a Batch that was placed and admitted"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    f"table {', '.join(map(repr, engine.table_configs))}",
+                    expected="a Batch that was placed and admitted",
+                    got="one that is not admitted" if isinstance(ids, Batch) else "keys",
+                    remedy="outside the jit: batch = layer.place(keys, weights), or "
+                    "layer.admit(batch) after a Prefetcher; the jit takes the batch as an argument",
+                )
+            )
         found = engine_of_batch(engine, ids).lookup(self._state_to_read(), ids, weights)
         return self._noted(ids, None, self.bare(found))
 
@@ -328,10 +322,15 @@ class TableLayer(nnx.Module, EngineLayer):
 
     def _state_to_read(self) -> TableState:
         if any(isinstance(x.get_raw_value(), jax.ShapeDtypeStruct) for x in self.tables.values()):
-            what = f"table {next(iter(self.engine.table_configs))!r}"
-            remedy = "fit looks up itself: call the layer with what the loss gets in place of ids"
-            expected, got = "rows", "their shape, as in a model that fit or nnx.eval_shape made"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    f"table {next(iter(self.engine.table_configs))!r}",
+                    expected="rows",
+                    got="their shape, as in a model that fit or nnx.eval_shape made",
+                    remedy="fit looks up itself: call the layer with what the loss gets in place "
+                    "of ids",
+                )
+            )
         trainable = any(one.trainable for one in self.engine.table_configs.values())
         # `fused_value_and_grad` and `sparse_value_and_grad` differentiate what they have traced, so
         # a layer that they train is never called under differentiation.
@@ -353,14 +352,14 @@ class TableLayer(nnx.Module, EngineLayer):
             return found
         so_far = self.seen.get_raw_value()
         values, rebuild = split_activations(found)
-        lookup = Lookup(_after(ids, values), weights, None)
-        if self.tap is None:
-            lookup = lookup._replace(values=values)
+        if self.tap is None:  # what shape the tap is to have
+            note = values
         else:
+            note = _after(ids, values), weights
             values = jax.tree.map(tapped, values, self.tap.get_raw_value()[len(so_far)])
         calls.append(self.engine)
         try:
-            self.seen.set_value((*so_far, lookup))
+            self.seen.set_value((*so_far, note))
         except TraceContextError as error:
             raise not_found(self.seen.get_metadata()["layer"]) from error
         return rebuild(values)
@@ -388,10 +387,9 @@ def _after(ids: Any, values: PyTree) -> Any:
     """Return ids that depend on their activations, so that an update waits for the lookup."""
     found = jax.tree.leaves(values)
     if isinstance(ids, Batch):
-        last = lambda packed: functools.reduce(lambda x, y: known_after(y, x), found, packed)  # noqa: E731
-        return map_ids(last, ids)
+        return map_ids(functools.partial(functools.reduce, known_after, found), ids)
     each = iter(found)
-    return map_ids(lambda leaf: known_after(next(each), leaf), ids)
+    return map_ids(lambda leaf: known_after(leaf, next(each)), ids)
 
 
 def map_ids(function: Callable[[Array], Array], ids: Any) -> Any:
@@ -419,12 +417,14 @@ def _check_weights(ids: Sequence[Any], weights: Sequence[Any]) -> None:
     """
     for one, scale in zip(ids, weights, strict=True):
         if scale is not None and (scale.shape != one.shape or not is_real(scale.dtype)):
-            got = f"{scale.dtype} of shape {scale.shape}"
-            expected, remedy = (
-                f"real numbers of shape {one.shape}",
-                "give one weight per id, or None",
+            raise ValueError(
+                message(
+                    "weights",
+                    expected=f"real numbers of shape {one.shape}",
+                    got=f"{scale.dtype} of shape {scale.shape}",
+                    remedy="give one weight per id, or None",
+                )
             )
-            raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
 
 
 def as_signed(ids: Any) -> Array:
@@ -540,17 +540,12 @@ def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> Embeddi
       ValueError: there are no inputs, or a name is not a string.
     """
     if not inputs or not all(isinstance(name, str) for name in inputs):
-        got = f"{list(inputs)}"
-        raise ValueError(message("ids", expected="ids by name, a string", got=got))
+        raise ValueError(message("ids", expected="ids by name, a string", got=f"{list(inputs)}"))
     config = own.layout.features[0].config
     single = dataclasses.replace(config, jagged=False, max_sequence_length=0, keep="first")
-    kinds = tuple((name, _is_single(name, inputs[name])) for name in sorted(inputs))
+    given = {name: read_ids(f"ids {name!r}", inputs[name]) for name in sorted(inputs)}
+    kinds = tuple((k, isinstance(x, np.ndarray) and x.ndim == 1) for k, x in given.items())
     return _engine_of(own, kinds, {name: single if one else config for name, one in kinds})
-
-
-def _is_single(name: str, ids: Any) -> bool:
-    read = read_ids(f"ids {name!r}", ids)
-    return isinstance(read, np.ndarray) and read.ndim == 1
 
 
 def engine_of_batch(own: EmbeddingEngine, batch: Batch) -> EmbeddingEngine:
