@@ -179,7 +179,9 @@ def test_errors():
     with pytest.raises(TypeError, match="expected ids of an integer dtype, got float64"):
         bag(np.ones((2, 2)))
     for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), bool)):
-        with pytest.raises(ValueError, match=r"weights: expected real numbers of shape \(16, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"weights: expected real numbers of the ids' shape \(16, 3\)"
+        ):
             bag(ids_of(0), weights)
     with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
         nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))

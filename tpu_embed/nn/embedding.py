@@ -28,7 +28,7 @@ from tpu_embed.nn.layer import FEATURE, Activations, TableLayer
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
-Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
+Ids = ArrayLike | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
 @final

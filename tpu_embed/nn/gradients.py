@@ -32,7 +32,7 @@ from tpu_embed._types import Array
 from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.layer import TableLayer, count_calls, map_ids, not_found, updated, warn_once
 from tpu_embed.nn.variables import Seen, Table, Tap
-from tpu_embed.sparse import Sources, known_after_ids, positions, propagate, value_and_aux
+from tpu_embed.sparse import known_after_ids, positions, propagate, value_and_aux
 
 Layers = Mapping[tuple[Any, ...], TableLayer]
 """By the number of a model, followed by the keys that lead from it to the layer."""
@@ -241,7 +241,7 @@ def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
     """Update the layers of models that have gradients, all or none."""
     changed = []
     for model, gradients in pairs:
-        layers = {path_of(path[1:]): layer for path, layer in layers_of([model]).items()}
+        layers = {path_of(path): layer for path, layer in layers_of(model).items()}
         # An Embed without an optimizer has a table that is not trainable; if `trainable` was left
         # True, the user probably forgot the optimizer.
         every = (node for _, node in nnx.iter_graph(model))
@@ -261,8 +261,9 @@ def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
             if lookups and any(stack.optimizer for stack in layer.engine.layout.stacks):
                 changed.append((layer, updated(layer, lookups)))
             elif lookups and layer in waiting:
-                how = "is not trained: give its layer an optimizer, or trainable=False"
-                warn_once(layer.engine, how)
+                warn_once(
+                    layer.engine, "is not trained: give its layer an optimizer, or trainable=False"
+                )
     for layer, state in changed:
         layer.set_state(state)
 
@@ -297,10 +298,9 @@ def path_of(keys: Sequence[Any]) -> str:
     return "/".join(map(str, keys))
 
 
-def layers_of(models: Sequence[Any]) -> Layers:
-    """Return the layers of models, each once, under the first of its paths."""
-    nodes = nnx.iter_graph(dict(enumerate(models)))
-    return {path: node for path, node in nodes if isinstance(node, TableLayer)}
+def layers_of(models: Any) -> Layers:
+    """Return the layers of a model, or of models by number, each under the first of its paths."""
+    return {path: node for path, node in nnx.iter_graph(models) if isinstance(node, TableLayer)}
 
 
 def _function_of_nodes(
@@ -368,11 +368,10 @@ def _differentiate(
             closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*inputs)
         both = jax.value_and_grad(traced, argnums=(0, 1), has_aux=True)(*inputs)
         (value, state), (by_tap, by_variable) = both
-        # One bit per input; the value, which is a scalar, is the first result.
-        numbers = range(len(closed.jaxpr.invars))
-        of_value = propagate(closed.jaxpr, [Sources(1 << i) for i in numbers])[0].reached
-        bits = [of_value >> i & 1 for i in numbers]
-        reached = jax.tree.structure(tuple(inputs)).unflatten(bits)
+        # The value, which is a scalar, is the first result; its sources have one bit per input.
+        of_value = propagate(closed.jaxpr)[0].reached
+        leaves, structure = jax.tree.flatten(inputs)
+        reached = structure.unflatten([of_value >> i & 1 for i in range(len(leaves))])
         with nnx.merge_context(_CONTEXT, inner=False) as context:
             merged = context.merge(static["graphdef"], state)
         tables = _table_gradients(layers, reached, by_tap, models)
@@ -396,7 +395,7 @@ def _tapped(call: _OfNodes, nodes: dict[int, Any], layers: Layers) -> Iterator[N
         def shapes(state: Any) -> list[list[Any]]:
             merged = nnx.merge(graphdef, state)
             call(merged)
-            every = layers_of([merged[key] for key in sorted(merged)])
+            every = layers_of(merged)
             return [every[path].seen.get_raw_value() for path in layers]
 
         with count_calls() as calls:
@@ -423,7 +422,7 @@ def _tapped(call: _OfNodes, nodes: dict[int, Any], layers: Layers) -> Iterator[N
 
 
 def _table_gradients(
-    layers: Layers, reached: tuple[Any, ...], by_tap: Any, models: int
+    layers: Layers, reached: Sequence[Any], by_tap: Any, models: int
 ) -> list[TableGradients]:
     """Return, for each model, the gradients of the lookups of its layers that reach the value.
 
@@ -452,11 +451,11 @@ def _table_gradients(
             )
         three = (layer.seen, gradients, taps[whole])
         mine, others = [], []
-        for note, gradient, bits in zip(*(one.get_raw_value() for one in three), strict=True):
+        for (ids, weights), gradient, bits in zip(*(one.get_raw_value() for one in three), strict=True):
             if any(jax.tree.leaves(bits)):
-                mine.append(ActivationGradient(*note, gradient))
+                mine.append(ActivationGradient(ids, weights, gradient))
             else:
-                others += jax.tree.leaves(note[0])
+                others += jax.tree.leaves(ids)
         if path in found[model] and mine:  # the keys ("a", "b") and ("a/b",) have the same path
             raise ValueError(
                 message(

@@ -1,8 +1,8 @@
 """What layers have in common: an engine, its state in variables, and lookups that a step can find.
 
-During a training step (`gradients.py`) a layer has two further variables. `seen` collects what it has
-looked up, and `tap` has zeros for each of these lookups, which become part of the activations: the
-gradient by them is that of the activations. Both are variables, so that they pass through
+During a training step (`gradients.py`) a layer has two further variables. `seen` collects what it
+has looked up, and `tap` has zeros for each of these lookups, which become part of the activations:
+the gradient by them is that of the activations. Both are variables, so that they pass through
 `nnx.jit` and `nnx.remat` as the rest of the model does.
 
 Input: a placed batch, or ids by feature. Output: activations; after a step, the new state.
@@ -32,13 +32,13 @@ from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.ids import is_real, narrow_ids, read_ids
+from tpu_embed.core.ids import narrow_ids, read_ids
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
-from tpu_embed.sparse import known_after, tapped
+from tpu_embed.sparse import check_weights, known_after, tapped
 from tpu_embed.vocabulary import map_version
 
 FEATURE = "ids"
@@ -252,9 +252,10 @@ class TableLayer(nnx.Module, EngineLayer):
         engine = self.engine
         if not isinstance(ids, Batch) and engine.vocabularies is None:
             if not self._are_named(ids):
-                each = engine.structure.match_weighted(self.nest(ids), self.nest(weights))
-                if all(map(_is_dense, each[0])):
-                    _check_weights(*each)
+                given, scales = engine.structure.match_weighted(self.nest(ids), self.nest(weights))
+                if all(map(_is_dense, given)):
+                    for pair in zip(scales, given, strict=True):  # before examples are added
+                        check_weights("weights", *pair)
                     return self._look_up_arrays(ids, weights)
             ids, weights = self.place(ids, weights), None
         if not isinstance(ids, Batch) or not ids.admitted:
@@ -409,24 +410,6 @@ def _is_dense(ids: Any) -> bool:
     return isinstance(ids, jax.Array)
 
 
-def _check_weights(ids: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Check weights before examples are added to them and to their ids.
-
-    Raises:
-      ValueError: weights of another shape than their ids, or no real numbers.
-    """
-    for one, scale in zip(ids, weights, strict=True):
-        if scale is not None and (scale.shape != one.shape or not is_real(scale.dtype)):
-            raise ValueError(
-                message(
-                    "weights",
-                    expected=f"real numbers of shape {one.shape}",
-                    got=f"{scale.dtype} of shape {scale.shape}",
-                    remedy="give one weight per id, or None",
-                )
-            )
-
-
 def as_signed(ids: Any) -> Array:
     """Return integers as int32, or as int64 if their dtype needs it and x64 is on.
 
@@ -519,11 +502,14 @@ def _engine_of(own: EmbeddingEngine, key: Any, features: Any) -> EmbeddingEngine
     """Return the engine of other features of the same tables; it is made once for each key."""
     optimizer, made = _engines[own]
     if key not in made:
-        axes, blocks = own.layout.axes, own.layout.sum_blocks
-        where: dict[str, Any] = {"mesh": axes.mesh, "batch_axes": axes.batch_axes}
-        maps = own.vocabularies
+        axes = own.layout.axes
         made[key] = EmbeddingEngine(
-            features, optimizer, sum_blocks=blocks, vocabularies=maps, **where
+            features,
+            optimizer,
+            mesh=axes.mesh,
+            batch_axes=axes.batch_axes,
+            sum_blocks=own.layout.sum_blocks,
+            vocabularies=own.vocabularies,
         )
     return made[key]
 

@@ -61,7 +61,7 @@ def attributes(state: TableState) -> dict[str, Any]:
         stack: nnx.Dict({name: Slot(array) for name, array in by_name.items()})
         for stack, by_name in state.slots.items()
     }
-    found = {name: Counter(array) for name, array in state.counters.items()}
+    found: dict[str, Any] = {name: Counter(array) for name, array in state.counters.items()}
     found |= {"tables": nnx.Dict(tables), "slots": nnx.Dict(slots), "step": Counter(state.step)}
     if state.vocabulary is not None:
         every = {name: MapVersion(x) for name, x in state.vocabulary.items()}

@@ -11,8 +11,6 @@ Output: `Program`, the same program with more inputs; its results and gradients 
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +23,7 @@ from tpu_embed._jaxprs import rerun
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.reach import NOTHING, Sources, propagate
+from tpu_embed.sparse.reach import Sources, propagate, union
 from tpu_embed.sparse.taps import Lookup, known_after_ids
 
 
@@ -49,7 +47,7 @@ class Program(NamedTuple):
     def reaching(self, results: Iterable[int]) -> tuple[set[int], set[int]]:
         """Return the places that reach any of some results, and those that do through a `while`."""
         # Bits 10010: the places 1 and 4.
-        both = functools.reduce(operator.or_, (self.reached[i] for i in results), NOTHING)
+        both = union(self.reached[i] for i in results)
         reached, looped = ({i for i in range(len(self.values)) if b >> i & 1} for b in both)
         return reached, looped
 
@@ -74,8 +72,7 @@ def tap(closed: ClosedJaxpr, inputs: Sequence[Array], sites: Sequence[Any]) -> P
     each = zip(sites, taps, strict=True)
     tables = {mine[0]: one.table for one, mine in each if isinstance(one, Lookup)}
     tapped = jax.make_jaxpr(run)(*given)
-    sources = [Sources(1 << place) for place in range(len(values))]
-    reached = propagate(tapped.jaxpr, sources)[: len(closed.out_avals)]
+    reached = propagate(tapped.jaxpr)[: len(closed.out_avals)]
     return Program(tapped, values, taps, tables, reached)
 
 

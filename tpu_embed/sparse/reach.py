@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from tpu_embed._jaxprs import CALLS, REMATS, Inner, flow, inner_jaxprs, scan_counts
+from tpu_embed._jaxprs import CALLS, REMATS, flow, inner_jaxprs, scan_counts
 
 
 class Sources(NamedTuple):
@@ -43,13 +43,16 @@ class Sources(NamedTuple):
 NOTHING = Sources()
 
 
-def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
+def propagate(jaxpr: Any, sources: Mapping[Any, Sources] | None = None) -> list[Sources]:
     """Return the sources that reach each output.
 
     Args:
       jaxpr: an open jaxpr.
-      sources: the sources of each input; those of integer inputs reach nothing.
+      sources: the sources of each input; those of integer inputs reach nothing. None: each input
+        is a source of its own, whose bit is its number.
     """
+    if sources is None:
+        sources = {var: Sources(1 << i) for i, var in enumerate(jaxpr.invars)}
 
     def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
         # What is written into a reference may be read from it later, so it counts as a result.
@@ -57,25 +60,25 @@ def propagate(jaxpr: Any, sources: Sequence[Sources]) -> list[Sources]:
             one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
         ]
         if references:
-            return _inexact(dict.fromkeys([*references, *eqn.outvars], _union(operands)))
+            return _inexact(dict.fromkeys([*references, *eqn.outvars], union(operands)))
         rule = _RULES.get(eqn.primitive.name, _opaque)
         return _inexact(dict(zip(eqn.outvars, rule(eqn, operands), strict=True)))
 
-    return flow(jaxpr, _inexact(dict(zip(jaxpr.invars, sources, strict=True))), step, NOTHING)
-
-
-def _enter(inner: Inner, operands: Sequence[Sources]) -> list[Sources]:
-    return propagate(inner.jaxpr, list(inner.marks(operands).values()))
+    return flow(jaxpr, _inexact(sources), step, NOTHING)
 
 
 def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
     """Return the sources of those variables that are floats or complex numbers."""
     # A token has no dtype. Booleans have one that is not inexact either.
-    kinds = {var: getattr(var.aval, "dtype", bool) for var in sources}
-    return {var: sources[var] for var in sources if jnp.issubdtype(kinds[var], jnp.inexact)}
+    return {
+        var: some
+        for var, some in sources.items()
+        if jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
+    }
 
 
-def _union(sources: Iterable[Sources]) -> Sources:
+def union(sources: Iterable[Sources]) -> Sources:
+    """Return what is in any of some sets of sources."""
     return functools.reduce(operator.or_, sources, NOTHING)
 
 
@@ -85,13 +88,13 @@ Rule = Callable[[Any, list[Sources]], Sequence[Sources]]
 
 
 def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
-    return [_union(operands)] * len(eqn.outvars)
+    return [union(operands)] * len(eqn.outvars)
 
 
 def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # A call runs one program, a cond one of several.
-    results = [_enter(inner, operands) for inner in inner_jaxprs(eqn)]
-    return [_union(same) for same in zip(*results, strict=True)]
+    results = [propagate(inner.jaxpr, inner.marks(operands)) for inner in inner_jaxprs(eqn)]
+    return [union(same) for same in zip(*results, strict=True)]
 
 
 def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
@@ -113,7 +116,7 @@ def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
     # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
     while True:
-        results = _enter(body, operands)
+        results = propagate(body.jaxpr, body.marks(operands))
         carry = [a | b for a, b in zip(operands[start:end], results, strict=False)]
         if carry == operands[start:end]:
             break

@@ -179,12 +179,15 @@ def value_and_gradients(
     program = tap(closed, leaves, sites)
     # xs = [{"a": u, "b": v}, w, Tag("h")]: places [{"a": 0, "b": 1}, 2, 3], if the value h has the
     # first tap.
-    each = zip(sites, program.taps, strict=True)
-    tagged = {one.name: (one, mine) for one, mine in each if isinstance(one, Tagged)}
-    by_tag = [one.structure.unflatten(mine) for one, mine in (tagged[name] for name in tags)]
-    places = [*structure.unflatten(range(len(leaves))), *by_tag]
+    tagged = {
+        one.eqn.params["name"]: one.eqn.params["structure"].unflatten(mine)
+        for one, mine in zip(sites, program.taps, strict=True)
+        if isinstance(one, Tagged) and one.own
+    }
+    places = [*structure.unflatten(range(len(leaves))), *(tagged[name] for name in tags)]
     named = dict(enumerate(names))
-    named |= {i: f"Tag({name!r})" for name, (_, mine) in tagged.items() for i in mine}
+    for name, mine in tagged.items():
+        named |= dict.fromkeys(jax.tree.leaves(mine), f"Tag({name!r})")
     # The program returns one flat list: [leaves of ys, leaves of aux].
     ys, aux = map(jax.tree.structure, shapes)
     cotangents = _cotangents(ys, closed.out_avals[: ys.num_leaves], grad_ys)

@@ -19,7 +19,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
-from tpu_embed.core.lookup import Jagged
+from tpu_embed.core.lookup import split_activations
 from tpu_embed.sparse import full, tapped
 from tpu_embed.training.autodiff.gradients import checked_loss, gradients, value_and_gradients
 
@@ -68,7 +68,9 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any = None
     """
     dummies: Dummies = {}
     for table, path, leaf in _features(activations, feature_config):
-        dummies.setdefault(table, {})[path] = full(jax.typeof(jnp.asarray(_values(leaf))), 0)
+        dummies.setdefault(table, {})[path] = full(
+            jax.typeof(jnp.asarray(split_activations(leaf)[0])), 0
+        )
     return dummies
 
 
@@ -104,7 +106,8 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
         )
     hooked = {}
     for path, leaf in leaves.items():
-        activation, dummy = (as_array(x) for x in (_values(leaf), by_path[path]))
+        values, rebuild = split_activations(leaf)
+        activation, dummy = as_array(values), as_array(by_path[path])
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
             raise ValueError(
                 message(
@@ -114,7 +117,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
                     remedy=_REMAKE,
                 )
             )
-        hooked[path] = _with_values(leaf, tapped(activation, dummy))
+        hooked[path] = rebuild(tapped(activation, dummy))
     return _rebuilt(activations, iter(hooked.values()))
 
 
@@ -211,13 +214,13 @@ def get_gradients_through_compute_gradients(
       ValueError: the loss is not float.
     """
     activations = optimizer.local(activations)
-    leaves = [leaf for _, leaf in _leaves(activations)]
+    each = [split_activations(leaf) for _, leaf in _leaves(activations)]
 
     def scaled(*values: Array) -> Array:
-        given = map(_with_values, leaves, values)
+        given = (rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True))
         return optimizer.scale_loss(checked_loss(loss(_rebuilt(activations, given))))
 
-    found = gradients(scaled, [_values(leaf) for leaf in leaves])
+    found = gradients(scaled, [values for values, _ in each])
     return _rebuilt(activations, iter(found))
 
 
@@ -262,17 +265,7 @@ def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "feature", nest
         return
     for key, child in inner:
-        yield from _leaves(child, f"{path}/{key}" if path else str(key))
-
-
-def _values(leaf: Any) -> Any:
-    """Return the floats of an activation, by which it is differentiated."""
-    return leaf.values if isinstance(leaf, Jagged) else leaf
-
-
-def _with_values(leaf: Any, values: Array) -> Any:
-    """Return an activation of other floats."""
-    return leaf.with_values(values) if isinstance(leaf, Jagged) else values
+        yield from _leaves(child, structures.join_path(path, key))
 
 
 def _rebuilt(nest: Any, leaves: Iterator[Any]) -> Any:

@@ -88,16 +88,6 @@ class Tagged(Site):
     own: bool
     stop: bool
 
-    @property
-    def name(self) -> str:
-        """The name."""
-        return self.eqn.params["name"]
-
-    @property
-    def structure(self) -> Any:
-        """The structure of the value."""
-        return self.eqn.params["structure"]
-
     def taps(self) -> list[Array]:
         """Return zeros like each leaf of the value, or nothing if its gradient is not wanted."""
         return [full(atom.aval, 0) for atom in self.eqn.invars] if self.own else []
