@@ -314,14 +314,14 @@ def _function_of_nodes(
     leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     chosen = [len(jax.tree.leaves(args[:i], is_leaf=is_node)) for i in which]
     others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
-    places = dict(enumerate([*chosen, *others]))
+    places = [*chosen, *others]
 
     def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
-        given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in places.items()}
+        given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in enumerate(places)}
         args, kwargs = structure.unflatten(given.values())
         return value_and_aux(f(*args, **kwargs), has_aux=has_aux)
 
-    return call, {key: leaves[i] for key, i in places.items()}
+    return call, dict(enumerate(leaves[i] for i in places))
 
 
 def _differentiate(
@@ -449,9 +449,9 @@ def _table_gradients(
                 f"layer {path!r}: its table is a constant where the function reads it in another "
                 "way than by a lookup, and gets no gradient there"
             )
-        three = (layer.seen, gradients, taps[whole])
+        three = (x.get_raw_value() for x in (layer.seen, gradients, taps[whole]))
         mine, others = [], []
-        for (ids, weights), gradient, bits in zip(*(one.get_raw_value() for one in three), strict=True):
+        for (ids, weights), gradient, bits in zip(*three, strict=True):
             if any(jax.tree.leaves(bits)):
                 mine.append(ActivationGradient(ids, weights, gradient))
             else:

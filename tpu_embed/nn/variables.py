@@ -77,7 +77,7 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     """
     named = _variables(holder["tables"])
     tables = {x.get_metadata().get("stack", name): x[...] for name, x in named.items()}
-    by_stack = holder.get("slots", {})  # a stack without slots may have no entry
+    by_stack = holder["slots"]  # a stack without slots may have no entry
     slots = {
         stack: {name: slot[...] for name, slot in _variables(by_stack[stack]).items()}
         if stack in by_stack

@@ -9,8 +9,7 @@ from tpu_embed.sparse.indexed_slices import (
     scale,
 )
 from tpu_embed.sparse.lookup import check_weights, embedding_lookup
-from tpu_embed.sparse.program import Program, pull_back, tap
-from tpu_embed.sparse.reach import propagate
+from tpu_embed.sparse.program import Program, propagate, pull_back, tap
 from tpu_embed.sparse.taps import (
     find_sites,
     full,

@@ -97,9 +97,8 @@ class IndexedSlices:
         firsts = jnp.full(n, n, jnp.int32).at[run].min(positions)
         _, order = dispatch.sort_rows(jnp.where(run_row_ids < size, firsts, n))
         rows = dispatch.gather_rows(run_row_ids, order)
-        kept = (rows < size).reshape((n,) + (1,) * (sums.ndim - 1))
-        values = jnp.where(kept, dispatch.gather_rows(sums, order), jnp.zeros_like(sums))
-        return IndexedSlices(values, rows, self.dense_shape)
+        sums = dispatch.gather_rows(sums, order)
+        return clean_padding(IndexedSlices(sums, rows, self.dense_shape))
 
     def compact(self) -> IndexedSlices:
         """Return an equal gradient without padding.
@@ -203,6 +202,13 @@ class IndexedSlices:
             )
         absent = (indices < 0) | (indices >= size)
         return jnp.where(absent, jnp.asarray(size, indices.dtype), indices)
+
+
+def clean_padding(gradient: IndexedSlices) -> IndexedSlices:
+    """Return an equal gradient in which all padding has the index V and values of zero."""
+    indices = gradient._valid_indices()
+    kept = (indices < gradient.shape[0]).reshape(-1, *[1] * (gradient.values.ndim - 1))
+    return IndexedSlices(jnp.where(kept, gradient.values, 0), indices, gradient.shape)
 
 
 def is_indexed_slices(tree: Any) -> bool:

@@ -118,7 +118,7 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
                 )
             )
         hooked[path] = rebuild(tapped(activation, dummy))
-    return _rebuilt(activations, iter(hooked.values()))
+    return structures.unflatten(activations, iter(hooked.values()))
 
 
 def get_gradients_through_dummy_table_variables(
@@ -191,7 +191,7 @@ def get_gradients_through_dummy_table_variables(
             unused = ", ".join(absent)
             warn_user(f"table {name!r}: the loss does not depend on {unused}: zero gradients")
         by_path |= found[name] | {path: zeros[path] for path in absent}
-    return value, _rebuilt(nest, (by_path[path] for path, _ in _leaves(nest)))
+    return value, structures.unflatten(nest, (by_path[path] for path, _ in _leaves(nest)))
 
 
 def get_gradients_through_compute_gradients(
@@ -218,10 +218,10 @@ def get_gradients_through_compute_gradients(
 
     def scaled(*values: Array) -> Array:
         given = (rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True))
-        return optimizer.scale_loss(checked_loss(loss(_rebuilt(activations, given))))
+        return optimizer.scale_loss(checked_loss(loss(structures.unflatten(activations, given))))
 
     found = gradients(scaled, [values for values, _ in each])
-    return _rebuilt(activations, iter(found))
+    return structures.unflatten(activations, iter(found))
 
 
 def _features(activations: PyTree, feature_config: Any) -> Iterator[tuple[str, str, Any]]:
@@ -266,11 +266,3 @@ def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, child in inner:
         yield from _leaves(child, structures.join_path(path, key))
-
-
-def _rebuilt(nest: Any, leaves: Iterator[Any]) -> Any:
-    # Walks the nest in the order of `_leaves` and takes the next leaf at each place.
-    inner = structures.children(nest)
-    if inner is None:
-        return next(leaves)
-    return structures.rebuild(nest, {key: _rebuilt(child, leaves) for key, child in inner})
