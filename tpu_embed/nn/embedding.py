@@ -375,4 +375,7 @@ class Embed(nnx.Module):
 
 def _array(ids: Any) -> Any:
     # NumPy arrays stay on the host, where their values can be checked.
-    return ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if isinstance(ids, jax.Array):
+        return ids
+    array = np.asarray(ids)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

@@ -253,7 +253,8 @@ class TableLayer(nnx.Module, EngineLayer):
         if not isinstance(ids, Batch) and engine.vocabularies is None:
             if not self._are_named(ids):
                 given, scales = engine.structure.match_weighted(self.nest(ids), self.nest(weights))
-                if all(map(_is_dense, given)):
+                # A list of weights is a column, which is placed.
+                if all(map(_is_dense, given)) and not any(isinstance(x, list) for x in scales):
                     for pair in zip(scales, given, strict=True):  # before examples are added
                         check_weights("weights", *pair)
                     return self._look_up_arrays(ids, weights)
