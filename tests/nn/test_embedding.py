@@ -179,13 +179,15 @@ def test_errors():
     with pytest.raises(TypeError, match="expected ids of an integer dtype, got float64"):
         bag(np.ones((2, 2)))
     for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), bool)):
-        with pytest.raises(ValueError, match=r"weights: expected real numbers of shape \(16, 3\)"):
+        with pytest.raises(
+            ValueError, match=r"weights: expected real numbers of the ids' shape \(16, 3\)"
+        ):
             bag(ids_of(0), weights)
     with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
         nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))
-    with pytest.raises(ValueError, match="weights: expected None with a Batch"):
+    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
         bag(bag.place(ids_of(0)), np.ones((B, 3), np.float32))
-    with pytest.raises(ValueError, match=r"ids: expected \[B\] or \[…, H\], got rank 0"):
+    with pytest.raises(ValueError, match="'ids': expected ids of rank 1 or more, got rank 0"):
         bag(np.int32(3))
     with pytest.raises(ValueError, match="table 'films': learning_rate: expected a number"):
         bag_of(o.SGD(lambda: 0.1))

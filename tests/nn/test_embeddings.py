@@ -231,6 +231,13 @@ def test_one_feature_without_a_name_is_looked_up_twice_with_weights():
     np.testing.assert_array_equal(after[16:], before[16:])
     with pytest.raises(ValueError, match="rank 1 or more"):
         rows(np.array(3))
+    for look_up in (lambda rows, *given: rows(*given), nnx.jit(lambda rows, *given: rows(*given))):
+        with pytest.raises(
+            ValueError, match=r"weights: expected real numbers of the ids' shape \(5, 2\)"
+        ):
+            look_up(rows, ids[:5], weights[:3])  # also where examples are added to both
+        with pytest.raises(ValueError, match="rank 1 or more"):
+            look_up(rows, jnp.array(3))
     with pytest.raises(ValueError, match="weights: expected None with what was looked up"):
         rows(nn.Activations(after), weights)
 

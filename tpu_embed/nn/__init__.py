@@ -2,8 +2,8 @@
 
 `Embeddings` (`embedding.py`) has all tables of a model in one engine, the other layers have one
 each. During a training step a layer adds a tap to the activations of each of its lookups
-(`layer.py`). `program.py` differentiates the user's function by these taps, and `gradients.py`
-passes the gradients to the layer's engine.
+(`layer.py`). `gradients.py` differentiates the user's function by these taps, and passes the
+gradients to the layer's engine.
 
 Beside the layers stands the attention of models over jagged histories (`attention.py`).
 
@@ -14,6 +14,7 @@ Output: activations; after a training step, the new tables of the layers.
 from tpu_embed.nn.attention import jagged_attention, on_each_replica
 from tpu_embed.nn.embedding import Embed, EmbeddingBag, Embeddings
 from tpu_embed.nn.gradients import (
+    ActivationGradient,
     TableGradients,
     apply_table_gradients,
     fused_value_and_grad,
@@ -21,7 +22,6 @@ from tpu_embed.nn.gradients import (
 )
 from tpu_embed.nn.layer import Activations
 from tpu_embed.nn.placing import admit, place
-from tpu_embed.nn.program import ActivationGradient
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table
 
 __all__ = [

@@ -91,9 +91,14 @@ def jagged_attention(
       ((5, 1, 4), True)
     """
     if time_bias is not None and times is None:
-        what, remedy = "jagged_attention: times", "give both, or neither"
-        wanted = "int32 [N] with a time_bias"
-        raise ValueError(message(what, expected=wanted, got="None", remedy=remedy))
+        raise ValueError(
+            message(
+                "jagged_attention: times",
+                expected="int32 [N] with a time_bias",
+                got="None",
+                remedy="give both, or neither",
+            )
+        )
     if not len(q):
         return v
     splits, zeros = jnp.asarray(splits, jnp.int32), jnp.zeros(len(q), jnp.int32)

@@ -20,15 +20,15 @@ from jax.sharding import Mesh
 
 from tpu_embed._checks import check_choice, message
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
-from tpu_embed.core.ids import RaggedIds, SparseIds, is_real, read_ids
-from tpu_embed.nn.layer import FEATURE, Activations, TableLayer, engine_of_inputs
+from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids
+from tpu_embed.nn.layer import FEATURE, Activations, TableLayer
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
 
-Ids = Array | np.ndarray | Batch | SparseIds | RaggedIds | Mapping[str, Any]
+Ids = ArrayLike | Batch | SparseIds | RaggedIds | Mapping[str, Any]
 
 
 @final
@@ -77,8 +77,15 @@ class Embeddings(TableLayer):
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
-        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.begin(features, optimizer, rngs, **where, **options)
+        self.begin(
+            features,
+            optimizer,
+            rngs,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+            **options,
+        )
 
     def __call__(self, ids: PyTree | Batch | Activations, weights: PyTree | None = None) -> PyTree:
         """Return the activations of all features.
@@ -97,43 +104,16 @@ class Embeddings(TableLayer):
         """
         if isinstance(ids, Activations):
             if weights is not None:
-                remedy, expected = "weights belong to ids", "None with what was looked up"
                 raise ValueError(
-                    message("weights", expected=expected, got="a value", remedy=remedy)
+                    message(
+                        "weights",
+                        expected="None with what was looked up",
+                        got="a value",
+                        remedy="weights belong to ids",
+                    )
                 )
             return ids.found
-        if isinstance(ids, Batch) or self.engine.vocabularies is not None:
-            return self.look_up_batch(check_placed(self, ids, weights))
-        given, _ = self.engine.structure.match_weighted(ids, weights)
-        if not all(map(_is_dense, given)):
-            return self.look_up_batch(self.place(ids, weights))
         return self.look_up(ids, weights)
-
-    def place(
-        self,
-        ids: PyTree,
-        weights: PyTree | None = None,
-        *,
-        spec: BatchSpec | None = None,
-        training: bool = True,
-    ) -> Batch:
-        """Check ids on the host, send them to the devices, and admit the batch.
-
-        Call it outside of a jit. If it raises, no map and no variable has changed.
-
-        Args:
-          ids: as for `EmbeddingEngine.place`; keys of living vocabularies among them.
-          weights: one weight per id, in the same structure; None: all ones.
-          spec: the exact shape of the batch, or None.
-          training: False for a batch that is only looked up; vocabularies learn nothing from it.
-
-        Returns:
-          a `Batch`, which the jitted step takes.
-
-        Raises:
-          ValueError, TypeError: whatever `EmbeddingEngine.place` and `admit` refuse.
-        """
-        return place_and_admit(self, self.engine, ids, weights, spec, training=training)
 
 
 @final
@@ -190,8 +170,14 @@ class EmbeddingBag(TableLayer):
         feature = FeatureConfig(
             table, max_sequence_length, on_bad_id=on_bad_id, jagged=jagged, keep=keep
         )
-        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.begin({FEATURE: feature}, optimizer, rngs, **where)
+        self.begin(
+            {FEATURE: feature},
+            optimizer,
+            rngs,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+        )
 
     def __call__(self, ids: Ids, weights: ArrayLike | None = None) -> Any:
         """Return the activations of bags.
@@ -211,45 +197,9 @@ class EmbeddingBag(TableLayer):
           ValueError: ids outside the table whose values are known; shapes that do not fit; sparse
             or ragged ids that are traced; keys, or a batch of keys that is not admitted.
         """
-        if isinstance(ids, Batch) or self.engine.vocabularies is not None:
-            return self.look_up_batch(check_placed(self, ids, weights))
-        if isinstance(ids, (SparseIds, RaggedIds, Mapping)):
-            return self.look_up_batch(self.place(ids, weights))
-        array, scales = _array(ids), None if weights is None else as_array(weights)
-        _check_dense(array, scales)
-        return self.look_up(array, scales)
-
-    def place(
-        self,
-        ids: Ids,
-        weights: Any = None,
-        *,
-        spec: BatchSpec | None = None,
-        training: bool = True,
-    ) -> Batch:
-        """Check ids on the host, send them to the devices, and admit the batch.
-
-        Args:
-          ids: integers or keys `[B]` or `[B, …, H]`, `SparseIds` or `RaggedIds`; the number of
-            devices divides B. Or several of them by name, such as a history and its candidates,
-            each with a B of its own: then the layer returns its activations by name, from one
-            lookup.
-          weights: one weight per id, or None; with names, by the same names.
-          spec: the exact shape of the batch, or None.
-          training: False for a batch that is only looked up.
-
-        Returns:
-          a `Batch` for this layer.
-
-        Raises:
-          ValueError, TypeError: whatever `EmbeddingEngine.place` and `admit` refuse.
-        """
-        engine, features, scales = self.engine, {FEATURE: ids}, {FEATURE: weights}
-        if isinstance(ids, Mapping):
-            engine, features = engine_of_inputs(self.engine, ids), dict(ids)
-            scales = {name: (weights or {}).get(name) for name in ids}
-        given = None if weights is None else scales
-        return place_and_admit(self, engine, features, given, spec, training=training)
+        if not isinstance(ids, (Batch, SparseIds, RaggedIds, Mapping)):
+            ids, weights = _array(ids), None if weights is None else as_array(weights)
+        return self.look_up(ids, weights)
 
     @property
     def embedding(self) -> Array:
@@ -350,8 +300,14 @@ class Embed(nnx.Module):
             vocabulary=vocabulary,
             storage=storage,
         )
-        where: dict[str, Any] = {"mesh": mesh, "batch_axes": batch_axes, "lookahead": lookahead}
-        self.rows = EmbeddingBag(table, on_bad_id=on_bad_id, rngs=rngs, **where)
+        self.rows = EmbeddingBag(
+            table,
+            on_bad_id=on_bad_id,
+            mesh=mesh,
+            batch_axes=batch_axes,
+            lookahead=lookahead,
+            rngs=rngs,
+        )
         self.trainable = trainable
         self.num_embeddings = num_embeddings
         self.features = features
@@ -372,12 +328,12 @@ class Embed(nnx.Module):
             not admitted.
         """
         if isinstance(inputs, Batch) or self.rows.engine.vocabularies is not None:
-            found = self.rows(inputs if isinstance(inputs, Batch) else _array(inputs))
-            return found if self.dtype is None else found.astype(self.dtype)
-        # One id each is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
-        ids, axes = _array(inputs), self.rows.engine.layout.axes
-        one_axis = axes.reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
-        found = axes.reshape(self.rows(one_axis), (*ids.shape, self.features))
+            found = self.rows(inputs)
+        else:
+            # One id each is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
+            ids, reshape = _array(inputs), self.rows.engine.layout.axes.reshape
+            flat = reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
+            found = reshape(self.rows(flat), (*ids.shape, self.features))
         return found if self.dtype is None else found.astype(self.dtype)
 
     def place(
@@ -396,8 +352,14 @@ class Embed(nnx.Module):
         """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
-            remedy, got = "an EmbeddingBag takes bags of any length", type(array).__name__
-            raise TypeError(message(FEATURE, expected="an array", got=got, remedy=remedy))
+            raise TypeError(
+                message(
+                    FEATURE,
+                    expected="an array",
+                    got=type(array).__name__,
+                    remedy="an EmbeddingBag takes bags of any length",
+                )
+            )
         bags = array if array.ndim == 1 else array[..., None]  # one id is not combined
         return self.rows.place(bags, spec=spec, training=training)
 
@@ -411,79 +373,9 @@ class Embed(nnx.Module):
         self.rows.load(rows, slots)
 
 
-def check_placed(layer: TableLayer, batch: Any, weights: Any) -> Batch:
-    """Return a batch for a layer that takes nothing else.
-
-    Raises:
-      ValueError: it is none, there are weights beside it, or it waits to be admitted.
-    """
-    if isinstance(batch, Batch) and weights is None and batch.admitted:
-        return batch
-    if isinstance(batch, Batch) and weights is not None:
-        expected, remedy = "None with a Batch", "give them to place"
-        raise ValueError(message("weights", expected=expected, got="a value", remedy=remedy))
-    got = "one that is not admitted" if isinstance(batch, Batch) else "keys"
-    remedy = "outside the jit: batch = layer.place(keys, weights), or layer.admit(batch) after a "
-    remedy += "Prefetcher; the jit takes the batch as an argument"
-    what = f"table {', '.join(map(repr, layer.engine.table_configs))}"
-    expected = "a Batch that was placed and admitted"
-    raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-
-def place_and_admit(
-    layer: TableLayer,
-    engine: Any,
-    features: PyTree,
-    weights: PyTree | None,
-    spec: BatchSpec | None,
-    *,
-    training: bool,
-) -> Batch:
-    """Return a batch that an engine of a layer's tables has placed, once it is admitted.
-
-    Raises:
-      ValueError, TypeError: whatever `place` and `admit` refuse; nothing has changed then.
-    """
-    maps = engine.vocabularies
-    if maps is None:
-        return engine.place(features, weights, spec, training=training)
-    before = maps.placed
-    batch = engine.place(features, weights, spec, training=training)
-    try:
-        return layer.admit(batch)
-    except BaseException:
-        if training and maps.admitted <= before < maps.placed:
-            maps.undo(before)
-        raise
-
-
-def _is_dense(ids: Any) -> bool:
-    """Tell whether ids are an array of integers that a program can take as it is."""
-    if type(ids) is np.ndarray:
-        return ids.ndim > 0 and ids.dtype.kind in "iu" and ids.dtype.isnative
-    return isinstance(ids, jax.Array) and ids.ndim > 0
-
-
 def _array(ids: Any) -> Any:
     # NumPy arrays stay on the host, where their values can be checked.
-    return ids if isinstance(ids, (Tracer, jax.Array)) else np.asarray(ids)
-
-
-def _check_dense(ids: Any, weights: Array | None) -> None:
-    """Check ids of bags and their weights.
-
-    Raises:
-      TypeError: the ids are not integers.
-      ValueError: a single id without an axis; weights of another shape, or no real numbers.
-    """
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        remedy = "cast them: ids.astype(jnp.int32)"
-        expected, got = "ids of an integer dtype", f"{ids.dtype}"
-        raise TypeError(message(FEATURE, expected=expected, got=got, remedy=remedy))
-    if ids.ndim == 0:
-        remedy = "give one id as [1]"
-        raise ValueError(message(FEATURE, expected="[B] or […, H]", got="rank 0", remedy=remedy))
-    if weights is not None and (weights.shape != ids.shape or not is_real(weights.dtype)):
-        got, remedy = f"{weights.dtype} of shape {weights.shape}", "give one weight per id, or None"
-        expected = f"real numbers of shape {ids.shape}"
-        raise ValueError(message("weights", expected=expected, got=got, remedy=remedy))
+    if isinstance(ids, jax.Array):
+        return ids
+    array = np.asarray(ids)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)

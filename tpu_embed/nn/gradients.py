@@ -3,36 +3,60 @@
 A table's gradient is kept as the gradients of the activations that were looked up, so it is as
 large as the ids of a step. The optimizer of the table then updates just the rows of these ids.
 
+nnx models are objects that a function may change. Here they are split into static structure and
+arrays, and the function is traced as a pure function of the arrays: once to learn the shapes of
+what is looked up, and once with a tap for each lookup. The second trace also tells which of the
+lookups reach the value, and whether a table reaches it in any other way.
+
 Input: a function of a model.
 Output: its value, the gradients of the model's parameters, and those of its tables; or the model
-with updated tables.
+with updated tables. Changes that the function makes to its models are kept.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array
-from tpu_embed.core.state import TableState
 from tpu_embed.nn.embedding import Embed
-from tpu_embed.nn.layer import TableLayer, updated
-from tpu_embed.nn.program import (
-    ActivationGradient,
-    Gradients,
-    Path,
-    differentiate,
-    layers_of,
-    path_of,
-)
-from tpu_embed.nn.untrained import warn_without_optimizer
-from tpu_embed.sparse import positions, value_and_aux
+from tpu_embed.nn.layer import TableLayer, count_calls, map_ids, not_found, updated, warn_once
+from tpu_embed.nn.variables import Seen, Table, Tap
+from tpu_embed.sparse import known_after_ids, positions, propagate, value_and_aux
+
+Layers = Mapping[tuple[Any, ...], TableLayer]
+"""By the number of a model, followed by the keys that lead from it to the layer."""
+
+_OfNodes = Callable[[Mapping[int, Any]], tuple[Any, Any]]
+"""A function of nnx nodes by number, which returns (value, aux)."""
+_CONTEXT = "tpu_embed.nn"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ActivationGradient:
+    """The gradient of the activations of one lookup.
+
+    Attributes:
+      ids: the ids looked up, or the placed batch; of `Embeddings` in the structure of its features.
+      weights: one weight per id in the same structure, or None.
+      gradient: the gradient of the activations, in their structure, shapes and dtypes. Of a
+        `Jagged` it is that of its values, `[S, C, D]`.
+    """
+
+    ids: Any
+    weights: Any
+    gradient: Any
 
 
 @jax.tree_util.register_dataclass
@@ -57,15 +81,13 @@ class TableGradients:
         Returns:
           new gradients with the same ids and weights.
         """
-        return TableGradients(
-            {
-                path: tuple(
-                    dataclasses.replace(one, gradient=jax.tree.map(fn, one.gradient))
-                    for one in lookups
-                )
-                for path, lookups in self.lookups.items()
-            }
-        )
+        changed = {
+            path: tuple(
+                dataclasses.replace(one, gradient=jax.tree.map(fn, one.gradient)) for one in lookups
+            )
+            for path, lookups in self.lookups.items()
+        }
+        return TableGradients(changed)
 
 
 def sparse_value_and_grad(
@@ -119,12 +141,12 @@ def sparse_value_and_grad(
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
-        def pair(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            return value_and_aux(f(*args, **kwargs), has_aux=has_aux)
-
-        found = differentiate(pair, args, kwargs, which=_models(argnums, args), wrt=wrt)
-        result = (found.value, found.aux) if has_aux else found.value
-        return result, _of_models(found, several=isinstance(argnums, Sequence))
+        which = _models(argnums, args)
+        call, nodes = _function_of_nodes(f, args, kwargs, which, has_aux)
+        value, aux, variables, tables = _differentiate(call, nodes, len(which), wrt)
+        several = isinstance(argnums, Sequence)
+        gradients = (tuple(variables), tuple(tables)) if several else (variables[0], tables[0])
+        return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
 
@@ -168,17 +190,14 @@ def fused_value_and_grad(
 
     Reference: FBGEMM's table-batched embeddings, whose backward pass applies the optimizer.
     """
-    several = isinstance(argnums, Sequence)
     inner = sparse_value_and_grad(f, argnums=argnums, wrt=wrt, has_aux=has_aux)
 
     @functools.wraps(f)
     def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         result, (gradients, tables) = inner(*args, **kwargs)
+        each = tables if isinstance(argnums, Sequence) else (tables,)
         models = [args[i] for i in _models(argnums, args)]
-        each = zip(models, tables if several else (tables,), strict=True)
-        # Compute all updates first: an error in one of them leaves every model as it was.
-        for changed in [_updated(model, found) for model, found in each]:
-            _set(changed)
+        _apply(zip(models, each, strict=True))
         return result, gradients
 
     return value_and_gradients
@@ -207,35 +226,45 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
       1
     """
     if not isinstance(gradients, TableGradients):
-        remedy, got = "give what sparse_value_and_grad returned", type(gradients).__name__
-        raise TypeError(message("gradients", expected="TableGradients", got=got, remedy=remedy))
-    _set(_updated(model, gradients))
+        raise TypeError(
+            message(
+                "gradients",
+                expected="TableGradients",
+                got=type(gradients).__name__,
+                remedy="give what sparse_value_and_grad returned",
+            )
+        )
+    _apply([(model, gradients)])
 
 
-def _updated(model: Any, gradients: TableGradients) -> dict[TableLayer, TableState]:
-    """Return the state after their update of the layers that have gradients."""
-    layers = {path_of(path[1:]): layer for path, layer in layers_of([model]).items()}
-    # An Embed without an optimizer has a table that is not trainable; if `trainable` was left True,
-    # the user probably forgot the optimizer.
-    embeds = (node for _, node in nnx.iter_modules(model) if isinstance(node, Embed))
-    waiting = {node.rows for node in embeds if node.trainable}
-    changed = {}
-    for path, lookups in gradients.lookups.items():
-        if path not in layers:
-            remedy = "apply them to the model that they were computed for"
-            expected = f"layers among {[*layers]}"
-            raise ValueError(message("gradients", expected=expected, got=repr(path), remedy=remedy))
-        layer = layers[path]
-        layer.engine.check_trainable(f"layer {path!r}")
-        if lookups and any(stack.optimizer for stack in layer.engine.layout.stacks):
-            changed[layer] = updated(layer, lookups)
-        elif lookups and layer in waiting:
-            warn_without_optimizer(layer.engine)
-    return changed
-
-
-def _set(changed: dict[TableLayer, TableState]) -> None:
-    for layer, state in changed.items():
+def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
+    """Update the layers of models that have gradients, all or none."""
+    changed = []
+    for model, gradients in pairs:
+        layers = {path_of(path): layer for path, layer in layers_of(model).items()}
+        # An Embed without an optimizer has a table that is not trainable; if `trainable` was left
+        # True, the user probably forgot the optimizer.
+        every = (node for _, node in nnx.iter_graph(model))
+        waiting = {node.rows for node in every if isinstance(node, Embed) and node.trainable}
+        for path, lookups in gradients.lookups.items():
+            if path not in layers:
+                raise ValueError(
+                    message(
+                        "gradients",
+                        expected=f"layers among {[*layers]}",
+                        got=repr(path),
+                        remedy="apply them to the model that they were computed for",
+                    )
+                )
+            layer = layers[path]
+            layer.engine.check_trainable(f"layer {path!r}")
+            if lookups and any(stack.optimizer for stack in layer.engine.layout.stacks):
+                changed.append((layer, updated(layer, lookups)))
+            elif lookups and layer in waiting:
+                warn_once(
+                    layer.engine, "is not trained: give its layer an optimizer, or trainable=False"
+                )
+    for layer, state in changed:
         layer.set_state(state)
 
 
@@ -245,26 +274,200 @@ def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
     which = positions(argnums, len(args), remedy=remedy)
     for i in which:
         if not isinstance(args[i], nnx.Pytree):
-            got, remedy = type(args[i]).__name__, "leave it out of argnums, or hold it in a module"
-            what, expected = f"argument {i}", "an nnx module"
-            raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+            raise TypeError(
+                message(
+                    f"argument {i}",
+                    expected="an nnx module",
+                    got=type(args[i]).__name__,
+                    remedy="leave it out of argnums, or hold it in a module",
+                )
+            )
     return which
 
 
-def _of_models(found: Gradients, *, several: bool) -> tuple[Any, Any]:
-    """Return the gradients of variables and of tables, as tuples if there are several models."""
-    tables = [_named(lookups) for lookups in found.tables]
-    if several:
-        return tuple(found.variables), tuple(tables)
-    return found.variables[0], tables[0]
+# -- models and the layers in them -----------------------------------------------------------------
 
 
-def _named(lookups: dict[Path, list[ActivationGradient]]) -> TableGradients:
-    # The keys ("a", "b") and ("a/b",) have the same path.
-    named = {path_of(keys): tuple(some) for keys, some in lookups.items()}
-    if len(named) < len(lookups):
-        paths = sorted(path_of(keys) for keys in lookups)
-        remedy = "name the attributes that hold the layers differently"
-        expected = "a different path for every layer"
-        raise ValueError(message("layers", expected=expected, got=f"{paths}", remedy=remedy))
-    return TableGradients(named)
+def is_node(value: Any) -> bool:
+    """Return whether a value is an nnx module, variable or another nnx node."""
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """Return the keys joined by slashes."""
+    return "/".join(map(str, keys))
+
+
+def layers_of(models: Any) -> Layers:
+    """Return the layers of a model, or of models by number, each under the first of its paths."""
+    return {path: node for path, node in nnx.iter_graph(models) if isinstance(node, TableLayer)}
+
+
+def _function_of_nodes(
+    f: Callable[..., Any], args: Any, kwargs: Any, which: Sequence[int], has_aux: bool
+) -> tuple[_OfNodes, dict[int, Any]]:
+    """Return a user's function of the nodes among its arguments, and these by number.
+
+    The models to differentiate by come first: nnx gives a layer that two of them share to the
+    first, so its gradient is not lost to a model that is not differentiated.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    chosen = [len(jax.tree.leaves(args[:i], is_leaf=is_node)) for i in which]
+    others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
+    places = [*chosen, *others]
+
+    def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
+        given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in enumerate(places)}
+        args, kwargs = structure.unflatten(given.values())
+        return value_and_aux(f(*args, **kwargs), has_aux=has_aux)
+
+    return call, dict(enumerate(leaves[i] for i in places))
+
+
+def _differentiate(
+    call: _OfNodes, nodes: dict[int, Any], models: int, wrt: Any
+) -> tuple[Any, Any, list[Any], list[TableGradients]]:
+    """Return a function's value and aux, and the gradients by its models.
+
+    Args:
+      call: a function of nodes, which returns (value, aux).
+      nodes: the nodes.
+      models: how many of the nodes are models to differentiate by; these come first.
+      wrt: an nnx filter for the variables to differentiate by.
+
+    Returns:
+      the value; aux; for each model, the gradients of its variables, and those of its tables.
+
+    Raises:
+      TypeError: the value is not a float scalar.
+      ValueError: one of the models has a lookup whose gradient cannot be found.
+    """
+    layers = layers_of([nodes[i] for i in range(models)])
+    wanted, static = nnx.filterlib.to_predicate(wrt), {}
+    by = lambda path, value: path[0] < models and wanted(path[1:], value)  # noqa: E731
+
+    def pure(*states: Any) -> tuple[Any, Any]:
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+            merged = context.merge(graphdef, *states)
+        value, aux = call(merged)
+        parts, static["aux"] = jax.tree.flatten(aux, is_leaf=is_node)
+        with nnx.split_context(_CONTEXT) as context:
+            after = context.split({"models": merged, "aux": dict(enumerate(parts))})
+        static["graphdef"], state = after
+        return value, state
+
+    def traced(*inputs: Any) -> tuple[Any, Any]:
+        return jax.tree.structure(shapes).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(inputs)))
+
+    # The context remembers which objects were split, so that merging the state after the function
+    # writes its changes into the user's own models.
+    with _tapped(call, nodes, layers), nnx.update_context(_CONTEXT):
+        with nnx.split_context(_CONTEXT) as context:
+            graphdef, *inputs = context.split(nodes, Tap, by, ...)
+        with count_calls():
+            closed, shapes = jax.make_jaxpr(pure, return_shape=True)(*inputs)
+        both = jax.value_and_grad(traced, argnums=(0, 1), has_aux=True)(*inputs)
+        (value, state), (by_tap, by_variable) = both
+        # The value, which is a scalar, is the first result; its sources have one bit per input.
+        of_value = propagate(closed.jaxpr)[0].reached
+        leaves, structure = jax.tree.flatten(inputs)
+        reached = structure.unflatten([of_value >> i & 1 for i in range(len(leaves))])
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+            merged = context.merge(static["graphdef"], state)
+        tables = _table_gradients(layers, reached, by_tap, models)
+    aux = static["aux"].unflatten([merged["aux"][i] for i in range(len(merged["aux"]))])
+    variables = [by_variable.get(i, nnx.State({})) for i in range(models)]
+    return value, aux, variables, tables
+
+
+@contextlib.contextmanager
+def _tapped(call: _OfNodes, nodes: dict[int, Any], layers: Layers) -> Iterator[None]:
+    """Let layers note their lookups in this context, with a tap for each that a function makes.
+
+    Raises:
+      ValueError: a lookup is made where it is not noted.
+    """
+    try:
+        for (_, *keys), layer in layers.items():
+            layer.seen = Seen((), layer=path_of(keys), in_jit=layer.in_jit)
+        graphdef, state = nnx.split(nodes)
+
+        def shapes(state: Any) -> list[list[Any]]:
+            merged = nnx.merge(graphdef, state)
+            call(merged)
+            every = layers_of(merged)
+            return [every[path].seen.get_raw_value() for path in layers]
+
+        with count_calls() as calls:
+            try:
+                found = jax.eval_shape(shapes, state)
+            except (TypeError, ValueError) as error:
+                # What transforms of nnx say of a variable that was changed in them.
+                if "'seen'" not in str(error):
+                    raise
+                found = [[]] * len(layers)
+        lost = collections.Counter(calls)
+        for layer, lookups in zip(layers.values(), found, strict=True):
+            lost[layer.engine] -= len(lookups)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lookups)
+            layer.tap = Tap(tuple(zeros))
+        for (_, *keys), layer in layers.items():
+            if lost[layer.engine] > 0:
+                raise not_found(path_of(keys))
+        yield
+    finally:
+        for layer in layers.values():
+            for name in {"seen", "tap"} & vars(layer).keys():
+                delattr(layer, name)
+
+
+def _table_gradients(
+    layers: Layers, reached: Sequence[Any], by_tap: Any, models: int
+) -> list[TableGradients]:
+    """Return, for each model, the gradients of the lookups of its layers that reach the value.
+
+    Args:
+      layers: the layers of the models.
+      reached: whether each tap, variable to differentiate by, and other variable reaches the value;
+        a table only if it is read otherwise than by lookups.
+      by_tap: the gradients of the taps.
+      models: how many models there are.
+
+    Raises:
+      ValueError: two layers of a model have one path.
+    """
+    taps, rest = (dict(nnx.to_flat_state(one)) for one in (reached[0], reached[2]))
+    # …/tables/<stack>
+    read = {path[:-2] for path, x in rest.items() if isinstance(x, Table) and x.get_raw_value()}
+    found: list[dict[str, tuple[ActivationGradient, ...]]] = [{} for _ in range(models)]
+    of_layers: dict[tuple[Any, ...], Any] = dict(nnx.to_flat_state(by_tap))
+    for whole, gradients in of_layers.items():  # (number of a model, *keys of a layer, "tap")
+        (model, *keys, _), layer = whole, layers[whole[:-1]]
+        path = path_of(keys)
+        if whole[:-1] in read:
+            warn_user(
+                f"layer {path!r}: its table is a constant where the function reads it in another "
+                "way than by a lookup, and gets no gradient there"
+            )
+        three = (x.get_raw_value() for x in (layer.seen, gradients, taps[whole]))
+        mine, others = [], []
+        for (ids, weights), gradient, bits in zip(*three, strict=True):
+            if any(jax.tree.leaves(bits)):
+                mine.append(ActivationGradient(ids, weights, gradient))
+            else:
+                others += jax.tree.leaves(ids)
+        if path in found[model] and mine:  # the keys ("a", "b") and ("a/b",) have the same path
+            raise ValueError(
+                message(
+                    "layers",
+                    expected="a different path for every layer",
+                    got=f"two at {path!r}",
+                    remedy="name the attributes that hold the layers differently",
+                )
+            )
+        if mine:
+            # The update comes after the lookups that it does not use, too.
+            after = functools.partial(functools.reduce, known_after_ids, others)
+            mine[0] = dataclasses.replace(mine[0], ids=map_ids(after, mine[0].ids))
+            found[model][path] = tuple(mine)
+    return list(map(TableGradients, found))

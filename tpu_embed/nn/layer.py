@@ -1,8 +1,8 @@
 """What layers have in common: an engine, its state in variables, and lookups that a step can find.
 
-During a training step (`program.py`) a layer has two further variables. `seen` collects what it has
-looked up, and `tap` has zeros for each of these lookups, which become part of the activations: the
-gradient by them is that of the activations. Both are variables, so that they pass through
+During a training step (`gradients.py`) a layer has two further variables. `seen` collects what it
+has looked up, and `tap` has zeros for each of these lookups, which become part of the activations:
+the gradient by them is that of the activations. Both are variables, so that they pass through
 `nnx.jit` and `nnx.remat` as the rest of the model does.
 
 Input: a placed batch, or ids by feature. Output: activations; after a step, the new state.
@@ -16,29 +16,29 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
+from jax._src import core  # which trace is current, and of which kind, has no public name
+from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
-from tpu_embed._checks import message, refuse_derivatives
+from tpu_embed._checks import message, refuse_derivatives, warn_user
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
-from tpu_embed.core.batch import Batch
+from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import narrow_ids, read_ids
-from tpu_embed.core.layout import Stack
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.nn.untrained import warn_if_differentiated
 from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
 from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
-from tpu_embed.sparse import known_after, tapped
+from tpu_embed.sparse import check_weights, known_after, tapped
 from tpu_embed.vocabulary import map_version
 
 FEATURE = "ids"
@@ -46,20 +46,6 @@ FEATURE = "ids"
 
 STATE = (Table, Slot, Counter, MapVersion)
 """The types of the variables that hold a layer's state."""
-
-
-class Lookup(NamedTuple):
-    """One lookup of a layer in a training step.
-
-    Attributes:
-      ids: a placed batch, or integers `[B, …]` of each feature, as the layer was given them.
-      weights: one weight per id likewise, or None.
-      values: the float arrays of the activations while their shapes are not known; then None.
-    """
-
-    ids: Any
-    weights: Any
-    values: Any
 
 
 @jax.tree_util.register_dataclass
@@ -120,14 +106,28 @@ class TableLayer(nnx.Module, EngineLayer):
         self.engine = EmbeddingEngine(features, optimizer, **options)
         for one in jax.tree.leaves(features):
             if not isinstance(one, FeatureConfig):
-                got, remedy = type(one).__name__, "jax.tree_util.register_dataclass, or use a dict"
-                expected = "containers that JAX knows as pytrees"
-                raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
+                raise ValueError(
+                    message(
+                        "features",
+                        expected="containers that JAX knows as pytrees",
+                        got=type(one).__name__,
+                        remedy="jax.tree_util.register_dataclass, or use a dict",
+                    )
+                )
         for stack in self.engine.layout.stacks:
-            _refuse_host_rate(stack)
+            rule = stack.optimizer
+            if rule and learning_rate_kind(rule.learning_rate) is LearningRateKind.HOST:
+                raise ValueError(
+                    message(
+                        f"table {stack.tables[0].name!r}: learning_rate",
+                        expected="a number, or a schedule of the step",
+                        got="a callable without arguments",
+                        remedy="give a schedule: inside a jit such a callable would be read once",
+                    )
+                )
         _engines[self.engine] = optimizer, {}
         for name, value in attributes(self.engine.init(rngs.params())).items():
-            setattr(self, name, _nested(value))
+            setattr(self, name, value)
 
     @property
     def state(self) -> TableState:
@@ -142,8 +142,7 @@ class TableLayer(nnx.Module, EngineLayer):
     @property
     def state_variables(self) -> list[Any]:
         """The variables that hold the state: `Table`s, `Slot`s, `Counter`s and `MapVersion`s."""
-        inside = (value for _, value in nnx.iter_graph(self))
-        return [value for value in inside if isinstance(value, STATE)]
+        return [value for _, value in nnx.iter_graph(self) if isinstance(value, STATE)]
 
     def set_state(self, state: TableState) -> None:
         """Replace the tables, slots, step and counters.
@@ -155,7 +154,51 @@ class TableLayer(nnx.Module, EngineLayer):
           ValueError: the state is that of another engine. Nothing is replaced then.
         """
         check_state(state, self.engine.layout)
-        nnx.update(self, nnx.State(attributes(state)))
+        nnx.update(self, nnx.state(nnx.Dict(attributes(state))))
+
+    def place(
+        self,
+        ids: Any,
+        weights: PyTree | None = None,
+        *,
+        spec: BatchSpec | None = None,
+        training: bool = True,
+    ) -> Batch:
+        """Check ids on the host, send them to the devices, and admit the batch.
+
+        Call it outside of a jit. If it raises, no map and no variable has changed.
+
+        Args:
+          ids: as for `EmbeddingEngine.place`, in the structure of the features; keys of living
+            vocabularies among them. For a layer of one table: integers or keys `[B]` or
+            `[B, …, H]`, `SparseIds` or `RaggedIds`; or several of them by name, such as a history
+            and its candidates, each with a B of its own: then the layer returns its activations by
+            name, from one lookup. The number of devices divides B.
+          weights: one weight per id, in the same structure; None: all ones.
+          spec: the exact shape of the batch, or None.
+          training: False for a batch that is only looked up; vocabularies learn nothing from it.
+
+        Returns:
+          a `Batch`, which the jitted step takes.
+
+        Raises:
+          ValueError, TypeError: whatever `EmbeddingEngine.place` and `admit` refuse.
+        """
+        engine = self.engine
+        if self._are_named(ids):
+            engine = engine_of_inputs(engine, ids)
+            weights = None if weights is None else {name: weights.get(name) for name in ids}
+        given, maps = (self.nest(ids), self.nest(weights), spec), engine.vocabularies
+        if maps is None:
+            return engine.place(*given, training=training)
+        before = maps.placed
+        batch = engine.place(*given, training=training)
+        try:
+            return self.admit(batch)
+        except BaseException:
+            if training and maps.admitted <= before < maps.placed:
+                maps.undo(before)
+            raise
 
     def admit(self, batch: Batch) -> Batch:
         """Bring the layer to the step of a placed batch; see `EmbeddingEngine.admit`.
@@ -189,50 +232,116 @@ class TableLayer(nnx.Module, EngineLayer):
         plain = self.only is None or given is None or isinstance(given, Mapping)
         return given if plain else {self.only: given}
 
-    def look_up_batch(self, batch: Batch) -> PyTree:
-        """Return the activations of a placed batch; those of inputs by name have these names.
+    def _are_named(self, ids: Any) -> bool:
+        """Return whether ids are several inputs by name of a layer with one feature."""
+        return self.only is not None and isinstance(ids, Mapping)
 
-        Raises:
-          ValueError: whatever `EmbeddingEngine.lookup` refuses.
-        """
-        found = engine_of_batch(self.engine, batch).lookup(self._state_to_read(), batch)
-        return self._noted(batch, None, self.bare(found))
-
-    def look_up(self, features: PyTree, weights: PyTree) -> PyTree:
-        """Return the activations of arrays of ids.
-
-        The number of examples need not divide among the devices, but that of jagged features must.
+    def look_up(self, ids: Any, weights: Any) -> PyTree:
+        """Return the activations of a batch, or of ids; those of inputs by name have these names.
 
         Args:
-          features: integers `[B, …]` of each feature.
+          ids: a placed batch, or ids in the structure of the features. Outside of a jit, other ids
+            than arrays of integers are placed.
           weights: one weight per id likewise, or None.
 
         Raises:
-          ValueError, TypeError: whatever `EmbeddingEngine.lookup` refuses.
+          ValueError: keys, or a batch that is not admitted; weights of another shape, or no real
+            numbers; whatever `EmbeddingEngine.lookup` refuses.
+          TypeError: whatever `EmbeddingEngine.lookup` refuses.
+        """
+        engine = self.engine
+        if not isinstance(ids, Batch) and engine.vocabularies is None:
+            if not self._are_named(ids):
+                given, scales = engine.structure.match_weighted(self.nest(ids), self.nest(weights))
+                # A list of weights is a column, which is placed.
+                if all(map(_is_dense, given)) and not any(isinstance(x, list) for x in scales):
+                    for pair in zip(scales, given, strict=True):  # before examples are added
+                        check_weights("weights", *pair)
+                    return self._look_up_arrays(ids, weights)
+            ids, weights = self.place(ids, weights), None
+        if not isinstance(ids, Batch) or not ids.admitted:
+            raise ValueError(
+                message(
+                    f"table {', '.join(map(repr, engine.table_configs))}",
+                    expected="a Batch that was placed and admitted",
+                    got="one that is not admitted" if isinstance(ids, Batch) else "keys",
+                    remedy="outside the jit: batch = layer.place(keys, weights), or "
+                    "layer.admit(batch) after a Prefetcher; the jit takes the batch as an argument",
+                )
+            )
+        found = engine_of_batch(engine, ids).lookup(self._state_to_read(), ids, weights)
+        return self._noted(ids, None, self.bare(found))
+
+    def _look_up_arrays(self, features: PyTree, weights: PyTree) -> PyTree:
+        """Return the activations of arrays of ids.
+
+        The number of examples need not divide among the devices, but that of jagged features must.
         """
         state = self._state_to_read()
         # Outside of a jit ids are placed, also by the update of a training step.
         if self.in_jit and (self.seen is None or self.seen.get_metadata()["in_jit"]):
             features = jax.tree.map(_traced, features)
-        engine, given = self.engine, self.nest(features)
-        scales = pad_examples(engine, self.nest(weights), 0)
-        found = engine.lookup(state, pad_examples(engine, given, PADDING_ID), scales)
-        both = (engine.structure.match(x, what="features") for x in (found, given))
+        structure, reshard = self.engine.structure, self.engine.layout.axes.reshard
+        scales = self.padded(weights, 0)
+        found = self.engine.lookup(state, self.padded(features, PADDING_ID), scales)
+        both = (structure.match(x, what="features") for x in (found, self.nest(features)))
         # Replicate first: an explicit mesh axis cannot split a count that it does not divide.
-        reshard = engine.layout.axes.reshard
         cut = [
             x if isinstance(x, Jagged) or len(x) == len(ids) else reshard(x, ())[: len(ids)]
             for x, ids in zip(*both, strict=True)
         ]
-        return self._noted(features, weights, self.bare(engine.structure.unflatten(cut)))
+        return self._noted(features, weights, self.bare(structure.unflatten(cut)))
+
+    def padded(self, given: PyTree, fill: int) -> PyTree:
+        """Return arrays of each feature with examples added, until the replicas divide them.
+
+        Those of jagged features stay as they are.
+
+        Args:
+          given: arrays `[B, …]`, or None, as `bare` returns them; or None.
+          fill: what is in the examples that are added.
+
+        Returns:
+          arrays or None in the structure of the features.
+        """
+        replicas, structure = self.engine.layout.axes.replicas, self.engine.structure
+
+        def pad(feature: FeatureConfig, x: Any) -> Any:
+            if x is None or feature.jagged or not x.ndim:
+                return x
+            missing = -len(x) % replicas if len(x) else replicas
+            if not missing:
+                return x
+            x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
+            xp: Any = np if isinstance(x, np.ndarray) else jnp
+            widths = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
+            return xp.pad(x, widths, constant_values=fill)
+
+        each = [None] * len(structure.features)
+        if given is not None:
+            each = structure.match(self.nest(given), what="features")
+        return structure.unflatten(list(map(pad, structure.features, each)))
 
     def _state_to_read(self) -> TableState:
         if any(isinstance(x.get_raw_value(), jax.ShapeDtypeStruct) for x in self.tables.values()):
-            what = f"table {next(iter(self.engine.table_configs))!r}"
-            remedy = "fit looks up itself: call the layer with what the loss gets in place of ids"
-            expected, got = "rows", "their shape, as in a model that fit or nnx.eval_shape made"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-        warn_if_differentiated(self.engine)
+            raise ValueError(
+                message(
+                    f"table {next(iter(self.engine.table_configs))!r}",
+                    expected="rows",
+                    got="their shape, as in a model that fit or nnx.eval_shape made",
+                    remedy="fit looks up itself: call the layer with what the loss gets in place "
+                    "of ids",
+                )
+            )
+        trainable = any(one.trainable for one in self.engine.table_configs.values())
+        # `fused_value_and_grad` and `sparse_value_and_grad` differentiate what they have traced, so
+        # a layer that they train is never called under differentiation.
+        if trainable and _is_differentiated():
+            warn_once(
+                self.engine,
+                "is looked up under differentiation, which does not train it; use "
+                "tpu_embed.nn.fused_value_and_grad in place of nnx.value_and_grad",
+            )
         if self.seen is None:
             return self.state
         # So that whatever else is computed from a table can be told from its lookups.
@@ -245,14 +354,14 @@ class TableLayer(nnx.Module, EngineLayer):
             return found
         so_far = self.seen.get_raw_value()
         values, rebuild = split_activations(found)
-        lookup = Lookup(_after(ids, values), weights, None)
-        if self.tap is None:
-            lookup = lookup._replace(values=values)
+        if self.tap is None:  # what shape the tap is to have
+            note = values
         else:
+            note = _after(ids, values), weights
             values = jax.tree.map(tapped, values, self.tap.get_raw_value()[len(so_far)])
         calls.append(self.engine)
         try:
-            self.seen.set_value((*so_far, lookup))
+            self.seen.set_value((*so_far, note))
         except TraceContextError as error:
             raise not_found(self.seen.get_metadata()["layer"]) from error
         return rebuild(values)
@@ -280,10 +389,9 @@ def _after(ids: Any, values: PyTree) -> Any:
     """Return ids that depend on their activations, so that an update waits for the lookup."""
     found = jax.tree.leaves(values)
     if isinstance(ids, Batch):
-        last = lambda packed: functools.reduce(lambda x, y: known_after(y, x), found, packed)  # noqa: E731
-        return map_ids(last, ids)
+        return map_ids(functools.partial(functools.reduce, known_after, found), ids)
     each = iter(found)
-    return map_ids(lambda leaf: known_after(next(each), leaf), ids)
+    return map_ids(lambda leaf: known_after(leaf, next(each)), ids)
 
 
 def map_ids(function: Callable[[Array], Array], ids: Any) -> Any:
@@ -293,59 +401,14 @@ def map_ids(function: Callable[[Array], Array], ids: Any) -> Any:
     return jax.tree.map(function, ids)
 
 
-def _nested(value: Any) -> Any:
-    """Return a nest of dictionaries as a nest of `nnx.Dict`, which nnx needs to find variables."""
-    if not isinstance(value, dict):
-        return value
-    return nnx.Dict({name: _nested(one) for name, one in value.items()})
+# -- ids of arrays ---------------------------------------------------------------------------------
 
 
-def _refuse_host_rate(stack: Stack) -> None:
-    """Refuse a learning rate that is a callable without arguments.
-
-    Raises:
-      ValueError: the optimizer of the stack has one.
-    """
-    optimizer = stack.optimizer
-    if optimizer and learning_rate_kind(optimizer.learning_rate) is LearningRateKind.HOST:
-        raise ValueError(
-            message(
-                f"table {stack.tables[0].name!r}: learning_rate",
-                expected="a number, or a schedule of the step",
-                got="a callable without arguments",
-                remedy="give a schedule: inside a jit such a callable would be read once",
-            )
-        )
-
-
-# -- examples that do not divide among the devices -------------------------------------------------
-
-
-def pad_examples(engine: EmbeddingEngine, nest: PyTree, fill: int) -> PyTree:
-    """Return arrays of each feature with examples added, until the replicas divide them.
-
-    Those of jagged features stay as they are.
-
-    Args:
-      engine: the engine.
-      nest: arrays `[B, …]`, or None, in the structure of its features; or None.
-      fill: what is in the examples that are added.
-    """
-    replicas, features = engine.layout.axes.replicas, engine.layout.features
-
-    def padded(jagged: bool, x: Any) -> Any:
-        if x is None or jagged or (x.shape[0] and x.shape[0] % replicas == 0):
-            return x
-        x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
-        count = -(-max(1, x.shape[0]) // replicas) * replicas
-        missing = [(0, count - x.shape[0]), *[(0, 0)] * (x.ndim - 1)]
-        xp: Any = np if isinstance(x, np.ndarray) else jnp
-        return xp.pad(x, missing, constant_values=fill)
-
-    if nest is None:
-        return None
-    pairs = zip(features, engine.structure.match(nest, what="features"), strict=True)
-    return engine.structure.unflatten([padded(one.config.jagged, x) for one, x in pairs])
+def _is_dense(ids: Any) -> bool:
+    """Tell whether ids are an array of integers that a program can take as it is."""
+    if type(ids) is np.ndarray:
+        return ids.dtype.kind in "iu" and ids.dtype.isnative
+    return isinstance(ids, jax.Array)
 
 
 def as_signed(ids: Any) -> Array:
@@ -383,54 +446,42 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
     Raises:
       ValueError: a placed batch is not the only lookup; whatever `EmbeddingEngine.update` refuses.
     """
-    own, state, lookups = layer.engine, layer.state, list(lookups)
-    gradients = [layer.nest(_not_differentiable(one.gradient)) for one in lookups]
-    if any(isinstance(one.ids, Batch) for one in lookups):
-        if len(lookups) > 1:
-            raise ValueError(
-                message(
-                    f"table {next(iter(own.table_configs))!r}",
-                    expected="a placed batch as the only lookup of a step",
-                    got=f"{len(lookups)} lookups",
-                    remedy='place them together, layer.place({"history": …, "item": …}), join the '
-                    "ids in one batch, or look dense ids up",
-                )
+    own, (first, *others) = layer.engine, lookups
+    if not any(isinstance(one.ids, Batch) for one in lookups):
+        each = [
+            (
+                layer.padded(one.ids, PADDING_ID),
+                layer.padded(_not_differentiable(one.gradient), 0),
+                layer.padded(one.weights, 0),
             )
-        batch = lookups[0].ids
-        return _update(engine_of_batch(own, batch), own, state, batch, gradients[0], None)
-    features = [pad_examples(own, layer.nest(one.ids), PADDING_ID) for one in lookups]
-    gradients = [pad_examples(own, one, 0) for one in gradients]
-    weights = [pad_examples(own, layer.nest(one.weights), 0) for one in lookups]
-    if len(lookups) == 1:
-        return own.update(state, features[0], gradients[0], weights[0])
-    # Beside weights of another lookup, those of each feature are None where there are none.
-    none = own.structure.unflatten([None] * len(own.layout.features))
-    scales = None
-    if any(one is not None for one in weights):
-        scales = [none if one is None else one for one in weights]
-    engine = _engine_of(own, len(lookups), [own.structure.nest] * len(lookups))
-    return _update(engine, own, state, features, gradients, scales)
-
-
-def _update(
-    engine: EmbeddingEngine,
-    own: EmbeddingEngine,
-    state: TableState,
-    batch: Any,
-    gradients: PyTree,
-    weights: PyTree,
-) -> TableState:
-    """Return the state after an update by an engine of the same tables with other features."""
-    if engine is own:
-        return engine.update(state, batch, gradients, weights)
-    before = state.counters["bad_ids"]
+            for one in lookups
+        ]
+        if not others:
+            return own.update(layer.state, *each[0])
+        engine = _engine_of(own, len(each), [own.structure.nest] * len(each))
+        given = map(list, zip(*each, strict=True))
+    elif others:
+        raise ValueError(
+            message(
+                f"table {next(iter(own.table_configs))!r}",
+                expected="a placed batch as the only lookup of a step",
+                got=f"{len(others) + 1} lookups",
+                remedy='place them together, layer.place({"history": …, "item": …}), join the '
+                "ids in one batch, or look dense ids up",
+            )
+        )
+    else:
+        engine = engine_of_batch(own, first.ids)
+        given = first.ids, layer.nest(_not_differentiable(first.gradient))
+        if engine is own:
+            return own.update(layer.state, *given)
+    # The other features have bad ids of their own: [lookups · F], or of one feature as inputs.
+    counters = layer.state.counters
     zeros = jnp.zeros(len(engine.layout.features), jnp.int32)
-    state = dataclasses.replace(state, counters={**state.counters, "bad_ids": zeros})
-    new = engine.update(state, batch, gradients, weights)
-    bad_ids = new.counters["bad_ids"]
-    # Features several times: [lookups · F]. Those of inputs by name are of one feature.
-    bad_ids = before + bad_ids.reshape(-1, before.size).sum(0, dtype=jnp.int32)
-    return dataclasses.replace(new, counters={**new.counters, "bad_ids": bad_ids})
+    state = dataclasses.replace(layer.state, counters={**counters, "bad_ids": zeros})
+    new, before = engine.update(state, *given), counters["bad_ids"]
+    bad_ids = new.counters["bad_ids"].reshape(-1, before.size).sum(0, dtype=jnp.int32)
+    return dataclasses.replace(new, counters={**new.counters, "bad_ids": before + bad_ids})
 
 
 _not_differentiable = refuse_derivatives(
@@ -452,11 +503,14 @@ def _engine_of(own: EmbeddingEngine, key: Any, features: Any) -> EmbeddingEngine
     """Return the engine of other features of the same tables; it is made once for each key."""
     optimizer, made = _engines[own]
     if key not in made:
-        axes, blocks = own.layout.axes, own.layout.sum_blocks
-        where: dict[str, Any] = {"mesh": axes.mesh, "batch_axes": axes.batch_axes}
-        maps = own.vocabularies
+        axes = own.layout.axes
         made[key] = EmbeddingEngine(
-            features, optimizer, sum_blocks=blocks, vocabularies=maps, **where
+            features,
+            optimizer,
+            mesh=axes.mesh,
+            batch_axes=axes.batch_axes,
+            sum_blocks=own.layout.sum_blocks,
+            vocabularies=own.vocabularies,
         )
     return made[key]
 
@@ -473,17 +527,12 @@ def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> Embeddi
       ValueError: there are no inputs, or a name is not a string.
     """
     if not inputs or not all(isinstance(name, str) for name in inputs):
-        got = f"{list(inputs)}"
-        raise ValueError(message("ids", expected="ids by name, a string", got=got))
+        raise ValueError(message("ids", expected="ids by name, a string", got=f"{list(inputs)}"))
     config = own.layout.features[0].config
     single = dataclasses.replace(config, jagged=False, max_sequence_length=0, keep="first")
-    kinds = tuple((name, _is_single(name, inputs[name])) for name in sorted(inputs))
+    given = {name: read_ids(f"ids {name!r}", inputs[name]) for name in sorted(inputs)}
+    kinds = tuple((k, isinstance(x, np.ndarray) and x.ndim == 1) for k, x in given.items())
     return _engine_of(own, kinds, {name: single if one else config for name, one in kinds})
-
-
-def _is_single(name: str, ids: Any) -> bool:
-    read = read_ids(f"ids {name!r}", ids)
-    return isinstance(read, np.ndarray) and read.ndim == 1
 
 
 def engine_of_batch(own: EmbeddingEngine, batch: Batch) -> EmbeddingEngine:
@@ -492,3 +541,30 @@ def engine_of_batch(own: EmbeddingEngine, batch: Batch) -> EmbeddingEngine:
         if batch.placed_for in (one.layout.placed_for(updates=u) for u in (False, True)):
             return one
     return own  # which refuses it
+
+
+# -- warnings about tables that look as if they were trained and are not ---------------------------
+
+_warned: weakref.WeakSet[EmbeddingEngine] = weakref.WeakSet()
+"""The engines of layers that have had their warning."""
+
+
+def warn_once(engine: EmbeddingEngine, what: str) -> None:
+    """Warn about the tables of a layer, the first time that something happens to it.
+
+    Args:
+      engine: the engine of the layer.
+      what: what has happened.
+    """
+    if engine not in _warned:
+        _warned.add(engine)
+        sizes = (f"{n!r} [{t.vocabulary_size}, {t.dim}]" for n, t in engine.table_configs.items())
+        warn_user(f"table {', '.join(sizes)} of a layer {what}")
+
+
+def _is_differentiated() -> bool:
+    """Return whether the current trace, or one around it, is that of a derivative."""
+    trace = core.trace_ctx.trace
+    while trace is not None and not isinstance(trace, (JVPTrace, LinearizeTrace)):
+        trace = getattr(trace, "parent_trace", None)
+    return trace is not None

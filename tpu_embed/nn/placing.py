@@ -14,8 +14,8 @@ from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed.nn.embedding import Embed
+from tpu_embed.nn.gradients import path_of
 from tpu_embed.nn.layer import TableLayer
-from tpu_embed.nn.program import path_of
 
 
 def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True) -> Any:
@@ -54,9 +54,14 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
         if not isinstance(layer, Embed):
             return layer.place(ids, by_path.get(path), training=training)
         if path in by_path:
-            expected, remedy = "none for an Embed", "use an EmbeddingBag"
-            what = f"weights of layer {path!r}"
-            raise ValueError(message(what, expected=expected, got="some", remedy=remedy))
+            raise ValueError(
+                message(
+                    f"weights of layer {path!r}",
+                    expected="none for an Embed",
+                    got="some",
+                    remedy="use an EmbeddingBag",
+                )
+            )
         return layer.place(ids, training=training)
 
     return _each(model, features, "features", place_one)
@@ -94,14 +99,19 @@ def _each(
       ValueError: a path without a layer, or two paths of one layer.
     """
     by_path = _given(model, given, what)
-    layers = {path_of(keys): node for keys, node in nnx.iter_graph(model)}
-    layers = {path: one for path, one in layers.items() if isinstance(one, Embed | TableLayer)}
+    nodes = ((path_of(keys), node) for keys, node in nnx.iter_graph(model))
+    layers = {path: node for path, node in nodes if isinstance(node, Embed | TableLayer)}
     rows = [getattr(layers.get(path), "rows", layers.get(path)) for path in by_path]
     for path, one in zip(by_path, rows, strict=True):
         if one is None or rows.count(one) > 1:
-            got = f"{path!r}" if one is None else f"{path!r}, a layer that has two paths"
-            expected, remedy = f"paths among {sorted(layers)}", "name each layer once"
-            raise ValueError(message("features", expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    "features",
+                    expected=f"paths among {sorted(layers)}",
+                    got=f"{path!r}" if one is None else f"{path!r}, a layer that has two paths",
+                    remedy="name each layer once",
+                )
+            )
     found = {path: function(path, layers[path], one) for path, one in by_path.items()}
     return found[""] if isinstance(model, Embed | TableLayer) else found
 
@@ -115,6 +125,12 @@ def _given(model: nnx.Module, given: Any, what: str) -> dict[str, Any]:
     if isinstance(model, Embed | TableLayer):
         return {"": given}
     if not isinstance(given, Mapping):
-        remedy, got = 'give {"films": keys}', type(given).__name__
-        raise TypeError(message(what, expected="a dict by layer", got=got, remedy=remedy))
+        raise TypeError(
+            message(
+                what,
+                expected="a dict by layer",
+                got=type(given).__name__,
+                remedy='give {"films": keys}',
+            )
+        )
     return dict(given)

@@ -16,9 +16,6 @@ from flax import nnx
 
 from tpu_embed.core.state import TableState
 
-_STEP = "step"
-_TABLES, _SLOTS, _VOCABULARY = "tables", "slots", "vocabulary"
-
 
 @final
 class Table(nnx.Variable):
@@ -58,16 +55,17 @@ class Seen(nnx.Variable):
 
 
 def attributes(state: TableState) -> dict[str, Any]:
-    """Return the attributes of a layer that hold its state."""
+    """Return the attributes of a layer that hold its state, in the containers of nnx."""
     tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
     slots = {
-        stack: {name: Slot(array) for name, array in by_name.items()}
+        stack: nnx.Dict({name: Slot(array) for name, array in by_name.items()})
         for stack, by_name in state.slots.items()
     }
-    counters = {name: Counter(array) for name, array in state.counters.items()}
-    found = {_TABLES: tables, _SLOTS: slots, _STEP: Counter(state.step), **counters}
+    found: dict[str, Any] = {name: Counter(array) for name, array in state.counters.items()}
+    found |= {"tables": nnx.Dict(tables), "slots": nnx.Dict(slots), "step": Counter(state.step)}
     if state.vocabulary is not None:
-        found[_VOCABULARY] = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+        every = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+        found["vocabulary"] = nnx.Dict(every)
     return found
 
 
@@ -77,9 +75,9 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     Args:
       holder: the attributes by name; attributes that are not part of the state are ignored.
     """
-    named = _variables(holder[_TABLES])
+    named = _variables(holder["tables"])
     tables = {x.get_metadata().get("stack", name): x[...] for name, x in named.items()}
-    by_stack = holder.get(_SLOTS, {})  # a stack without slots may have no entry
+    by_stack = holder["slots"]  # a stack without slots may have no entry
     slots = {
         stack: {name: slot[...] for name, slot in _variables(by_stack[stack]).items()}
         if stack in by_stack
@@ -87,10 +85,10 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
         for stack in tables
     }
     counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
-    step = counted.pop(_STEP)
+    step = counted.pop("step")
     vocabulary = None
-    if _VOCABULARY in holder:
-        vocabulary = {name: x[...] for name, x in _variables(holder[_VOCABULARY]).items()}
+    if "vocabulary" in holder:
+        vocabulary = {name: x[...] for name, x in _variables(holder["vocabulary"]).items()}
     return TableState(tables, slots, step, counted, vocabulary)
 
 

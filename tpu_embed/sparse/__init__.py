@@ -1,7 +1,6 @@
 """Sparse gradients: find the lookups in a user's traced function, differentiate by their rows."""
 
-from tpu_embed.sparse.arguments import positions, value_and_aux
-from tpu_embed.sparse.grad import sparse_grad, sparse_value_and_grad
+from tpu_embed.sparse.grad import positions, sparse_grad, sparse_value_and_grad, value_and_aux
 from tpu_embed.sparse.indexed_slices import (
     IndexedSlices,
     clip_by_global_norm,
@@ -9,9 +8,8 @@ from tpu_embed.sparse.indexed_slices import (
     is_indexed_slices,
     scale,
 )
-from tpu_embed.sparse.lookup import embedding_lookup
-from tpu_embed.sparse.program import Program, pull_back, tap
-from tpu_embed.sparse.reach import NOTHING, Sources, propagate
+from tpu_embed.sparse.lookup import check_weights, embedding_lookup
+from tpu_embed.sparse.program import Program, propagate, pull_back, tap
 from tpu_embed.sparse.taps import (
     find_sites,
     full,
@@ -22,10 +20,9 @@ from tpu_embed.sparse.taps import (
 )
 
 __all__ = [
-    "NOTHING",
     "IndexedSlices",
     "Program",
-    "Sources",
+    "check_weights",
     "clip_by_global_norm",
     "embedding_lookup",
     "find_sites",

@@ -17,12 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import warn_user
+from tpu_embed._checks import is_int, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.state import TableState, refuse_gradient
 from tpu_embed.kernels.varying import as_varying, varying_axes
-from tpu_embed.sparse.arguments import positions, value_and_aux
 from tpu_embed.sparse.indexed_slices import IndexedSlices
 from tpu_embed.sparse.program import pull_back, tap
 from tpu_embed.sparse.taps import find_sites, looked_up
@@ -117,6 +116,69 @@ def sparse_grad(
         return (found, result[1]) if has_aux else found
 
     return gradients
+
+
+# -- the conventions of `jax.grad`, for all functions that differentiate a user's function ---------
+
+
+def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
+    """Return the positions of the arguments to differentiate by, counted from the first.
+
+    Args:
+      argnums: an int or a sequence of ints; negative ones count from the end.
+      count: the number of positional arguments.
+      remedy: the remedy that the error names.
+
+    Returns:
+      different numbers in [0, count).
+
+    Raises:
+      ValueError: a number in `argnums` is not that of an argument, or two are the same argument.
+    """
+    # Three arguments and argnums (0, -1): (0, 2).
+    given = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
+    wanted = all(is_int(i) and -count <= i < count for i in given)
+    found = tuple(int(i) % count for i in given) if wanted else ()
+    if not wanted or len(set(found)) != len(found):
+        raise ValueError(
+            message(
+                "argnums",
+                expected=f"different places among {count} positional arguments",
+                got=repr(argnums),
+                remedy=remedy,
+            )
+        )
+    return found
+
+
+def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
+    """Return a function's result as a pair of its value and aux.
+
+    Args:
+      result: what the function returned.
+      has_aux: whether the result is a pair.
+
+    Returns:
+      the value, and aux; without `has_aux` aux is None.
+
+    Raises:
+      TypeError: `has_aux` is given, and the result is not a pair.
+    """
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            message(
+                "has_aux=True: the function",
+                expected="a pair of the value and aux",
+                got=type(result).__name__,
+                remedy="return (value, aux), or leave has_aux out",
+            )
+        )
+    return result
+
+
+# -- gradients of leaves ---------------------------------------------------------------------------
 
 
 def _is_state(value: Any) -> bool:

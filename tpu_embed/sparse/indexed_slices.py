@@ -97,9 +97,8 @@ class IndexedSlices:
         firsts = jnp.full(n, n, jnp.int32).at[run].min(positions)
         _, order = dispatch.sort_rows(jnp.where(run_row_ids < size, firsts, n))
         rows = dispatch.gather_rows(run_row_ids, order)
-        kept = (rows < size).reshape((n,) + (1,) * (sums.ndim - 1))
-        values = jnp.where(kept, dispatch.gather_rows(sums, order), jnp.zeros_like(sums))
-        return IndexedSlices(values, rows, self.dense_shape)
+        sums = dispatch.gather_rows(sums, order)
+        return clean_padding(IndexedSlices(sums, rows, self.dense_shape))
 
     def compact(self) -> IndexedSlices:
         """Return an equal gradient without padding.
@@ -110,9 +109,13 @@ class IndexedSlices:
           ValueError: the indices are traced.
         """
         if isinstance(self.indices, Tracer):
-            got, remedy = "traced ones", "call compact outside the jit; deduplicate keeps the shape"
             raise ValueError(
-                message("IndexedSlices.compact", expected="known values", got=got, remedy=remedy)
+                message(
+                    "IndexedSlices.compact",
+                    expected="known values",
+                    got="traced ones",
+                    remedy="call compact outside the jit; deduplicate keeps the shape",
+                )
             )
         kept = np.flatnonzero(np.asarray(self._valid_indices()) < self.dense_shape[0])
         return IndexedSlices(self.values[kept], self.indices[kept], self.dense_shape)
@@ -133,9 +136,13 @@ class IndexedSlices:
         if isinstance(other, int) and other == 0:
             return self  # the built-in `sum` starts with 0
         if np.shape(other) != self.dense_shape:
-            expected = f"IndexedSlices or an array, of shape {self.dense_shape}"
-            got = f"shape {np.shape(other)}"
-            raise ValueError(message("IndexedSlices: sum", expected=expected, got=got))
+            raise ValueError(
+                message(
+                    "IndexedSlices: sum",
+                    expected=f"IndexedSlices or an array, of shape {self.dense_shape}",
+                    got=f"shape {np.shape(other)}",
+                )
+            )
         if isinstance(other, IndexedSlices):
             values = jnp.concatenate([as_array(one.values) for one in (self, other)])
             indices = jnp.concatenate([as_array(one.indices) for one in (self, other)])
@@ -155,8 +162,11 @@ class IndexedSlices:
           ValueError: the factor is not a scalar.
         """
         if np.ndim(factor):
-            got = f"shape {np.shape(factor)}"
-            raise ValueError(message("IndexedSlices: product", expected="a scalar", got=got))
+            raise ValueError(
+                message(
+                    "IndexedSlices: product", expected="a scalar", got=f"shape {np.shape(factor)}"
+                )
+            )
         values, kept = _product(as_array(self.values), factor), as_array(self.indices)
         return dataclasses.replace(self, values=values, indices=kept)
 
@@ -192,6 +202,13 @@ class IndexedSlices:
             )
         absent = (indices < 0) | (indices >= size)
         return jnp.where(absent, jnp.asarray(size, indices.dtype), indices)
+
+
+def clean_padding(gradient: IndexedSlices) -> IndexedSlices:
+    """Return an equal gradient in which all padding has the index V and values of zero."""
+    indices = gradient._valid_indices()
+    kept = (indices < gradient.shape[0]).reshape(-1, *[1] * (gradient.values.ndim - 1))
+    return IndexedSlices(jnp.where(kept, gradient.values, 0), indices, gradient.shape)
 
 
 def is_indexed_slices(tree: Any) -> bool:
@@ -249,9 +266,14 @@ def _checked_floats(gradient: Any) -> Array:
     """
     numbers = as_array(gradient)
     if not jnp.issubdtype(numbers.dtype, jnp.inexact):
-        expected, remedy = "gradients of floats", "leave parameters of integers out"
-        got = str(numbers.dtype)
-        raise TypeError(message("gradient", expected=expected, got=got, remedy=remedy))
+        raise TypeError(
+            message(
+                "gradient",
+                expected="gradients of floats",
+                got=str(numbers.dtype),
+                remedy="leave parameters of integers out",
+            )
+        )
     return numbers
 
 

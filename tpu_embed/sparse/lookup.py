@@ -69,10 +69,7 @@ def embedding_lookup(
         raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
     ids = _checked_ids(ids, table.shape[0])
     check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
-    if c is not None and (c.shape != ids.shape or not is_real(c.dtype)):
-        got = f"{c.dtype} of shape {c.shape}"
-        expected = f"real numbers of the ids' shape {ids.shape}"
-        raise ValueError(message("embedding_lookup: weights", expected=expected, got=got))
+    check_weights("embedding_lookup: weights", c, ids)
     axes = varying_axes(table) | varying_axes(ids)
     rows = lookup_p.bind(as_varying(table, axes), as_varying(ids, axes))
     trailing = (1,) * (table.ndim - 1)
@@ -90,6 +87,28 @@ def embedding_lookup(
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
     gains = gains_in_program(c, combiner).reshape(*ids.shape, *trailing)
     return jnp.sum(rows.astype(wide) * gains, axis=ids.ndim - 1)
+
+
+def check_weights(what: str, weights: Any, ids: Any) -> None:
+    """Check that weights fit ids.
+
+    Args:
+      what: what the weights are, for messages.
+      weights: an array, or None.
+      ids: an array.
+
+    Raises:
+      ValueError: weights of another shape than the ids, or no real numbers.
+    """
+    if weights is not None and (weights.shape != ids.shape or not is_real(weights.dtype)):
+        raise ValueError(
+            message(
+                what,
+                expected=f"real numbers of the ids' shape {ids.shape}",
+                got=f"{weights.dtype} of shape {weights.shape}",
+                remedy="give one weight per id, or None",
+            )
+        )
 
 
 def _checked_ids(ids: ArrayLike, size: int) -> Array:

@@ -5,15 +5,23 @@ input that stands for a value inside. The result of a lookup has a tap, and then
 on to its table. Every question about what reaches a result is so about places: a lookup does if its
 tap does, and a table is used in another way than by lookups if its own input does.
 
+A gradient can only be nonzero where a path of differentiable equations leads from an input to a
+result. Without one an argument has no gradient, and a lookup touches no row. An equation leads from
+its float and complex operands to its float and complex results. `stop_gradient`, floor, ceil and
+round cut the path. Paths are followed into calls, conds, scans and whiles. Any other equation with
+a program inside, such as a custom rule, is opaque: each of its operands reaches each of its
+results.
+
 Input: a program, the values of its inputs, and where it gets taps.
-Output: `Program`, the same program with more inputs; its results and gradients (`pull_back`).
+Output: `Program`, the same program with more inputs; what reaches its results (`propagate`); its
+results and gradients (`pull_back`).
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +29,127 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from tpu_embed._jaxprs import rerun
+from tpu_embed._jaxprs import CALLS, REMATS, flow, inner_jaxprs, rerun, scan_counts
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
-from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.reach import NOTHING, Sources, propagate
+from tpu_embed.sparse.indexed_slices import IndexedSlices, clean_padding
 from tpu_embed.sparse.taps import Lookup, known_after_ids
+
+
+class Sources(NamedTuple):
+    """Two sets of sources, each an integer with one bit per source.
+
+    Attributes:
+      reached: the sources that reach a value.
+      looped: those of them with a path through a `while`, whose trip count is not known.
+    """
+
+    reached: int = 0
+    looped: int = 0
+
+    def __or__(self, other: Sources) -> Sources:
+        """Return the union."""
+        return Sources(self.reached | other.reached, self.looped | other.looped)
+
+
+NOTHING = Sources()
+
+
+def propagate(jaxpr: Any, sources: Mapping[Any, Sources] | None = None) -> list[Sources]:
+    """Return the sources that reach each output.
+
+    Args:
+      jaxpr: an open jaxpr.
+      sources: the sources of each input; those of integer inputs reach nothing. None: each input
+        is a source of its own, whose bit is its number.
+    """
+    if sources is None:
+        sources = {var: Sources(1 << i) for i, var in enumerate(jaxpr.invars)}
+
+    def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
+        # What is written into a reference may be read from it later, so it counts as a result.
+        references = [
+            one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
+        ]
+        if references:
+            return _inexact(dict.fromkeys([*references, *eqn.outvars], union(operands)))
+        rule = _RULES.get(eqn.primitive.name, _opaque)
+        return _inexact(dict(zip(eqn.outvars, rule(eqn, operands), strict=True)))
+
+    return flow(jaxpr, _inexact(sources), step, NOTHING)
+
+
+def _inexact(sources: Mapping[Any, Sources]) -> dict[Any, Sources]:
+    """Return the sources of those variables that are floats or complex numbers."""
+    # A token has no dtype. Booleans have one that is not inexact either.
+    return {
+        var: some
+        for var, some in sources.items()
+        if jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
+    }
+
+
+def union(sources: Iterable[Sources]) -> Sources:
+    """Return what is in any of some sets of sources."""
+    return functools.reduce(operator.or_, sources, NOTHING)
+
+
+# -- one rule per primitive: from the sources of its operands to those of its results --------------
+
+Rule = Callable[[Any, list[Sources]], Sequence[Sources]]
+
+
+def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
+    return [union(operands)] * len(eqn.outvars)
+
+
+def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
+    # A call runs one program, a cond one of several.
+    results = [propagate(inner.jaxpr, inner.marks(operands)) for inner in inner_jaxprs(eqn)]
+    return [union(same) for same in zip(*results, strict=True)]
+
+
+def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
+    """Return the sources of a loop's last carry, and those of the other results of a scan.
+
+    The sources of the first carry are included, since it is the result of a loop that runs zero
+    times.
+    """
+    # The operands of a scan are [constants, first carry, xs], those of a while [constants of cond,
+    # constants of body, first carry]. The condition is a boolean, so nothing is differentiated
+    # through it.
+    *conditions, body = inner_jaxprs(eqn)
+    if conditions:
+        start = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+        end = len(operands)
+    else:
+        start, carried = scan_counts(eqn)
+        end = start + carried
+    # body (a, b) -> (b, x) with the sources a: {}, b: {}, x: {1}: after one walk b has {1}, after
+    # two a has it as well, and the third changes nothing. Sets only grow, so this ends.
+    while True:
+        results = propagate(body.jaxpr, body.marks(operands))
+        carry = [a | b for a, b in zip(operands[start:end], results, strict=False)]
+        if carry == operands[start:end]:
+            break
+        operands = [*operands[:start], *carry, *operands[end:]]
+    if conditions:
+        return [Sources(one.reached, one.reached) for one in carry]
+    return [*carry, *results[end - start :]]
+
+
+_RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("stop_gradient", "stopped", "floor", "ceil", "round"),
+        lambda eqn, _: [NOTHING] * len(eqn.outvars),
+    ),
+    **dict.fromkeys(("tag", "optimization_barrier"), lambda _, operands: operands),
+    **dict.fromkeys((*CALLS, *REMATS, "cond"), _call),
+    **dict.fromkeys(("scan", "while"), _loop),
+}
+
+
+# -- programs with taps ----------------------------------------------------------------------------
 
 
 class Program(NamedTuple):
@@ -49,7 +172,7 @@ class Program(NamedTuple):
     def reaching(self, results: Iterable[int]) -> tuple[set[int], set[int]]:
         """Return the places that reach any of some results, and those that do through a `while`."""
         # Bits 10010: the places 1 and 4.
-        both = functools.reduce(operator.or_, (self.reached[i] for i in results), NOTHING)
+        both = union(self.reached[i] for i in results)
         reached, looped = ({i for i in range(len(self.values)) if b >> i & 1} for b in both)
         return reached, looped
 
@@ -74,8 +197,7 @@ def tap(closed: ClosedJaxpr, inputs: Sequence[Array], sites: Sequence[Any]) -> P
     each = zip(sites, taps, strict=True)
     tables = {mine[0]: one.table for one, mine in each if isinstance(one, Lookup)}
     tapped = jax.make_jaxpr(run)(*given)
-    sources = [Sources(1 << place) for place in range(len(values))]
-    reached = propagate(tapped.jaxpr, sources)[: len(closed.out_avals)]
+    reached = propagate(tapped.jaxpr)[: len(closed.out_avals)]
     return Program(tapped, values, taps, tables, reached)
 
 
@@ -120,11 +242,10 @@ def pull_back(
         wide = np.result_type(*(asked[k].dtype for k in mine))
         joined = jnp.concatenate([asked[k].reshape(-1).astype(wide) for k in mine])
         rows = jnp.concatenate([found[k].reshape(asked[k].size, *shape[1:]) for k in mine])
-        absent = (joined < 0) | (joined >= shape[0])
-        indices = jnp.where(absent, jnp.asarray(shape[0], wide), joined)
-        values = jnp.where(absent.reshape(-1, *[1] * (rows.ndim - 1)), 0, rows)
+        slices = clean_padding(IndexedSlices(rows, joined, shape))
         if table in gradients:
-            gradients[table] = gradients[table].at[indices].add(values, mode="drop")
+            dense = gradients[table].at[slices.indices]
+            gradients[table] = dense.add(slices.values, mode="drop")
         else:
-            gradients[table] = IndexedSlices(values, indices, shape)
+            gradients[table] = slices
     return results, gradients

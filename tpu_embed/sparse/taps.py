@@ -47,7 +47,7 @@ class Lookup(Site):
         """Return the rows, whose gradient goes to the tap and not to the table, and the ids."""
         table, ids = values
         found = lookup_p.bind(stopped_p.bind(table, guard), ids)
-        return [tapped(found, taps[0])], known_after(found, ids)
+        return [tapped(found, taps[0])], known_after(ids, found)
 
     def nothing(self) -> Array:
         """Return ids that are all padding."""
@@ -136,7 +136,7 @@ def looked_up(jaxpr: Any) -> set[int]:
     return found
 
 
-def known_after(found: Array, ids: Array) -> Array:
+def known_after(ids: Array, found: Array) -> Array:
     """Return the ids of a lookup, which then depend on its result.
 
     This makes the update, which uses the ids, depend on the lookup; otherwise XLA copies the table.

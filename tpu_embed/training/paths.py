@@ -50,9 +50,14 @@ class Leaves(NamedTuple):
         """
         label = _label(path)
         if label not in self.labels:
-            expected = f"the path of one of {listed(self.labels)}"
-            remedy = "paths are those of jax.tree_util, or their keystr"
-            raise ValueError(message(what, expected=expected, got=label, remedy=remedy))
+            raise ValueError(
+                message(
+                    what,
+                    expected=f"the path of one of {listed(self.labels)}",
+                    got=label,
+                    remedy="paths are those of jax.tree_util, or their keystr",
+                )
+            )
         return self.labels.index(label)
 
     def find_all(self, paths: Iterable[Any], *, what: str) -> list[int]:
@@ -64,10 +69,14 @@ class Leaves(NamedTuple):
         found = [self.find(path, what=what) for path in paths]
         for i in found:
             if found.count(i) > 1:
-                got, remedy = self.labels[i] or "the parameter", "leave the repeated one out"
-                expected = "each path once"
+                got = self.labels[i] or "the parameter"
                 raise ValueError(
-                    message(what, expected=expected, got=f"{got} twice", remedy=remedy)
+                    message(
+                        what,
+                        expected="each path once",
+                        got=f"{got} twice",
+                        remedy="leave the repeated one out",
+                    )
                 )
         return found
 
@@ -94,8 +103,14 @@ def leaves_of(params: PyTree) -> Leaves:
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     if not pairs:
-        got, remedy = repr(params), "give a pytree of arrays"
-        raise ValueError(message("params", expected="at least one array", got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "params",
+                expected="at least one array",
+                got=repr(params),
+                remedy="give a pytree of arrays",
+            )
+        )
     paths = [path for path, _ in pairs]
     return Leaves(structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs])
 

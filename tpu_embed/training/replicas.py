@@ -161,9 +161,14 @@ class Replicas:
             )
         size, count = math.prod(sizes), sum(map(len, self.groups))
         if self.groups and count != (size or 1):
-            expected, got = f"each of {size or 1} replicas once", f"{count} ids: {self.groups}"
-            what, remedy = f"{self.what}: group_assignment", "leave it out for one group of all"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    f"{self.what}: group_assignment",
+                    expected=f"each of {size or 1} replicas once",
+                    got=f"{count} ids: {self.groups}",
+                    remedy="leave it out for one group of all",
+                )
+            )
         # One warning per optimizer, not per trace: the list is the only mutable part of this class.
         if unbound and not self._said:
             self._said.append("unbound")
@@ -215,10 +220,14 @@ def make_replicas(
     if axis_name is None and not required:
         names = ()
     elif not good or not names:
-        expected = "the name of a mesh axis, or different ones"
-        remedy = "give names of Mesh(devices, names); without an axis use the Optimizer alone"
         raise ValueError(
-            message(f"{what}: axis_name", expected=expected, got=repr(axis_name), remedy=remedy)
+            message(
+                f"{what}: axis_name",
+                expected="the name of a mesh axis, or different ones",
+                got=repr(axis_name),
+                remedy="give names of Mesh(devices, names); without an axis use the Optimizer "
+                "alone",
+            )
         )
     groups: Any = () if group_assignment is None else group_assignment
     try:
@@ -227,10 +236,14 @@ def make_replicas(
         groups = ((group_assignment,),)  # not a list of lists: ids that are no integers
     fault = _fault(groups)
     if fault:
-        expected = "lists of equal length with each replica's index once"
-        got, remedy = f"{fault}: {group_assignment!r}", "as [[0, 1], [2, 3]] of 4 replicas"
-        place = f"{what}: group_assignment"
-        raise ValueError(message(place, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                f"{what}: group_assignment",
+                expected="lists of equal length with each replica's index once",
+                got=f"{fault}: {group_assignment!r}",
+                remedy="as [[0, 1], [2, 3]] of 4 replicas",
+            )
+        )
     ids = tuple(tuple(int(i) for i in group) for group in groups)
     return Replicas(what, names, reduction == "mean", ids)
 

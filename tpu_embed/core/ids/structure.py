@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -189,7 +189,7 @@ class Structure:
         """
         pairs = zip(self.paths, leaves, strict=True)
         remaining = (_LEFT_OUT if path in without else leaf for path, leaf in pairs)
-        return _unflatten(self.nest, remaining)
+        return unflatten(self.nest, remaining)
 
 
 def flatten(feature_config: Any) -> Structure:
@@ -228,7 +228,7 @@ def flatten(feature_config: Any) -> Structure:
     remedy = "rename one, or use one TableConfig object to share a table"
     _check_distinct("name", "table", names, remedy)
     # The containers are copied, so that a caller may change theirs afterwards.
-    return Structure(_unflatten(feature_config, iter(features)), paths, features, tables, names)
+    return Structure(unflatten(feature_config, iter(features)), paths, features, tables, names)
 
 
 def _check_distinct(what: str, of: str, names: Sequence[str], remedy: str) -> None:
@@ -315,12 +315,13 @@ def _part(nest: Any, values: Any) -> Any:
     return found if may_lack else rebuild(nest, found)
 
 
-def _unflatten(nest: Any, leaves: Any) -> Any:
+def unflatten(nest: Any, leaves: Iterator[Any]) -> Any:
+    """Return a container like `nest`, at any depth, with other leaves in flattening order."""
     # `children` visits keys in flattening order, so the iterator yields the right leaf each time.
     inner = children(nest)
     if inner is None:
         return next(leaves)
-    values = [(key, _unflatten(child, leaves)) for key, child in inner]
+    values = [(key, unflatten(child, leaves)) for key, child in inner]
     return rebuild(nest, {key: value for key, value in values if value is not _LEFT_OUT})
 
 

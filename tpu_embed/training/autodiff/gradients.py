@@ -179,12 +179,15 @@ def value_and_gradients(
     program = tap(closed, leaves, sites)
     # xs = [{"a": u, "b": v}, w, Tag("h")]: places [{"a": 0, "b": 1}, 2, 3], if the value h has the
     # first tap.
-    each = zip(sites, program.taps, strict=True)
-    tagged = {one.name: (one, mine) for one, mine in each if isinstance(one, Tagged)}
-    by_tag = [one.structure.unflatten(mine) for one, mine in (tagged[name] for name in tags)]
-    places = [*structure.unflatten(range(len(leaves))), *by_tag]
+    tagged = {
+        one.eqn.params["name"]: one.eqn.params["structure"].unflatten(mine)
+        for one, mine in zip(sites, program.taps, strict=True)
+        if isinstance(one, Tagged) and one.own
+    }
+    places = [*structure.unflatten(range(len(leaves))), *(tagged[name] for name in tags)]
     named = dict(enumerate(names))
-    named |= {i: f"Tag({name!r})" for name, (_, mine) in tagged.items() for i in mine}
+    for name, mine in tagged.items():
+        named |= dict.fromkeys(jax.tree.leaves(mine), f"Tag({name!r})")
     # The program returns one flat list: [leaves of ys, leaves of aux].
     ys, aux = map(jax.tree.structure, shapes)
     cotangents = _cotangents(ys, closed.out_avals[: ys.num_leaves], grad_ys)
@@ -208,13 +211,24 @@ def checked_loss(loss: Any) -> Array:
     """
     # A pair (loss, aux) would become an array of two numbers where both are scalars: refuse it.
     if not hasattr(loss, "dtype") and not is_number(loss):
-        expected, got = "a float array", type(loss).__name__
-        remedy = "return the loss alone: there is no aux"
-        raise ValueError(message("loss", expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "loss",
+                expected="a float array",
+                got=type(loss).__name__,
+                remedy="return the loss alone: there is no aux",
+            )
+        )
     array = as_array(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        got, remedy = f"{array.dtype} of shape {array.shape}", "return real floats"
-        raise ValueError(message("loss", expected="a float array", got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "loss",
+                expected="a float array",
+                got=f"{array.dtype} of shape {array.shape}",
+                remedy="return real floats",
+            )
+        )
     return array
 
 
@@ -228,16 +242,25 @@ def _as_list(xs: Any) -> list[Any]:
     if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
         xs = [xs]
     if not isinstance(xs, (list, tuple)):
-        expected, got = "a list or tuple of the function's arguments", type(xs).__name__
         raise TypeError(
-            message("gradients: xs", expected=expected, got=got, remedy="give one pytree as [tree]")
+            message(
+                "gradients: xs",
+                expected="a list or tuple of the function's arguments",
+                got=type(xs).__name__,
+                remedy="give one pytree as [tree]",
+            )
         )
     # False < True, so the list is sorted exactly if all Tags stand after the arguments.
     are_tags = [isinstance(x, Tag) for x in xs]
     if are_tags != sorted(are_tags):
-        expected, got = "Tags after the arguments", f"an argument after {xs[are_tags.index(True)]}"
-        remedy = "put the Tags last"
-        raise ValueError(message("gradients: xs", expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                "gradients: xs",
+                expected="Tags after the arguments",
+                got=f"an argument after {xs[are_tags.index(True)]}",
+                remedy="put the Tags last",
+            )
+        )
     return list(xs)
 
 
@@ -256,10 +279,13 @@ def _stop_names(stops: Any) -> list[str]:
     stops = [stops] if isinstance(stops, (str, Tag)) else list(stops)
     for stop in stops:
         if not isinstance(stop, (str, Tag)):
-            expected, got = "names of tags or Tags", repr(stop)
-            remedy = "name the value with tag inside the function"
             raise TypeError(
-                message("gradients: stop_gradients", expected=expected, got=got, remedy=remedy)
+                message(
+                    "gradients: stop_gradients",
+                    expected="names of tags or Tags",
+                    got=repr(stop),
+                    remedy="name the value with tag inside the function",
+                )
             )
     return [stop.name if isinstance(stop, Tag) else stop for stop in stops]
 
@@ -283,10 +309,14 @@ def _cotangents(ys: Any, avals: Sequence[Any], grad_ys: PyTree) -> list[Array | 
         try:
             given = ys.flatten_up_to(grad_ys)
         except (ValueError, TypeError) as error:
-            got = str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None))
-            expected = f"the structure of ys, {ys}"
-            what, remedy = "gradients: grad_ys", "nest them as fn's result, None for ones"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy)) from error
+            raise ValueError(
+                message(
+                    "gradients: grad_ys",
+                    expected=f"the structure of ys, {ys}",
+                    got=str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None)),
+                    remedy="nest them as fn's result, None for ones",
+                )
+            ) from error
     paths = jax.tree_util.tree_flatten_with_path(ys.unflatten(range(len(avals))))[0]
     names = [f"gradients: grad_ys{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [_cotangent(*one) for one in zip(names, avals, given, strict=True)]
@@ -296,19 +326,35 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
     kind = _kind(aval.dtype)
     if given is None:
         if kind == "complex":
-            remedy = "give one: a complex y has no cotangent by default"
-            raise TypeError(message(what, expected="complex numbers", got="None", remedy=remedy))
+            raise TypeError(
+                message(
+                    what,
+                    expected="complex numbers",
+                    got="None",
+                    remedy="give one: a complex y has no cotangent by default",
+                )
+            )
         return full(aval, 1) if kind == "float" else None
     given = as_array(given)
     kinds = ("float", "integer") if kind == "integer" else (kind,)
     if _kind(given.dtype) not in kinds:
-        expected = f"{' or '.join(kinds)} numbers for a y of {aval.dtype}"
-        got, remedy = str(given.dtype), f"convert it: .astype({aval.dtype.name!r})"
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+        raise TypeError(
+            message(
+                what,
+                expected=f"{' or '.join(kinds)} numbers for a y of {aval.dtype}",
+                got=str(given.dtype),
+                remedy=f"convert it: .astype({aval.dtype.name!r})",
+            )
+        )
     if given.shape != aval.shape:
-        expected, got = f"y's shape {aval.shape}", f"{given.shape}"
-        remedy = "jnp.broadcast_to makes this shape of one number"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(
+            message(
+                what,
+                expected=f"y's shape {aval.shape}",
+                got=f"{given.shape}",
+                remedy="jnp.broadcast_to makes this shape of one number",
+            )
+        )
     if kind == "integer":
         return None
     # In a shard_map a cotangent must vary over the same mesh axes as its y.

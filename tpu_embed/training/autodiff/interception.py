@@ -19,7 +19,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
-from tpu_embed.core.lookup import Jagged
+from tpu_embed.core.lookup import split_activations
 from tpu_embed.sparse import full, tapped
 from tpu_embed.training.autodiff.gradients import checked_loss, gradients, value_and_gradients
 
@@ -68,7 +68,9 @@ def create_dummy_table_variables(activations: PyTree, feature_config: Any = None
     """
     dummies: Dummies = {}
     for table, path, leaf in _features(activations, feature_config):
-        dummies.setdefault(table, {})[path] = full(jax.typeof(jnp.asarray(_values(leaf))), 0)
+        dummies.setdefault(table, {})[path] = full(
+            jax.typeof(jnp.asarray(split_activations(leaf)[0])), 0
+        )
     return dummies
 
 
@@ -94,18 +96,29 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
     by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
     leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
-        expected, got = f"features {sorted(by_path)}", f"{sorted(leaves)}"
-        raise ValueError(message("hook: activations", expected=expected, got=got, remedy=_REMAKE))
+        raise ValueError(
+            message(
+                "hook: activations",
+                expected=f"features {sorted(by_path)}",
+                got=f"{sorted(leaves)}",
+                remedy=_REMAKE,
+            )
+        )
     hooked = {}
     for path, leaf in leaves.items():
-        activation, dummy = (as_array(x) for x in (_values(leaf), by_path[path]))
+        values, rebuild = split_activations(leaf)
+        activation, dummy = as_array(values), as_array(by_path[path])
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
-            expected = f"{dummy.dtype} of shape {dummy.shape}, as its dummy"
-            got = f"{activation.dtype} of shape {activation.shape}"
-            what = f"hook: activations: {path}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=_REMAKE))
-        hooked[path] = _with_values(leaf, tapped(activation, dummy))
-    return _rebuilt(activations, iter(hooked.values()))
+            raise ValueError(
+                message(
+                    f"hook: activations: {path}",
+                    expected=f"{dummy.dtype} of shape {dummy.shape}, as its dummy",
+                    got=f"{activation.dtype} of shape {activation.shape}",
+                    remedy=_REMAKE,
+                )
+            )
+        hooked[path] = rebuild(tapped(activation, dummy))
+    return structures.unflatten(activations, iter(hooked.values()))
 
 
 def get_gradients_through_dummy_table_variables(
@@ -178,7 +191,7 @@ def get_gradients_through_dummy_table_variables(
             unused = ", ".join(absent)
             warn_user(f"table {name!r}: the loss does not depend on {unused}: zero gradients")
         by_path |= found[name] | {path: zeros[path] for path in absent}
-    return value, _rebuilt(nest, (by_path[path] for path, _ in _leaves(nest)))
+    return value, structures.unflatten(nest, (by_path[path] for path, _ in _leaves(nest)))
 
 
 def get_gradients_through_compute_gradients(
@@ -201,14 +214,14 @@ def get_gradients_through_compute_gradients(
       ValueError: the loss is not float.
     """
     activations = optimizer.local(activations)
-    leaves = [leaf for _, leaf in _leaves(activations)]
+    each = [split_activations(leaf) for _, leaf in _leaves(activations)]
 
     def scaled(*values: Array) -> Array:
-        given = map(_with_values, leaves, values)
-        return optimizer.scale_loss(checked_loss(loss(_rebuilt(activations, given))))
+        given = (rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True))
+        return optimizer.scale_loss(checked_loss(loss(structures.unflatten(activations, given))))
 
-    found = gradients(scaled, [_values(leaf) for leaf in leaves])
-    return _rebuilt(activations, iter(found))
+    found = gradients(scaled, [values for values, _ in each])
+    return structures.unflatten(activations, iter(found))
 
 
 def _features(activations: PyTree, feature_config: Any) -> Iterator[tuple[str, str, Any]]:
@@ -232,9 +245,14 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
-            expected, got = "a path of its own for each", f"several at {path!r}"
-            remedy = "rename keys that hold a slash"
-            raise ValueError(message("activations", expected=expected, got=got, remedy=remedy))
+            raise ValueError(
+                message(
+                    "activations",
+                    expected="a path of its own for each",
+                    got=f"several at {path!r}",
+                    remedy="rename keys that hold a slash",
+                )
+            )
         leaves[path] = leaf
     return leaves
 
@@ -247,22 +265,4 @@ def _leaves(nest: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path or "feature", nest
         return
     for key, child in inner:
-        yield from _leaves(child, f"{path}/{key}" if path else str(key))
-
-
-def _values(leaf: Any) -> Any:
-    """Return the floats of an activation, by which it is differentiated."""
-    return leaf.values if isinstance(leaf, Jagged) else leaf
-
-
-def _with_values(leaf: Any, values: Array) -> Any:
-    """Return an activation of other floats."""
-    return leaf.with_values(values) if isinstance(leaf, Jagged) else values
-
-
-def _rebuilt(nest: Any, leaves: Iterator[Any]) -> Any:
-    # Walks the nest in the order of `_leaves` and takes the next leaf at each place.
-    inner = structures.children(nest)
-    if inner is None:
-        return next(leaves)
-    return structures.rebuild(nest, {key: _rebuilt(child, leaves) for key, child in inner})
+        yield from _leaves(child, structures.join_path(path, key))

@@ -41,9 +41,13 @@ class Tag:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            expected, remedy = "a non-empty string", "use the name given to tag"
             raise ValueError(
-                message("Tag.name", expected=expected, got=repr(self.name), remedy=remedy)
+                message(
+                    "Tag.name",
+                    expected="a non-empty string",
+                    got=repr(self.name),
+                    remedy="use the name given to tag",
+                )
             )
 
 
@@ -83,16 +87,6 @@ class Tagged(Site):
 
     own: bool
     stop: bool
-
-    @property
-    def name(self) -> str:
-        """The name."""
-        return self.eqn.params["name"]
-
-    @property
-    def structure(self) -> Any:
-        """The structure of the value."""
-        return self.eqn.params["structure"]
 
     def taps(self) -> list[Array]:
         """Return zeros like each leaf of the value, or nothing if its gradient is not wanted."""
@@ -135,18 +129,24 @@ def find_asked(jaxpr: Any, wanted: Collection[str], stops: Collection[str]) -> l
     for name in asked:
         found = by_name.get(name, [])
         if len(found) != 1:
-            got = f"it {len(found)} times" if found else f"only {sorted(by_name)}"
-            remedy = "give each value a name of its own" if found else "tag(value, name) names one"
-            raise _misplaced(name, "it once in the function", got, remedy)
+            raise _misplaced(
+                name,
+                "it once in the function",
+                f"it {len(found)} times" if found else f"only {sorted(by_name)}",
+                "give each value a name of its own" if found else "tag(value, name) names one",
+            )
         # A jit or remat runs its jaxpr once per call. In a scan or while a name has one value per
         # iteration and in a cond perhaps none, so there is no one value to differentiate by; to
         # stop at all of them is possible.
         passed = {*CALLS, *REMATS, *(() if name in wanted else ("scan", "while", "cond"))}
         bad = sorted({eqn.primitive.name for eqn in found[0].around} - passed)
         if bad:
-            expected = "one value" if name in wanted else "it outside of custom rules"
-            remedy = "return the value from there and tag it outside"
-            raise _misplaced(name, expected, f"it inside {', '.join(bad)}", remedy)
+            raise _misplaced(
+                name,
+                "one value" if name in wanted else "it outside of custom rules",
+                f"it inside {', '.join(bad)}",
+                "return the value from there and tag it outside",
+            )
     return sites
 
 

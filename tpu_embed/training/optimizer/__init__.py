@@ -1,10 +1,8 @@
 """Optimizers of a whole parameter tree: compute gradients, sum them over replicas, apply them."""
 
 from tpu_embed.training.optimizer.cross_shard import CrossShardOptimizer, cross_shard
-from tpu_embed.training.optimizer.optimizer import Optimizer
-from tpu_embed.training.optimizer.rows import update_parameter_rows
-from tpu_embed.training.optimizer.state import OptState
-from tpu_embed.training.optimizer.verbs import TreeOptimizer
+from tpu_embed.training.optimizer.optimizer import Optimizer, OptState, TreeOptimizer
+from tpu_embed.training.optimizer.update import update_parameter_rows
 
 __all__ = [
     "CrossShardOptimizer",

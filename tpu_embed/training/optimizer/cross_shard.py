@@ -21,8 +21,7 @@ from tpu_embed._types import PyTree
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.optimizer.declared import DeclaredOptimizer, SumsItself, summed_twice
-from tpu_embed.training.optimizer.optimizer import Optimizer
-from tpu_embed.training.optimizer.verbs import TreeOptimizer, checked_name
+from tpu_embed.training.optimizer.optimizer import Optimizer, TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
 
 Groups = Iterable[Iterable[int]]
@@ -165,7 +164,12 @@ def _check_transform(what: str, tx: Any) -> None:
         CrossShardOptimizer: "one is enough: give it the optimizer that this one wraps",
     }
     # Here `tx` is something else: name the remedy for what users most likely meant.
-    made = "make one: optax.sgd(0.1)"
-    remedy = next((words for kind, words in remedies.items() if isinstance(tx, kind)), made)
-    expected = "an Optimizer or an optax transform"
-    raise TypeError(message(f"{what}: opt", expected=expected, got=name, remedy=remedy))
+    likely = (words for kind, words in remedies.items() if isinstance(tx, kind))
+    raise TypeError(
+        message(
+            f"{what}: opt",
+            expected="an Optimizer or an optax transform",
+            got=name,
+            remedy=next(likely, "make one: optax.sgd(0.1)"),
+        )
+    )

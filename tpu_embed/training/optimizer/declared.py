@@ -66,11 +66,14 @@ class DeclaredOptimizer:
         elif isinstance(given, optax.GradientTransformation):
             self.dense = optax.with_extra_args_support(given)
         else:
-            expected = "one of tpu_embed.optimizers or an optax transform"
             made = f"{given.__name__}(...)" if isinstance(given, type) else "optimizers.SGD(0.1)"
-            remedy = f"make one: {made}"
             raise ValueError(
-                message("optimizer", expected=expected, got=repr(given), remedy=remedy)
+                message(
+                    "optimizer",
+                    expected="one of tpu_embed.optimizers or an optax transform",
+                    got=repr(given),
+                    remedy=f"make one: {made}",
+                )
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,11 +149,13 @@ class DeclaredOptimizer:
         """
         if self.rule is None:
             if given is not None:
-                expected = "none: an optax transform holds its own"
-                remedy = "optax.inject_hyperparams puts it into the state"
-                got = repr(given)
                 raise ValueError(
-                    message("learning_rate", expected=expected, got=got, remedy=remedy)
+                    message(
+                        "learning_rate",
+                        expected="none: an optax transform holds its own",
+                        got=repr(given),
+                        remedy="optax.inject_hyperparams puts it into the state",
+                    )
                 )
             return None
         remedy = "apply_gradients(..., learning_rate=value)"
