@@ -105,10 +105,6 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
             (temporary / item).mkdir(exist_ok=True)  # every process makes it
         return [begin(temporary / item) for item, begin in items.items()]
 
-    def written() -> None:
-        for write in writes:
-            write()
-
     def finished() -> None:
         if jax.process_index() == 0:
             for item in items.keys() & {MODEL, VARIABLES}:
@@ -117,7 +113,7 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
             files.rename(temporary, path)
 
     def go_on() -> None:
-        raise_on_all("save", path, written)
+        raise_on_all("save", path, lambda: [write() for write in writes])
         raise_on_all("save", path, finished)
 
     items = raise_on_all("save", path, prepared)
