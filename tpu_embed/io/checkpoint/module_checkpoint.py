@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from tpu_embed._checks import local_path, message, message_of_many
+from tpu_embed._checks import local_path, message
 from tpu_embed._types import Array
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
@@ -153,7 +153,7 @@ def restore_modules(
         if differences:
             remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
             remedy += "takes paths, or those above them"
-            raise ValueError(message_of_many(f"checkpoint {path}", differences, remedy=remedy))
+            raise MismatchError(f"checkpoint {path}", differences, remedy)
         return checkpoint, chosen, wanted, arrays
 
     items = (LAYERS, VARIABLES, POSITION)
