@@ -84,11 +84,10 @@ def written(root: Path) -> Iterator[Path]:
         yield temporary
         check_free(root)
         files.sync_directories(temporary)
-        temporary.rename(root)
+        files.rename(temporary, root)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    files.sync(parent)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
 
     Raises:
       ValueError: the path exists.
-      Exception: whatever `prepare` raises; nothing has been written then.
+      Exception: whatever `prepare` raises. What an error leaves has a temporary name.
     """
     # One key per path, so that saves to different paths do not mix up their exchanges.
     what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
@@ -105,10 +105,6 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
             (temporary / item).mkdir(exist_ok=True)  # every process makes it
         return [begin(temporary / item) for item, begin in items.items()]
 
-    def written() -> None:
-        for write in writes:
-            write()
-
     def finished() -> None:
         if jax.process_index() == 0:
             for item in items.keys() & {MODEL, VARIABLES}:
@@ -117,19 +113,11 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
             files.rename(temporary, path)
 
     def go_on() -> None:
-        try:
-            raise_on_all("save", path, written)
-            raise_on_all("save", path, finished)
-        except BaseException:
-            remove_unfinished(path.parent, path.name)
-            raise
+        raise_on_all("save", path, lambda: [write() for write in writes])
+        raise_on_all("save", path, finished)
 
-    try:
-        items = raise_on_all("save", path, prepared)
-        writes = raise_on_all("save", path, begun)
-    except BaseException:
-        remove_unfinished(path.parent, path.name)
-        raise
+    items = raise_on_all("save", path, prepared)
+    writes = raise_on_all("save", path, begun)
     return go_on
 
 
@@ -147,7 +135,11 @@ def write_checkpoint(path: str | Path, prepare: Callable[..., Mapping[str, Begin
     path = local_path(path).absolute()
     with _SAVING:
         check_same("save", f"{path}")
-        begin_checkpoint(path, prepare)()
+        try:
+            begin_checkpoint(path, prepare)()
+        except BaseException:
+            remove_unfinished(path.parent, path.name)
+            raise
 
 
 def _missing(path: Path, items: Sequence[str]) -> list[str]:

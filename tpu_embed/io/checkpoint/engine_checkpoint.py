@@ -140,12 +140,13 @@ def restore(
       TypeError: `engine` is not an `EmbeddingEngine`.
     """
     check_engine_or_name_others(engine)
+    items = [TABLES, POSITION]
+    if model is not None:
+        items.append(MODEL)
     if touched is not None:
         record_files.check_record(engine, touched)
-    path = local_path(path).absolute()
-    given = {TABLES: True, POSITION: True, MODEL: model is not None, TOUCHED: touched is not None}
-    items = [item for item, is_wanted in given.items() if is_wanted]
-    everywhere = engine.layout.axes.sharding(())
+        items.append(TOUCHED)
+    path, everywhere = local_path(path).absolute(), engine.layout.axes.sharding(())
 
     def prepared() -> tuple[str, PyTree]:
         checkpoint = manifest.name_of(path / TABLES)

@@ -199,7 +199,7 @@ def _prepare_table(
         old, (on_devices, at_home) = [], _changed(home, held, row_groups, 1, 0)
     size = block_rows(home.fields)
     keys, places = held.keys[on_devices], held.rows[on_devices]
-    blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places)
+    blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places, size)
     if copied:
         blocks = [*blocks]
     label = f"{file_name(checkpoint)}-{jax.process_index()}"
@@ -232,11 +232,14 @@ def _changed(
 
 
 def _device_blocks(
-    engine: EmbeddingEngine, state: TableState, name: str, keys: np.ndarray, rows: np.ndarray
+    engine: EmbeddingEngine,
+    state: TableState,
+    name: str,
+    keys: np.ndarray,
+    rows: np.ndarray,
+    size: int,
 ) -> Iterator[Block]:
-    """Yield keys and their rows on the devices, in blocks."""
-    assert engine.storage is not None, "checked"
-    size = block_rows(engine.storage[name].fields)
+    """Yield keys and their rows on the devices, in blocks of a size."""
     for first in range(0, keys.size, size):
         part = slice(first, first + size)
         yield keys[part], engine.held_rows(state, name, rows[part])

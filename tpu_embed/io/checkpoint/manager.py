@@ -337,9 +337,16 @@ class CheckpointManager(_NumberedCheckpoints):
           ValueError: whatever `restore` refuses; a note lists the steps that exist.
           FileNotFoundError: there is no such checkpoint.
         """
-        wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
-        wishes |= {"model": model, "touched": touched}
-        return self._restore_numbered(step, lambda path: restore(path, self._engine, **wishes))
+        read = functools.partial(
+            restore,
+            engine=self._engine,
+            model=model,
+            key=key,
+            convert=convert,
+            leave_out=leave_out,
+            touched=touched,
+        )
+        return self._restore_numbered(step, read)
 
 
 @final
@@ -414,5 +421,7 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
           TypeError: whatever `restore_modules` refuses.
           FileNotFoundError: there is no such checkpoint.
         """
-        wishes: dict[str, Any] = {"key": key, "convert": convert, "leave_out": leave_out}
-        return self._restore_numbered(step, lambda path: restore_modules(path, modules, **wishes))
+        read = functools.partial(
+            restore_modules, modules=modules, key=key, convert=convert, leave_out=leave_out
+        )
+        return self._restore_numbered(step, read)

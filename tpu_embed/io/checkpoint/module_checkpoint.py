@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from tpu_embed._checks import local_path, message, message_of_many
+from tpu_embed._checks import local_path, message
 from tpu_embed._types import Array
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
@@ -136,7 +136,7 @@ def restore_modules(
             # New rows are made from the key and the name of their table. Tables of different
             # layers may have the same name, so each layer gets a key of its own.
             own = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
-            bound = _name_of_layer(checkpoint, name)
+            bound = f"{checkpoint}/{name}"
             wanted[name] = Wanted(layer.engine, own, convert, layer=name, checkpoint=bound)
         arrays = chosen.abstract_arrays()
         trees.check_leaves("modules", arrays)
@@ -144,12 +144,16 @@ def restore_modules(
         differences = [
             *_layer_differences(path / LAYERS, here, wanted),
             *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
-            *_shared_differences(path / LAYERS, checkpoint, chosen),
         ]
+        lists = schema.sequence(schema.sequence(schema.text))
+        saved = chosen.shared_of(read_bound(path / LAYERS / _SHARED, lists, checkpoint)[1])
+        if saved != (shared := chosen.shared_of(whole.shared)):
+            what = "layers and variables of several paths"
+            differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
         if differences:
             remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
             remedy += "takes paths, or those above them"
-            raise ValueError(message_of_many(f"checkpoint {path}", differences, remedy=remedy))
+            raise MismatchError(f"checkpoint {path}", differences, remedy)
         return checkpoint, chosen, wanted, arrays
 
     items = (LAYERS, VARIABLES, POSITION)
@@ -189,7 +193,7 @@ def prepare_modules(
     arrays, prepared = parts.arrays(), {}
     trees.check_leaves("modules", arrays)
     for name, layer in parts.layers.items():
-        place, bound = directory_of(path, name), _name_of_layer(checkpoint, name)
+        place, bound = directory_of(path, name), f"{checkpoint}/{name}"
         try:
             prepared[name] = tables.prepare(
                 layer.engine, layer.state, place, checkpoint=bound, copied=copied
@@ -214,11 +218,6 @@ def prepare_modules(
     }
 
 
-def _name_of_layer(checkpoint: str, path: str) -> str:
-    """Return the name that the files of a layer carry in place of the checkpoint's own."""
-    return f"{checkpoint}/{path}"
-
-
 def directory_of(checkpoint: Path, layer: str) -> Path:
     """Return the directory of the tables of a layer, given its path, in a checkpoint."""
     return checkpoint / LAYERS / file_name(layer)
@@ -232,17 +231,6 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
       ValueError: `layers.json` is damaged.
     """
     return read_bound(directory / _LAYERS, schema.sequence(schema.text))
-
-
-def _shared_differences(directory: Path, checkpoint: str, chosen: Modules) -> list[str]:
-    """Return a message if other places share a layer or variable than did when it was saved."""
-    form = schema.sequence(schema.sequence(schema.text))
-    saved = chosen.shared_of(read_bound(directory / _SHARED, form, checkpoint)[1])
-    shared = chosen.shared_of(chosen.shared)
-    if saved == shared:
-        return []
-    what = "layers and variables of several paths"
-    return [message(what, expected=f"{saved}, as saved", got=f"{shared}")]
 
 
 def _layer_differences(

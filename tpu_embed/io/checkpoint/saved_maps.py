@@ -5,7 +5,6 @@ Input: the directory of a checkpoint. Output: by table, its keys with their scor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,34 +41,27 @@ def read_maps(path: str | Path) -> dict[str, SavedMap]:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
       ValueError: a file is damaged, or no table has a living vocabulary.
     """
-    root = local_path(path)
-    found = {name: one for part in _parts(root) for name, one in _maps_in(*part)}
+    root, found = local_path(path), {}
+    if (root / LAYERS).is_dir():
+        layers = read_paths(root / LAYERS)[1]
+        parts = {f"{layer}: ": directory_of(root, layer) for layer in layers}
+    else:
+        check_items(root, [TABLES], writer="save or save_modules")
+        parts = {"": root / TABLES}
+    for prefix, directory in parts.items():
+        checkpoint, _, checksums = manifest.read_described(directory, None)
+        described = maps.read_description(directory, checkpoint)
+        if described is None:
+            continue
+        step = described["step"]
+        for name, saved in described["tables"].items():
+            state = maps.read_state(directory, name, saved, step, checksums)
+            totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
+            scores = KeyScores(*state[:6], step=step)
+            found[f"{prefix}{name}"] = SavedMap(scores, saved["capacity"], totals)
     if not found:
         expected, got = "tables with vocabulary=DynamicVocabulary(…)", "tables of row numbers alone"
         remedy = "only their ids are keys, which come and go"
         what = f"checkpoint {root}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     return found
-
-
-def _parts(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the directories of tables in a checkpoint, and what goes before their tables' names."""
-    if not (root / LAYERS).is_dir():
-        check_items(root, [TABLES], writer="save or save_modules")
-        yield root / TABLES, ""
-        return
-    for layer in read_paths(root / LAYERS)[1]:
-        yield directory_of(root, layer), f"{layer}: "
-
-
-def _maps_in(directory: Path, prefix: str) -> Iterator[tuple[str, SavedMap]]:
-    checkpoint, _, checksums = manifest.read_described(directory, None)
-    described = maps.read_description(directory, checkpoint)
-    if described is None:
-        return
-    step = described["step"]
-    for name, saved in described["tables"].items():
-        state = maps.read_state(directory, name, saved, step, checksums)
-        totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
-        scores = KeyScores(*state[:6], step=step)
-        yield f"{prefix}{name}", SavedMap(scores, saved["capacity"], totals)
