@@ -18,7 +18,6 @@ from tpu_embed.storage.homes import (
 from tpu_embed.storage.host_rows import HostRows, RowField
 from tpu_embed.storage.id_numbers import IdNumbers
 from tpu_embed.storage.replacement import NewRows, Replacement
-from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
     "VALUES",
@@ -34,7 +33,6 @@ __all__ = [
     "Room",
     "RowField",
     "RowGroups",
-    "RowSnapshot",
     "Save",
     "slot_field",
 ]
