@@ -16,7 +16,6 @@ from tpu_embed.storage.homes import (
     slot_field,
 )
 from tpu_embed.storage.host_rows import HostRows, RowField
-from tpu_embed.storage.id_numbers import IdNumbers
 from tpu_embed.storage.replacement import NewRows, Replacement
 
 __all__ = [
@@ -26,7 +25,6 @@ __all__ = [
     "Homes",
     "HostRows",
     "HostStorage",
-    "IdNumbers",
     "Incoming",
     "NewRows",
     "Replacement",

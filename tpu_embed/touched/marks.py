@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from tpu_embed.core.layout import Stack, TableSlice
-from tpu_embed.storage import IdNumbers
+from tpu_embed.storage import HostRows, RowField
 
 NEVER = -1
 """The step of what was not touched since recording began."""
@@ -111,7 +111,7 @@ class IdMarks:
     """
 
     def __init__(self) -> None:
-        self._steps = IdNumbers()
+        self._steps = HostRows({"step": RowField((), _STEP)})
         self._newest = NEVER
 
     def __len__(self) -> int:
@@ -122,9 +122,8 @@ class IdMarks:
         """Mark ids, uint64 `[n]`, of which some may be equal."""
         self._newest = max(self._newest, step)
         distinct = np.unique(ids)
-        # Marks of `IdNumbers` begin at 1.
         steps = np.full(distinct.size, self._newest, _STEP)
-        self._steps.write(distinct, steps, self._newest + 1)
+        self._steps.write(distinct, {"step": steps}, mark=self._newest + 1)  # they begin at 1
 
     def load(self, ids: np.ndarray, steps: np.ndarray) -> None:
         """Mark ids, uint64 `[n]`, each with its step, integers `[n]`; the greatest one counts."""
@@ -142,12 +141,12 @@ class IdMarks:
 
     def after(self, step: int) -> np.ndarray:
         """Return the ids whose mark is after a step, uint64 `[n]` ascending."""
-        return np.sort(self._steps.list(max(step, NEVER) + 2))
+        return self._steps.ids(max(step, NEVER) + 2)
 
     def steps(self, ids: np.ndarray) -> np.ndarray:
         """Return the step of each id, int32 `[n]`; `NEVER` without a mark."""
         steps = np.full(ids.size, NEVER, _STEP)
-        self._steps.read(ids, steps)
+        self._steps.read_into({"step": steps}, None, ids)
         return steps
 
     def keep_latest(self, count: int) -> int:

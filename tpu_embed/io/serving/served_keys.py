@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embed.storage import IdNumbers
+from tpu_embed.storage import HostRows, RowField
 
 
 class Plan(NamedTuple):
@@ -57,7 +57,7 @@ class ServedKeys:
         # The file stays mapped, but a plain view is indexed faster than NumPy's class for files.
         self._exported, self.unseen_share = np.asarray(keys), unseen_share
         self._firsts = np.array(keys[::_STRIDE])
-        self._moved, self._is_changed = IdNumbers(), False
+        self._moved, self._is_changed = HostRows({"row": RowField((), _ROW)}), False
         self._free, self.num_rows, self._size = np.zeros(0, _ROW), 1 + keys.size, keys.size
 
     def __len__(self) -> int:
@@ -67,14 +67,14 @@ class ServedKeys:
     def copy(self) -> ServedKeys:
         """Return the same keys, which may change without these."""
         new = ServedKeys(self._exported, unseen_share=self.unseen_share)
-        moved = self._moved.list()
+        moved = self._moved.ids()
         new._write(moved, self.find(moved))
         new._free, new.num_rows, new._size = self._free, self.num_rows, self._size
         return new
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all keys that have a row, uint64 `[n]` ascending, and their rows, int32 `[n]`."""
-        keys = np.union1d(self._exported, self._moved.list())
+        keys = np.union1d(self._exported, self._moved.ids())
         rows = self.find(keys)
         return keys[rows > 0], rows[rows > 0]
 
@@ -82,7 +82,7 @@ class ServedKeys:
         """Return the rows of keys, uint64 `[n]`, int32 `[n]`; row 0 for keys without one."""
         rows = self._exported_rows(keys)
         if self._is_changed:
-            self._moved.read(keys, rows)
+            self._moved.read_into({"row": rows}, None, keys)
         return rows
 
     def _exported_rows(self, keys: np.ndarray) -> np.ndarray:
@@ -128,7 +128,7 @@ class ServedKeys:
 
     def _write(self, keys: np.ndarray, rows: np.ndarray) -> None:
         self._is_changed |= keys.size > 0
-        self._moved.write(keys, rows)
+        self._moved.write(keys, {"row": rows})
 
 
 _ROW = np.dtype(np.int32)
