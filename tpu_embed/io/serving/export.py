@@ -1,7 +1,12 @@
 """Export a trained model as a directory for serving: a StableHLO program with its tables.
 
 The tables are arguments of the program, not constants in it, so that a server can memory-map them
-and replace rows. `load_model` loads the directory; JAX and NumPy alone can do so, too.
+and replace rows. `load_model` loads the directory; JAX and NumPy alone can do so, too. Of tables
+with keys, only rows that keys have are exported, sorted by key:
+
+    row 0             the row that unseen keys share, or zeros
+    rows 1 … n        those of the n keys, which ascend
+    rows n + 1 …      room for keys that deltas bring
 
 Input: a model, its tables and example features. Output: a directory of these files:
 
@@ -17,28 +22,32 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, local_path, message
+from tpu_embed._checks import check_choice, check_int, local_path, message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.ids import Structure, structure
+from tpu_embed.config import FeatureConfig
+from tpu_embed.core.ids import Structure, dense_shape, structure
 from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
+from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.arguments import Arguments, arguments_of
-from tpu_embed.io.serving.keyed import Keys, as_written, by_row_number, sort_rows
-from tpu_embed.io.serving.keys import all_keys, ids_on_host
+from tpu_embed.io.serving.keys import all_keys, tables_on_host
 from tpu_embed.io.serving.lookup import Server, server_of
 from tpu_embed.io.serving.model_files import WrittenTable
-from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
-from tpu_embed.kernels import dispatch
+from tpu_embed.io.serving.served_keys import with_room
+from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
+from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
-from tpu_embed.vocabulary import Vocabularies
+from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def export_model(
@@ -94,12 +103,13 @@ def export_model(
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
     directory.check_free(root := local_path(path))
     declared = structure.flatten(feature_config)
-    drawn = ids_on_host(declared, given := stored_tables(tables, declared))
-    keys = all_keys(vocabularies, declared) | drawn
+    drawn = tables_on_host(declared, given := stored_tables(tables, declared))
+    keys = all_keys(vocabularies, declared)
+    keys |= {name: FixedVocabulary(table.ids, table.ids) for name, table in drawn.items()}
     _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
-    plain = by_row_number(declared, keys)
-    arguments = arguments_of(plain, keys, drawn, features, weights, inputs, batch)
+    plain = _by_row_number(declared, keys)
+    arguments = _arguments_of(plain, keys, features, weights, inputs, batch)
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
     _check_flatbuffers()  # what is wrong with the arguments is said first
@@ -108,42 +118,21 @@ def export_model(
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
         "version": None if version is None else version._asdict(),
-        "features": arguments.described(plain),
+        "features": _described(plain, arguments),
         "inputs": model_files.describe_leaves(arguments.inputs),
         "outputs": model_files.describe_leaves(outputs),
     }
-    first = _first_rows(dict(zip(declared.table_names, given, strict=True)), drawn, chosen)
+    first = {name: _first_rows(table, chosen) for name, table in drawn.items()}
     with directory.written(root) as temporary:
         model_files.write(temporary, _serialized(exported), written, first, described)
 
 
-def _written_tables(
-    declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, Keys]
-) -> dict[str, WrittenTable]:
-    """Return the tables as they are written, by name; those with keys are sorted by key."""
-    found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
-        mine = keys.get(name)
-        sorted_table = as_written(table if mine is None else sort_rows(table, mine, config))
-        found[name] = WrittenTable.of(config, sorted_table, mine)
-    return found
-
-
-def _first_rows(
-    given: Mapping[str, Stored | RowSource], names: Collection[str], platforms: tuple[str, ...]
-) -> dict[str, bytes]:
-    """Return the serialized programs that draw the first rows of tables on the host, by name."""
-    found = {}
-    for name in names:
-        table = given[name]
-        assert isinstance(table, RowSource), "its rows are on the host"
-        assert table.host_table is not None, "checked"
-        (n,) = jax_export.symbolic_shape("n")
-        draw = jax_export.export(jax.jit(table.host_table.first_rows), platforms=platforms)
-        with dispatch.reference_only():
-            exported = draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32))
-        found[name] = _serialized(exported)
-    return found
+def _first_rows(table: HostTable, platforms: tuple[str, ...]) -> bytes:
+    """Return the serialized program that draws the first rows of a table on the host."""
+    (n,) = jax_export.symbolic_shape("n")
+    draw = jax_export.export(jax.jit(table.first_rows), platforms=platforms)
+    with dispatch.reference_only():
+        return _serialized(draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32)))
 
 
 def _check_version(version: Any, vocabularies: Any) -> None:
@@ -166,6 +155,71 @@ def _check_flatbuffers() -> None:
         raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
 
 
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
+    """Return a feature configuration whose keys are the numbers of exported rows.
+
+    Args:
+      declared: the configuration.
+      names: the tables with keys.
+    """
+    changes = {"vocabulary_size": _INT32_MAX, "vocabulary": None, "storage": None}
+    plain = {
+        id(table): dataclasses.replace(table, name=name, **(changes if name in names else {}))
+        for name, table in zip(declared.table_names, declared.tables, strict=True)
+    }
+
+    def renumbered(feature: FeatureConfig) -> FeatureConfig:
+        bad = feature.on_bad_id if feature.table.vocabulary is None else "drop"
+        return dataclasses.replace(feature, table=plain[id(feature.table)], on_bad_id=bad)
+
+    return structure.flatten(declared.unflatten([renumbered(one) for one in declared.features]))
+
+
+def _written_tables(
+    declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, FixedVocabulary]
+) -> dict[str, WrittenTable]:
+    """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
+    found = {}
+    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+        mine, unseen = keys.get(name), None
+        if mine is not None:
+            unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
+            arrays = {model_files.KEYS: mine.keys}
+            arrays |= _sorted(table, mine.rows, config.vocabulary_size, unseen == "shared")
+        else:
+            assert isinstance(table, Stored), "rows of a table on the host are sorted by key"
+            arrays = {part: np.asarray(array) for part, array in table.arrays.items()}
+        if arrays["values"].dtype == jnp.bfloat16:
+            arrays["values"] = arrays["values"].view(np.uint16)
+        form = config.vocabulary_size, config.dim, config.dtype
+        found[name] = WrittenTable(*form, unseen, arrays)
+    return found
+
+
+def _sorted(
+    table: Stored | RowSource, rows: np.ndarray, capacity: int, shared: bool
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a table with keys, by part, in the order of an export.
+
+    Args:
+      table: as it was given.
+      rows: int64 `[n]`, the rows, or ids at home, of its keys, which ascend.
+      capacity: how many keys may have a row.
+      shared: whether unseen keys share the last row.
+    """
+    n, arrays = rows.size, {}
+    room = 1 + min(capacity, _INT32_MAX - 1, with_room(n))
+    for part, found in table.read(np.append(rows, capacity - 1) if shared else rows).items():
+        arrays[part] = np.zeros((room, *found.shape[1:]), found.dtype)
+        arrays[part][1 : n + 1] = found[:n]
+        if shared:
+            arrays[part][SHARED_ROW] = found[n]
+    return arrays
+
+
 # -- the program ---------------------------------------------------------------------------------
 
 
@@ -173,7 +227,7 @@ def _exported(
     model: Callable[..., PyTree],
     declared: Structure,
     tables: Mapping[str, WrittenTable],
-    arguments: Arguments,
+    arguments: _Arguments,
     platforms: tuple[str, ...],
 ) -> jax_export.Exported:
     """Return the exported program of the lookups followed by the model."""
@@ -188,7 +242,10 @@ def _exported(
         activations = jax.lax.optimization_barrier(activations)
         return model(declared.unflatten(activations), *inputs)
 
-    shapes = {name: arguments.shapes_of(name, table) for name, table in tables.items()}
+    shapes = {
+        name: _shapes_of(table, f"{i}", arguments.scope)
+        for i, (name, table) in enumerate(tables.items())
+    }
     try:
         # Plain XLA operations, without kernels of our own and without what JAX cannot serialize.
         with dispatch.reference_only(), _checks.unchecked_programs():
@@ -257,3 +314,185 @@ def _serialized(exported: jax_export.Exported) -> bytes:
         remedy = "return arrays in them, or register the type with jax.export"
         expected, got = "inputs and outputs in dicts, lists and tuples", f"{exported.out_tree}"
         raise ValueError(message("model", expected=expected, got=got, remedy=remedy)) from error
+
+
+# -- the arguments of the program ----------------------------------------------------------------
+
+
+class _Arguments(NamedTuple):
+    """The shapes of the program's arguments, whose first dimension is a batch size.
+
+    Attributes:
+      batch: the only batch size, or None for any; first dimensions are symbols then, one for all
+        features of one size.
+      features: ids of each feature by path, int32 or int64.
+      weights: weights of each weighted feature by path, floats.
+      inputs: the other arguments of the model.
+      scope: of the symbols.
+    """
+
+    batch: int | None
+    features: dict[str, jax.ShapeDtypeStruct]
+    weights: dict[str, jax.ShapeDtypeStruct]
+    inputs: tuple[PyTree, ...]
+    scope: jax_export.SymbolicScope
+
+
+def _shapes_of(
+    table: WrittenTable, number: str, scope: jax_export.SymbolicScope
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of those arrays of a table that the program takes, by part.
+
+    The number of rows of a table with keys stays open, and so does that of first rows.
+    """
+
+    def symbol(letter: str) -> Any:
+        return jax_export.symbolic_shape(f"{letter}{number}", scope=scope)[0]
+
+    found = {}
+    for part, array in table.arrays.items():
+        if part != model_files.KEYS:
+            first = array.shape[0] if table.unseen is None else symbol("r")
+            found[part] = jax.ShapeDtypeStruct((first, *array.shape[1:]), array.dtype)
+    if table.unseen == "initial":
+        shape = symbol("f"), table.dim
+        found[FIRST] = jax.ShapeDtypeStruct(shape, storage.stored_dtype(table.dtype))
+    return found
+
+
+def _described(declared: Structure, arguments: _Arguments) -> dict[str, Any]:
+    """Return the description of the features for `metadata.json`."""
+    found = {}
+    for path, feature in zip(declared.paths, declared.features, strict=True):
+        ids, scale = arguments.features[path], arguments.weights.get(path)
+        found[path] = {
+            "table": feature.table.name,
+            "shape": model_files.shape(ids),
+            "size": model_files.size(ids),
+            "dtype": str(ids.dtype),
+            "weights": None if scale is None else str(scale.dtype),
+            "max_sequence_length": feature.max_sequence_length,
+            "jagged": feature.jagged,
+            "keep": feature.keep,
+            "on_bad_id": feature.on_bad_id,
+        }
+    return found
+
+
+def _arguments_of(
+    declared: Structure,
+    keyed: Collection[str],
+    features: PyTree,
+    weights: PyTree | None,
+    inputs: Any,
+    batch: int | None,
+) -> _Arguments:
+    """Return the shapes of the arguments of a program, from examples.
+
+    Args:
+      declared: the feature configuration, by row number.
+      keyed: the tables that have keys outside of the program.
+      features, weights, inputs, batch: as for `export_model`.
+
+    Raises:
+      ValueError, TypeError: as for `export_model`.
+    """
+    given = declared.match(features, what="features")
+    none = [None] * len(given)
+    scales = none if weights is None else declared.match(weights, what="weights")
+    shapes = [
+        _dense(path, ids, any_key=feature.table.name in keyed)
+        for path, ids, feature in zip(declared.labels, given, declared.features, strict=True)
+    ]
+    fixed = _fixed(declared, [shape[0] for shape in shapes], batch)
+    scope = jax_export.SymbolicScope()
+    firsts = _first_dimensions([shape[0] for shape in shapes], fixed is not None, scope)
+    ids, numbers = {}, {}
+    for f, feature in enumerate(declared.features):
+        path, label, scale = declared.paths[f], f"feature {declared.labels[f]!r}", scales[f]
+        dense_shape(label, feature, shapes[f], weighted=scale is not None)
+        shape = (firsts[shapes[f][0]], *shapes[f][1:])
+        big = feature.table.vocabulary_size > _INT32_MAX
+        ids[path] = jax.ShapeDtypeStruct(shape, np.dtype(np.int64 if big else np.int32))
+        if scale is not None:
+            _check_weights(label, scale, shapes[f])
+            double = feature.table.dtype == "float64"
+            numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
+    return _Arguments(fixed, ids, numbers, _shapes_of_inputs(inputs, firsts), scope)
+
+
+def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:
+    """Return the shapes of the model's other arguments, with symbols for batch sizes."""
+
+    def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        if not np.shape(leaf):
+            return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+        first = _first(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), firsts)
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((first, *np.shape(leaf)[1:]), dtype)
+
+    return jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
+
+
+def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
+    if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
+        what, remedy = f"feature {label!r}", "a program has static shapes: pad bags with -1"
+        expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
+    if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
+        what, expected = f"feature {label!r}", "ids of an integer dtype"
+        raise TypeError(message(what, expected=expected, got=ids.dtype))
+    if not ids.shape:
+        raise ValueError(message(f"feature {label!r}", expected="[B] or [B, H]", got="rank 0"))
+    return tuple(ids.shape)
+
+
+def _fixed(declared: Structure, sizes: Sequence[int], batch: int | None) -> int | None:
+    """Return the only batch size, the first of several, or None if any sizes are allowed."""
+    if batch is not None:
+        check_int("batch", batch, minimum=1)
+    if batch is not None and {*sizes} != {batch}:
+        known = ", ".join(map(str, dict.fromkeys(sizes)))
+        expected, remedy = f"that of features, {known}", "give examples of the size that is served"
+        if len({*sizes}) > 1:
+            expected = f"None for features of the sizes {known}"
+            remedy = "leave it out, and pad what you serve to a few sizes"
+        raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
+    shapes = [feature.output_shape for feature in declared.features]
+    return sizes[0] if batch is None and any(shapes) else batch
+
+
+def _first_dimensions(
+    sizes: Sequence[int], fixed: bool, scope: jax_export.SymbolicScope
+) -> dict[int, Any]:
+    """Return the first dimension of the arguments whose examples have each size.
+
+    Args:
+      sizes: of the features' examples.
+      fixed: whether the program has these sizes; otherwise each becomes a symbol.
+      scope: of the symbols.
+    """
+    different = list(dict.fromkeys(sizes))
+    if fixed:
+        return {size: size for size in different}
+    names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
+    symbols = jax_export.symbolic_shape(", ".join(names), scope=scope)
+    return dict(zip(different, symbols, strict=True))
+
+
+def _first(what: str, shape: Sequence[int], firsts: dict[int, Any]) -> Any:
+    """Return the first dimension of an input, which must be the batch size of a feature."""
+    if shape[0] not in firsts:
+        remedy = "what does not depend on the example belongs in the model"
+        sizes = " or ".join(map(str, firsts))
+        expected, got = f"batch size {sizes} as first dimension", f"shape {tuple(shape)}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return firsts[shape[0]]
+
+
+def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
+    got = getattr(weights, "shape", type(weights).__name__)
+    if len(shape) == 1 or got != shape:
+        expected = f"shape {shape}" if len(shape) > 1 else "None for ids [B]"
+        raise ValueError(message(f"weights of {label}", expected=expected, got=got))

@@ -1,24 +1,27 @@
-"""Rows for the keys of features that are served.
+"""Rows for the keys of features that are served, and for the ids of tables on the host.
 
-Input: validated ids, keys among them, and the vocabularies of their tables. Output: the same with
-rows in the place of keys.
+Such ids may have 64 bits, and their rows are wherever a function gets them from. So the distinct
+ids of a call are numbered, and the lookup reads a table that has the rows of these ids only:
+
+    ids 9 2**40 9     ->  numbers 0 1 0     table [row of 9, row of 2**40]
+
+Input: validated ids, keys among them, what the tables are served from, and their vocabularies.
+Output: the same ids with rows in the place of keys, and the tables.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID
 from tpu_embed.config import TableConfig
-from tpu_embed.core.ids import HostIds, Structure
-from tpu_embed.core.layout import FeatureLayout, Layout
-from tpu_embed.core.place import give_rows_of
-from tpu_embed.io.serving.keyed import Keys
-from tpu_embed.io.serving.stored import RowSource, Stored, name_of_table
+from tpu_embed.core.ids import HostIds, Structure, give_rows
+from tpu_embed.core.layout import Layout
+from tpu_embed.io.serving.stored import HostTable, RowSource, Stored, name_of_table
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
 Find = Callable[[np.ndarray], np.ndarray]
@@ -43,7 +46,7 @@ def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
     if isinstance(given, Vocabularies):
         found = {n: _find_now(given, n, named[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
-        found = _fixed(given or {}, whole)
+        found = {name: one.find for name, one in _fixed(given or {}, whole).items()}
     else:
         expected, got = "engine.vocabularies, or a mapping by table", type(given).__name__
         raise TypeError(message("vocabularies", expected=expected, got=got))
@@ -55,7 +58,7 @@ def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
     return {name: found[name] for name in living}
 
 
-def all_keys(given: Any, declared: Structure) -> dict[str, Keys]:
+def all_keys(given: Any, declared: Structure) -> dict[str, FixedVocabulary]:
     """Return the keys of each table whose vocabulary lives, by the table's name.
 
     Args:
@@ -65,23 +68,16 @@ def all_keys(given: Any, declared: Structure) -> dict[str, Keys]:
     Raises:
       ValueError, TypeError: as for `finders`.
     """
-    found = {}
-    finders(given, declared, declared)  # checks them
-    for name, table in zip(declared.table_names, declared.tables, strict=True):
-        if table.vocabulary is None:
-            continue
-        if isinstance(given, Vocabularies):
-            keys, rows = given.keys(name)
-            order = np.argsort(keys)
-            found[name] = Keys(keys[order], rows[order])
-        else:
-            named = {name_of_table(key, declared): one for key, one in given.items()}
-            found[name] = Keys(named[name].keys, named[name].rows)
-    return found
+    living = finders(given, declared, declared)  # checks them
+    if isinstance(given, Vocabularies):
+        return {name: FixedVocabulary(*given.keys(name)) for name in living}
+    return _fixed(given or {}, declared)
 
 
-def ids_on_host(declared: Structure, given: Sequence[Stored | RowSource]) -> dict[str, Keys]:
-    """Return the ids of each table on the host whose ids are row numbers, by the table's name.
+def tables_on_host(
+    declared: Structure, given: Sequence[Stored | RowSource]
+) -> dict[str, HostTable]:
+    """Return each table on the host whose ids are row numbers, by its name.
 
     Args:
       declared: the feature configuration.
@@ -94,37 +90,54 @@ def ids_on_host(declared: Structure, given: Sequence[Stored | RowSource]) -> dic
     for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
         if config.storage is None or config.vocabulary is not None:
             continue
-        if not isinstance(table, RowSource) or table.host_table is None:
+        rows = table.rows if isinstance(table, RowSource) else None
+        if not isinstance(rows, HostTable):
             expected, got = "what io.host_table returned, for a table on the host", "a function"
             remedy = f"give tables={{{name!r}: io.host_table(engine, state, {name!r}), …}}"
             raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
-        ids = np.asarray(table.host_table.ids, np.int64)
-        found[name] = Keys(ids.view(np.uint64), ids)
+        found[name] = rows
     return found
 
 
-def with_rows(hosts: Sequence[HostIds], layout: Layout, found: Mapping[str, Find]) -> list[HostIds]:
-    """Return the ids of every feature with rows in the place of keys."""
-    given = list(hosts)
-    for f, host in enumerate(hosts):
-        feature = layout.features[f]
-        if feature.table.key_rules is not None:
-            assert host.keys is not None, "ids of living vocabularies are keys"
-            rows = found[feature.table.name](host.keys).astype(np.int32)
-            if feature.table.is_on_host:
-                # These are ids at home, whose rows `fetched` gets; -1 is no id.
-                given[f] = dataclasses.replace(host, keys=_ids(feature, rows))
-            else:
-                given[f] = give_rows_of(feature, host, rows)
-    return given
+def with_rows(
+    hosts: Sequence[HostIds],
+    layout: Layout,
+    tables: Sequence[Stored | RowSource],
+    found: Mapping[str, Find],
+) -> tuple[list[HostIds], list[Stored]]:
+    """Return the ids of every feature with rows in the place of keys, and all tables.
 
+    Args:
+      hosts: the ids of every feature.
+      layout: one stack of one shard per table, in table order.
+      tables: what they are served from.
+      found: finds the rows, or ids at home, of keys, by table.
 
-def _ids(feature: FeatureLayout, rows: np.ndarray) -> np.ndarray:
-    """Return ids at home, uint64, from the rows of keys, int32; all bits are set for none."""
-    rules = feature.table.key_rules
-    if rules is not None and rules.unseen == "shared":
-        rows = np.where(rows < 0, feature.table.declared_size - 1, rows)
-    return rows.astype(np.int64).view(np.uint64)
+    Raises:
+      ValueError: a function returns something else than rows.
+    """
+    given, whole = list(hosts), []
+    for g, source in enumerate(tables):
+        rows = {}
+        for f in layout.features_of(g):
+            keys, table = hosts[f].keys, layout.features[f].table
+            if keys is None:
+                continue
+            rows[f] = keys.view(np.int64)
+            if table.key_rules is not None:
+                rows[f] = found[table.name](keys).astype(np.int64)
+                if table.key_rules.unseen == "shared":
+                    rows[f][rows[f] < 0] = table.declared_size - 1
+        if isinstance(source, RowSource):
+            ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
+            ids = ids[ids >= 0]
+            source = source.fetch(ids)
+            for f, mine in rows.items():
+                rows[f] = np.where(mine < 0, PADDING_ID, np.searchsorted(ids, mine))
+        whole.append(source)
+        for f, mine in rows.items():
+            given[f] = give_rows(hosts[f], mine.astype(np.int32))
+    return given, whole
 
 
 def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Find:
@@ -134,29 +147,24 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
     return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)
 
 
-def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, Find]:
+def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, FixedVocabulary]:
     tables = dict(zip(whole.table_names, whole.tables, strict=True))
-    found: dict[str, Find] = {}
+    found = {}
     for key, one in given.items():
         name = name_of_table(key, whole)
-        if name not in tables or tables[name].vocabulary is None:
+        rules = tables[name].vocabulary if name in tables else None
+        if rules is None:
             expected = "tables whose vocabularies live"
             raise ValueError(message("vocabularies", expected=expected, got=name))
         if not isinstance(one, FixedVocabulary):
             expected, got = "a FixedVocabulary", type(one).__name__
             raise TypeError(message(f"vocabularies: {name}", expected=expected, got=got))
-        most = _rows_for_keys(tables[name])
+        # The last row may be the one that unseen keys share.
+        most = tables[name].vocabulary_size - (rules.unseen == "shared")
         if one.num_rows > most:
             raise _not_its_own(name, f"rows below {most}", f"row {one.num_rows - 1}")
-        found[name] = one.find
+        found[name] = one
     return found
-
-
-def _rows_for_keys(config: TableConfig) -> int:
-    """Return how many rows of a table can belong to keys."""
-    assert config.vocabulary is not None
-    # The last row may be the one that unseen keys share.
-    return config.vocabulary_size - (config.vocabulary.unseen == "shared")
 
 
 def _not_its_own(name: str, expected: str, got: str) -> ValueError:

@@ -42,7 +42,6 @@ from tpu_embed.core.lookup import (
     not_differentiable,
 )
 from tpu_embed.core.place import natural_spec, pack_line
-from tpu_embed.io.serving.fetched import fetched
 from tpu_embed.io.serving.keys import Find, finders, with_rows
 from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
 from tpu_embed.kernels.operands import RowsToSum
@@ -194,7 +193,7 @@ class Server:
             host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
-        hosts, whole = fetched(with_rows(hosts, layout, find), layout, tables)
+        hosts, whole = with_rows(hosts, layout, tables, find)
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
         stacks, operands = line_of(spec, layout), []
         packed = np.empty((1, line_length(stacks)), np.int32)

@@ -24,10 +24,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.config import TableConfig
 from tpu_embed.io import directory, files, schema
-from tpu_embed.io.serving.keyed import Keys
-from tpu_embed.io.serving.stored import Stored
 
 KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
@@ -66,7 +63,7 @@ class WrittenTable(NamedTuple):
     Attributes:
       vocabulary_size, dim, dtype: of its `TableConfig`.
       unseen: what keys without a row get; None if its ids are row numbers.
-      arrays: NumPy arrays by part.
+      arrays: NumPy arrays by part; its keys are one of them.
     """
 
     vocabulary_size: int
@@ -74,20 +71,6 @@ class WrittenTable(NamedTuple):
     dtype: str
     unseen: str | None
     arrays: dict[str, np.ndarray]
-
-    @property
-    def in_program(self) -> dict[str, np.ndarray]:
-        """The arrays that the program takes."""
-        return {part: array for part, array in self.arrays.items() if part != KEYS}
-
-    @classmethod
-    def of(cls, config: TableConfig, table: Stored, keys: Keys | None) -> WrittenTable:
-        """Return a table as it is written; its keys are one of its arrays."""
-        form = config.vocabulary_size, config.dim, config.dtype
-        if keys is None:
-            return cls(*form, None, table.arrays)
-        unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
-        return cls(*form, unseen, {KEYS: keys.keys, **table.arrays})
 
 
 def shape(leaf: Any) -> list[int | None]:

@@ -57,7 +57,7 @@ class ServedKeys:
         # The file stays mapped, but a plain view is indexed faster than NumPy's class for files.
         self._exported, self.unseen_share = np.asarray(keys), unseen_share
         self._firsts = np.array(keys[::_STRIDE])
-        self._moved, self._is_changed = HostRows({"row": RowField((), _ROW)}), False
+        self._moved = HostRows({"row": RowField((), _ROW)})
         self._free, self.num_rows, self._size = np.zeros(0, _ROW), 1 + keys.size, keys.size
 
     def __len__(self) -> int:
@@ -68,7 +68,7 @@ class ServedKeys:
         """Return the same keys, which may change without these."""
         new = ServedKeys(self._exported, unseen_share=self.unseen_share)
         moved = self._moved.ids()
-        new._write(moved, self.find(moved))
+        new._moved.write(moved, {"row": self.find(moved)})
         new._free, new.num_rows, new._size = self._free, self.num_rows, self._size
         return new
 
@@ -81,7 +81,7 @@ class ServedKeys:
     def find(self, keys: np.ndarray) -> np.ndarray:
         """Return the rows of keys, uint64 `[n]`, int32 `[n]`; row 0 for keys without one."""
         rows = self._exported_rows(keys)
-        if self._is_changed:
+        if len(self._moved):
             self._moved.read_into({"row": rows}, None, keys)
         return rows
 
@@ -121,14 +121,10 @@ class ServedKeys:
         # Only keys of the export must be remembered as lost; of a stream, they would be too many.
         exported = self._exported_rows(plan.lost) > 0
         self._moved.remove(plan.lost[~exported])
-        self._write(plan.lost[exported], np.zeros(int(exported.sum()), _ROW))
-        self._write(plan.keys[plan.is_new], plan.rows[plan.is_new])
+        self._moved.write(plan.lost[exported], {"row": np.zeros(int(exported.sum()), _ROW)})
+        self._moved.write(plan.keys[plan.is_new], {"row": plan.rows[plan.is_new]})
         self._free, self.num_rows = plan.free, plan.num_rows
         self._size += int(plan.is_new.sum()) - plan.lost.size
-
-    def _write(self, keys: np.ndarray, rows: np.ndarray) -> None:
-        self._is_changed |= keys.size > 0
-        self._moved.write(keys, {"row": rows})
 
 
 _ROW = np.dtype(np.int32)
