@@ -364,12 +364,10 @@ def _described(declared: Structure, arguments: _Arguments) -> dict[str, Any]:
     """Return the description of the features for `metadata.json`."""
     found = {}
     for path, feature in zip(declared.paths, declared.features, strict=True):
-        ids, scale = arguments.features[path], arguments.weights.get(path)
+        scale = arguments.weights.get(path)
         found[path] = {
             "table": feature.table.name,
-            "shape": model_files.shape(ids),
-            "size": model_files.size(ids),
-            "dtype": str(ids.dtype),
+            **model_files.describe(arguments.features[path]),
             "weights": None if scale is None else str(scale.dtype),
             "max_sequence_length": feature.max_sequence_length,
             "jagged": feature.jagged,
@@ -400,16 +398,16 @@ def _arguments_of(
     given = declared.match(features, what="features")
     none = [None] * len(given)
     scales = none if weights is None else declared.match(weights, what="weights")
+    labels = [f"feature {label!r}" for label in declared.labels]
     shapes = [
-        _dense(path, ids, any_key=feature.table.name in keyed)
-        for path, ids, feature in zip(declared.labels, given, declared.features, strict=True)
+        _dense(label, ids, any_key=feature.table.name in keyed)
+        for label, ids, feature in zip(labels, given, declared.features, strict=True)
     ]
-    fixed = _fixed(declared, [shape[0] for shape in shapes], batch)
     scope = jax_export.SymbolicScope()
-    firsts = _first_dimensions([shape[0] for shape in shapes], fixed is not None, scope)
+    fixed, firsts = _first_dimensions(declared, [shape[0] for shape in shapes], batch, scope)
     ids, numbers = {}, {}
     for f, feature in enumerate(declared.features):
-        path, label, scale = declared.paths[f], f"feature {declared.labels[f]!r}", scales[f]
+        path, label, scale = declared.paths[f], labels[f], scales[f]
         dense_shape(label, feature, shapes[f], weighted=scale is not None)
         shape = (firsts[shapes[f][0]], *shapes[f][1:])
         big = feature.table.vocabulary_size > _INT32_MAX
@@ -436,49 +434,50 @@ def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]
 
 def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
     if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
-        what, remedy = f"feature {label!r}", "a program has static shapes: pad bags with -1"
+        remedy = "a program has static shapes: pad bags with -1"
         expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
     is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
     if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
-        what, expected = f"feature {label!r}", "ids of an integer dtype"
-        raise TypeError(message(what, expected=expected, got=ids.dtype))
+        raise TypeError(message(label, expected="ids of an integer dtype", got=ids.dtype))
     if not ids.shape:
-        raise ValueError(message(f"feature {label!r}", expected="[B] or [B, H]", got="rank 0"))
+        raise ValueError(message(label, expected="[B] or [B, H]", got="rank 0"))
     return tuple(ids.shape)
 
 
-def _fixed(declared: Structure, sizes: Sequence[int], batch: int | None) -> int | None:
-    """Return the only batch size, the first of several, or None if any sizes are allowed."""
+def _first_dimensions(
+    declared: Structure, sizes: Sequence[int], batch: int | None, scope: jax_export.SymbolicScope
+) -> tuple[int | None, dict[int, Any]]:
+    """Return the only batch size, and the first dimension of arguments by that of their examples.
+
+    Args:
+      declared: the feature configuration.
+      sizes: of the features' examples.
+      batch: as for `export_model`.
+      scope: of the symbols.
+
+    Returns:
+      The only batch size, the first of several, or None if any sizes are allowed: then each first
+      dimension is a symbol.
+
+    Raises:
+      ValueError: `batch` is not the size of the examples.
+    """
+    different = list(dict.fromkeys(sizes))
     if batch is not None:
         check_int("batch", batch, minimum=1)
-    if batch is not None and {*sizes} != {batch}:
-        known = ", ".join(map(str, dict.fromkeys(sizes)))
+    if batch is not None and different != [batch]:
+        known = ", ".join(map(str, different))
         expected, remedy = f"that of features, {known}", "give examples of the size that is served"
-        if len({*sizes}) > 1:
+        if len(different) > 1:
             expected = f"None for features of the sizes {known}"
             remedy = "leave it out, and pad what you serve to a few sizes"
         raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
-    shapes = [feature.output_shape for feature in declared.features]
-    return sizes[0] if batch is None and any(shapes) else batch
-
-
-def _first_dimensions(
-    sizes: Sequence[int], fixed: bool, scope: jax_export.SymbolicScope
-) -> dict[int, Any]:
-    """Return the first dimension of the arguments whose examples have each size.
-
-    Args:
-      sizes: of the features' examples.
-      fixed: whether the program has these sizes; otherwise each becomes a symbol.
-      scope: of the symbols.
-    """
-    different = list(dict.fromkeys(sizes))
-    if fixed:
-        return {size: size for size in different}
+    if batch is not None or any(feature.output_shape for feature in declared.features):
+        return different[0], {size: size for size in different}
     names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
     symbols = jax_export.symbolic_shape(", ".join(names), scope=scope)
-    return dict(zip(different, symbols, strict=True))
+    return None, dict(zip(different, symbols, strict=True))
 
 
 def _first(what: str, shape: Sequence[int], firsts: dict[int, Any]) -> Any:

@@ -66,8 +66,8 @@ class ServedModel:
     exported: jax_export.Exported
     _program: Callable[..., PyTree] = dataclasses.field(repr=False)
     _features: Mapping[str, FeatureRules] = dataclasses.field(repr=False)
-    _keys: Mapping[str, ServedKeys] = dataclasses.field(default_factory=dict, repr=False)
-    _first: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict, repr=False)
+    _keys: Mapping[str, ServedKeys] = dataclasses.field(repr=False)
+    _first: Mapping[str, Callable[..., Any]] = dataclasses.field(repr=False)
     _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # copied from files
 
     @property
@@ -245,11 +245,10 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
     _check_program(root, exported, metadata)
     described = metadata["features"].items()
     features = {path: _rules_of(path, one, metadata) for path, one in described}
-    unseen = {name: one["unseen"] for name, one in metadata["tables"].items()}
     keys = {
-        name: ServedKeys(arrays.pop(model_files.KEYS), unseen_share=unseen[name] == "shared")
+        name: ServedKeys(arrays.pop(model_files.KEYS))
         for name, arrays in tables.items()
-        if unseen[name] is not None
+        if model_files.KEYS in arrays
     }
     program = jax.jit(exported.call)
     placed = jax.device_put(tables)
@@ -489,11 +488,12 @@ def _program_ids(
     host = host_ids(feature.path, feature.config, feature.table_name, *given)
     if keys is not None:
         assert host.keys is not None, "its rules say that ids are keys"
-        rows = keys.find(host.keys)
+        rows, rules = keys.find(host.keys), feature.config.table.vocabulary
+        unseen = rows == SHARED_ROW
         if first is not None:
-            rows[rows == SHARED_ROW] = first.number(host.keys[rows == SHARED_ROW])
-        elif not keys.unseen_share:
-            rows[rows == SHARED_ROW] = PADDING_ID
+            rows[unseen] = first.number(host.keys[unseen])
+        elif rules is None or rules.unseen != "shared":
+            rows[unseen] = PADDING_ID
         host = give_rows(host, rows)
     ids, weights = _padded(host, shape)
     if host.rows is not None:

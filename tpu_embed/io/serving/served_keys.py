@@ -44,18 +44,17 @@ class ServedKeys:
 
     Args:
       keys: of the export, uint64 `[n]`, ascending.
-      unseen_share: whether keys without a row share row 0; otherwise they are left out.
 
     Example:
-      >>> keys = ServedKeys(np.array([5, 7, 9], np.uint64), unseen_share=True)
+      >>> keys = ServedKeys(np.array([5, 7, 9], np.uint64))
       >>> keys.change(keys.plan(np.array([8], np.uint64), np.array([7], np.uint64)))
       >>> keys.find(np.array([5, 7, 8, 9], np.uint64)), len(keys)
       (array([1, 0, 2, 3], dtype=int32), 3)
     """
 
-    def __init__(self, keys: np.ndarray, *, unseen_share: bool) -> None:
+    def __init__(self, keys: np.ndarray) -> None:
         # The file stays mapped, but a plain view is indexed faster than NumPy's class for files.
-        self._exported, self.unseen_share = np.asarray(keys), unseen_share
+        self._exported = np.asarray(keys)
         self._firsts = np.array(keys[::_STRIDE])
         self._moved = HostRows({"row": RowField((), _ROW)})
         self._free, self.num_rows, self._size = np.zeros(0, _ROW), 1 + keys.size, keys.size
@@ -66,7 +65,7 @@ class ServedKeys:
 
     def copy(self) -> ServedKeys:
         """Return the same keys, which may change without these."""
-        new = ServedKeys(self._exported, unseen_share=self.unseen_share)
+        new = ServedKeys(self._exported)
         moved = self._moved.ids()
         new._moved.write(moved, {"row": self.find(moved)})
         new._free, new.num_rows, new._size = self._free, self.num_rows, self._size

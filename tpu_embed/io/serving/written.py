@@ -84,9 +84,6 @@ def prepare(
         for name, one in changed.items()
         if not one.is_empty
     }
-    for name in writings:
-        for array in tables[name].values():
-            check_numbered(array)
     return Prepared(version, writings)
 
 
@@ -108,10 +105,10 @@ def write(
     in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
     new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
     jax.block_until_ready(new)
-    new_keys = {name: keys[name].copy() for name in new if name in keys}
+    changing = [name for name in writings if name in keys]
+    new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in changing}
     for name in in_place:
         new[name] = _written(writings[name], tables[name], set_rows_in_place)
-        new_keys |= {name: keys[name]} if name in keys else {}
     for name, one in new_keys.items():
         plan = writings[name].plan
         assert plan is not None, "it has keys"
@@ -122,6 +119,8 @@ def write(
 def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> Writing:
     """Return what a change writes to a table."""
     parts = change.parts(arrays)
+    for array in arrays.values():
+        check_numbered(array)
     if not isinstance(change, ChangedKeys):
         return Writing(change.ids, parts, None)
     assert keys is not None, "the declarations were compared"
