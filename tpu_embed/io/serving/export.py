@@ -118,7 +118,7 @@ def export_model(
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
         "version": None if version is None else version._asdict(),
-        "features": _described(plain, arguments),
+        "features": arguments.described,
         "inputs": model_files.describe_leaves(arguments.inputs),
         "outputs": model_files.describe_leaves(outputs),
     }
@@ -137,11 +137,13 @@ def _first_rows(table: HostTable, platforms: tuple[str, ...]) -> bytes:
 
 def _check_version(version: Any, vocabularies: Any) -> None:
     """Check that a version is one, and that of the keys that were read before."""
-    if version is not None and not isinstance(version, Version):
+    if version is None:
+        return
+    if not isinstance(version, Version):
         expected, got = "a Version, or None", type(version).__name__
         remedy = "give what touched.version(state) returned"
         raise TypeError(message("version", expected=expected, got=got, remedy=remedy))
-    if version is not None and isinstance(vocabularies, Vocabularies):
+    if isinstance(vocabularies, Vocabularies):
         now = vocabularies.admitted
         if version.keys != now:
             expected, got = f"that of {now} admitted batches, as vocabularies", f"{version.keys}"
@@ -276,26 +278,23 @@ def _by_example(
         mine = [path for path in declared.paths if features[path].shape[0] == size]
         part = declared.only(mine)
         stored = tuple(tables[name] for name in part.table_names)
-        scales = {path: weights[path] for path in mine if path in weights}
-        ids = {path: features[path] for path in mine}
-        one = functools.partial(_one_example, server_of(part), stored, mine)
-        found |= dict(zip(mine, jax.vmap(one)(ids, scales), strict=True))
+        one = jax.vmap(functools.partial(_one_example, server_of(part), stored))
+        activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
+        found |= dict(zip(mine, activations, strict=True))
     return [_in_one_replica(found[path]) for path in declared.paths]
 
 
 def _one_example(
     server: Server,
     tables: tuple[Stored, ...],
-    paths: Sequence[str],
-    ids: dict[str, Array],
-    scales: dict[str, Array],
+    ids: list[Array],
+    weights: list[Array | None],
 ) -> list[Array | Jagged]:
     """Return the activations of one example, `[…, D]` per feature, or a `Jagged` of `[L, D]`."""
     # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]. A jagged one has
     # room for the L ids that it can have: values [1, L, D] -> [L, D], splits [1, 2] -> [2].
-    given = [ids[path][None] for path in paths]
-    found = [scales[path][None] if path in scales else None for path in paths]
-    activations, _ = server.activations(tables, server.traced(given, found))
+    given, scales = jax.tree.map(lambda leaf: leaf[None], (ids, weights))
+    activations, _ = server.activations(tables, server.traced(given, scales))
     return jax.tree.map(lambda leaf: leaf[0], activations)
 
 
@@ -327,6 +326,7 @@ class _Arguments(NamedTuple):
         features of one size.
       features: ids of each feature by path, int32 or int64.
       weights: weights of each weighted feature by path, floats.
+      described: the features by path, for `metadata.json`.
       inputs: the other arguments of the model.
       scope: of the symbols.
     """
@@ -334,6 +334,7 @@ class _Arguments(NamedTuple):
     batch: int | None
     features: dict[str, jax.ShapeDtypeStruct]
     weights: dict[str, jax.ShapeDtypeStruct]
+    described: dict[str, dict[str, Any]]
     inputs: tuple[PyTree, ...]
     scope: jax_export.SymbolicScope
 
@@ -357,23 +358,6 @@ def _shapes_of(
     if table.unseen == "initial":
         shape = symbol("f"), table.dim
         found[FIRST] = jax.ShapeDtypeStruct(shape, storage.stored_dtype(table.dtype))
-    return found
-
-
-def _described(declared: Structure, arguments: _Arguments) -> dict[str, Any]:
-    """Return the description of the features for `metadata.json`."""
-    found = {}
-    for path, feature in zip(declared.paths, declared.features, strict=True):
-        scale = arguments.weights.get(path)
-        found[path] = {
-            "table": feature.table.name,
-            **model_files.describe(arguments.features[path]),
-            "weights": None if scale is None else str(scale.dtype),
-            "max_sequence_length": feature.max_sequence_length,
-            "jagged": feature.jagged,
-            "keep": feature.keep,
-            "on_bad_id": feature.on_bad_id,
-        }
     return found
 
 
@@ -405,7 +389,7 @@ def _arguments_of(
     ]
     scope = jax_export.SymbolicScope()
     fixed, firsts = _first_dimensions(declared, [shape[0] for shape in shapes], batch, scope)
-    ids, numbers = {}, {}
+    ids, numbers, described = {}, {}, {}
     for f, feature in enumerate(declared.features):
         path, label, scale = declared.paths[f], labels[f], scales[f]
         dense_shape(label, feature, shapes[f], weighted=scale is not None)
@@ -416,18 +400,33 @@ def _arguments_of(
             _check_weights(label, scale, shapes[f])
             double = feature.table.dtype == "float64"
             numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
-    return _Arguments(fixed, ids, numbers, _shapes_of_inputs(inputs, firsts), scope)
+        described[path] = {
+            "table": feature.table.name,
+            **model_files.describe(ids[path]),
+            "weights": None if scale is None else str(numbers[path].dtype),
+            "max_sequence_length": feature.max_sequence_length,
+            "jagged": feature.jagged,
+            "keep": feature.keep,
+            "on_bad_id": feature.on_bad_id,
+        }
+    others = _shapes_of_inputs(inputs, firsts)
+    return _Arguments(fixed, ids, numbers, described, others, scope)
 
 
 def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:
     """Return the shapes of the model's other arguments, with symbols for batch sizes."""
 
     def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        if not np.shape(leaf):
+        shape = np.shape(leaf)
+        if not shape:
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
-        first = _first(f"inputs{jax.tree_util.keystr(key)}", np.shape(leaf), firsts)
+        if shape[0] not in firsts:
+            what, sizes = f"inputs{jax.tree_util.keystr(key)}", " or ".join(map(str, firsts))
+            expected, got = f"batch size {sizes} as first dimension", f"shape {shape}"
+            remedy = "what does not depend on the example belongs in the model"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        return jax.ShapeDtypeStruct((first, *np.shape(leaf)[1:]), dtype)
+        return jax.ShapeDtypeStruct((firsts[shape[0]], *shape[1:]), dtype)
 
     return jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
 
@@ -478,16 +477,6 @@ def _first_dimensions(
     names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
     symbols = jax_export.symbolic_shape(", ".join(names), scope=scope)
     return None, dict(zip(different, symbols, strict=True))
-
-
-def _first(what: str, shape: Sequence[int], firsts: dict[int, Any]) -> Any:
-    """Return the first dimension of an input, which must be the batch size of a feature."""
-    if shape[0] not in firsts:
-        remedy = "what does not depend on the example belongs in the model"
-        sizes = " or ".join(map(str, firsts))
-        expected, got = f"batch size {sizes} as first dimension", f"shape {tuple(shape)}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    return firsts[shape[0]]
 
 
 def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:

@@ -197,13 +197,14 @@ class ServedModel:
         ids, numbers = {}, {}
         for path, one in described.items():
             rows = self._keys.get(one["table"]), first.get(one["table"])
-            mine = _program_ids(self._features[path], one["shape"], given[path], *rows)
-            ids[path], scale = mine
+            rules = self._features[path]
+            ids[path], scale = _program_ids(rules, one["shape"], given[path], *rows)
             if scale is not None:
                 numbers[path] = scale
         _check_inputs(inputs, self.metadata["inputs"], _batch_sizes(ids, described))
-        drawn = {name: {FIRST: one.rows()} for name, one in first.items()}
-        tables = {name: parts | drawn.get(name, {}) for name, parts in self.tables.items()}
+        tables: dict[str, dict[str, Any]] = {**self.tables}
+        for name, one in first.items():
+            tables[name] = {**tables[name], FIRST: one.rows()}
         return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))
 
     def _first_rows(self, name: str) -> _FirstRows:
