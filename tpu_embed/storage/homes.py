@@ -168,10 +168,6 @@ class Homes:
         # Its thread ends with it, and the interpreter waits at its end for what it was given.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed write-back")
 
-    def _empty(self) -> dict[str, HostRows]:
-        pairs = self.tables.items()
-        return {name: HostRows(one.fields, one.storage.path) for name, one in pairs}
-
     def __getitem__(self, name: str) -> HostRows:
         """Return the rows of a table that have arrived at home."""
         return self._rows[name]
@@ -358,7 +354,11 @@ class Homes:
 
     def contents_of(self, rows: Mapping[str, HostRows]) -> HomeContents:
         """Return what is at home once these rows are, by table; the other tables have none."""
-        return HomeContents(self._empty() | dict(rows), {}, collections.deque(maxlen=_SAVES))
+        whole = {
+            name: rows[name] if name in rows else HostRows(one.fields, one.storage.path)
+            for name, one in self.tables.items()
+        }
+        return HomeContents(whole, {}, collections.deque(maxlen=_SAVES))
 
     def exchange(self, new: HomeContents) -> HomeContents:
         """Take other contents, once rows on their way have arrived; return those from before."""

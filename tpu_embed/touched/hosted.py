@@ -39,10 +39,8 @@ class HostedMarks:
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
         self._stacks = [stack for stack in layout.stacks if stack.is_on_host]
         self.marks = {table.name: IdMarks() for _, table in layout.on_host}
-        # By stack: the id that each physical row belongs to, -1 for none, and the number of its
-        # table in the stack; both [S * R].
+        # By stack: the id that each physical row belongs to, -1 for none, [S * R].
         self._ids = {s.name: np.full(s.physical_rows, -1, np.int64) for s in self._stacks}
-        self._tables = {s.name: _tables_of_rows(s) for s in self._stacks}
         # Of each of the last batches, by stack: the physical rows that it gave to other ids, and
         # whom they belonged to before.
         self._before: collections.deque[dict[str, tuple[np.ndarray, np.ndarray]]]
@@ -90,10 +88,10 @@ class HostedMarks:
         self._mark(stack, distinct, ids, step)
 
     def _mark(self, stack: Stack, rows: np.ndarray, ids: np.ndarray, step: int) -> None:
-        numbers = self._tables[stack.name][rows]
-        for t, table in enumerate(stack.tables):
-            mine = ids[(numbers == t) & (ids >= 0)]
-            self.marks[table.name].mark(mine.view(np.uint64), step)
+        local = rows % stack.num_rows  # on its shard, where each table has a range
+        for table in stack.tables:
+            mine = (local >= table.offset) & (local < table.offset + table.rows_per_shard)
+            self.marks[table.name].mark(ids[mine & (ids >= 0)].view(np.uint64), step)
 
     def note(self, step: int, moves: Moves) -> None:
         """Note which rows the training batch of a step gave to other ids."""
@@ -119,12 +117,3 @@ class HostedMarks:
     def undo(self, step: int) -> None:
         """Forget what was recorded of batches after a step, which were never admitted."""
         self._waiting = {at: some for at, some in self._waiting.items() if at <= step}
-
-
-def _tables_of_rows(stack: Stack) -> np.ndarray:
-    """Return which table of a stack each physical row belongs to, int32 `[S * R]`."""
-    numbers = np.full(stack.physical_rows, -1, np.int32)
-    for t, table in enumerate(stack.tables):
-        rows = np.arange(table.vocabulary_size, dtype=stack.index_dtype)
-        numbers[stack.physical(rows, table)] = t
-    return numbers

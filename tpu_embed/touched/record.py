@@ -276,10 +276,9 @@ class TouchedRows:
                 remedy = "keep what touched.version or export_delta returned"
                 raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
             since = Version(self._lineage.run, step, 0, keys or 0)
-        numbers = {part: getattr(since, part) for part in ("step", "edits", "keys")}
-        since = since._replace(
-            **{part: check_int(f"since: {part}", n, minimum=0) for part, n in numbers.items()}
-        )
+        parts = zip(since._fields[1:], since[1:], strict=True)
+        numbers = (check_int(f"since: {part}", number, minimum=0) for part, number in parts)
+        since = Version(since.run, *numbers)
         if not self._lineage.has(since):
             expected, got = f"a version of run {self._lineage.run!r}", f"{since}"
             raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))

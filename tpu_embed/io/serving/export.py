@@ -238,8 +238,7 @@ def _exported(
     flat = dataclasses.replace(declared, features=tuple(plain))
 
     def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
-        given = {name: Stored(arrays) for name, arrays in tables.items()}
-        activations = _by_example(flat, given, features, weights)
+        activations = _by_example(flat, tables, features, weights)
         # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
         return model(declared.unflatten(activations), *inputs)
@@ -267,7 +266,7 @@ def _exported(
 
 def _by_example(
     declared: Structure,
-    tables: Mapping[str, Stored],
+    tables: dict[str, dict[str, Array]],
     features: dict[str, Array],
     weights: dict[str, Array],
 ) -> list[Array | Jagged]:
@@ -277,7 +276,7 @@ def _by_example(
     for size in dict.fromkeys(array.shape[0] for array in features.values()):
         mine = [path for path in declared.paths if features[path].shape[0] == size]
         part = declared.only(mine)
-        stored = tuple(tables[name] for name in part.table_names)
+        stored = tuple(Stored(tables[name]) for name in part.table_names)
         one = jax.vmap(functools.partial(_one_example, server_of(part), stored))
         activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
         found |= dict(zip(mine, activations, strict=True))

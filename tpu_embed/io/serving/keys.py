@@ -41,18 +41,19 @@ def finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
         are row numbers.
       TypeError: it is of another type.
     """
-    named = dict(zip(used.table_names, used.tables, strict=True))
-    living = [name for name, table in named.items() if table.vocabulary is not None]
+    named = zip(used.table_names, used.tables, strict=True)
+    living = {name: table for name, table in named if table.vocabulary is not None}
     if isinstance(given, Vocabularies):
-        found = {n: _find_now(given, n, named[n]) for n in living if n in given.tables}
+        found = {n: _find_now(given, n, living[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
-        found = {name: one.find for name, one in _fixed(given or {}, whole).items()}
+        found = {name: one.find for name, one in _fixed(given, whole).items()}
     else:
         expected, got = "engine.vocabularies, or a mapping by table", type(given).__name__
         raise TypeError(message("vocabularies", expected=expected, got=got))
-    missing = sorted(set(living) - set(found))
+    missing = sorted(living.keys() - found.keys())
     if missing:
-        expected, got = f"those of the tables {living}, whose ids are keys", f"none of {missing}"
+        expected = f"those of the tables {[*living]}, whose ids are keys"
+        got = f"none of {missing}"
         remedy = "give vocabularies=engine.vocabularies, or FixedVocabulary(*vocabularies.keys(…))"
         raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
     return {name: found[name] for name in living}
@@ -71,7 +72,7 @@ def all_keys(given: Any, declared: Structure) -> dict[str, FixedVocabulary]:
     living = finders(given, declared, declared)  # checks them
     if isinstance(given, Vocabularies):
         return {name: FixedVocabulary(*given.keys(name)) for name in living}
-    return _fixed(given or {}, declared)
+    return _fixed(given, declared)
 
 
 def tables_on_host(
@@ -147,10 +148,10 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
     return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)
 
 
-def _fixed(given: Mapping[Any, Any], whole: Structure) -> dict[str, FixedVocabulary]:
+def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, FixedVocabulary]:
     tables = dict(zip(whole.table_names, whole.tables, strict=True))
     found = {}
-    for key, one in given.items():
+    for key, one in (given or {}).items():
         name = name_of_table(key, whole)
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:

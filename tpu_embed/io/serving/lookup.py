@@ -21,7 +21,6 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from tpu_embed._checks import message
-from tpu_embed._snapshot import snapshot
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import (
@@ -133,10 +132,9 @@ def _server(
         for name, table in zip(names, tables, strict=True)
     ]
     stacks = make_stacks(resolved, stack_tables=False)
-    numbers = {table: g for g, table in enumerate(tables)}
     located = []
     for label, feature in zip(labels, features, strict=True):
-        g = numbers[feature.table]
+        g = tables.index(feature.table)
         located.append(FeatureLayout(label, feature, stacks[g].tables[0], g))
     nowhere: Any = AbstractMesh((), ())
     return Server(Layout(MeshAxes(nowhere, ()), stacks, tuple(located), sum_blocks=1))
@@ -200,9 +198,7 @@ class Server:
         for view, fields, table in zip(view_stacks(spec, layout), stacks, whole, strict=True):
             line = fields_of(packed, fields)
             pack_line(hosts, view, line)
-            # NumPy tables: pick the rows of the ids here, so that only these go to the program.
-            row_ids = line["row_ids"][0]
-            operands.append(table.pick(row_ids) if table.on_host else jax.tree.map(snapshot, table))
+            operands.append(table.operand(line["row_ids"][0]))
         array: Any = packed
         return self._program(tuple(operands), Batch.of(array, spec, layout))
 

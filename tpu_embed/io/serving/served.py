@@ -193,7 +193,11 @@ class ServedModel:
         self._check_there()
         described = self.metadata["features"]
         given = _by_feature(features, weights, described)
-        first = {name: self._first_rows(name) for name in self._first}
+        first = {}
+        for name, draw in self._first.items():
+            table, values = self.metadata["tables"][name], self.tables[name]["values"]
+            blank = np.zeros((1, table["dim"]), storage.stored_dtype(table["dtype"]))
+            first[name] = _FirstRows(draw, len(values), blank)
         ids, numbers = {}, {}
         for path, one in described.items():
             rows = self._keys.get(one["table"]), first.get(one["table"])
@@ -206,12 +210,6 @@ class ServedModel:
         for name, one in first.items():
             tables[name] = {**tables[name], FIRST: one.rows()}
         return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))
-
-    def _first_rows(self, name: str) -> _FirstRows:
-        """Return the first rows of a table on the host, for one call."""
-        described, num_rows = self.metadata["tables"][name], len(self.tables[name]["values"])
-        blank = np.zeros((1, described["dim"]), storage.stored_dtype(described["dtype"]))
-        return _FirstRows(self._first[name], num_rows, blank)
 
 
 def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:

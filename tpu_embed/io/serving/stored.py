@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.config import TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
@@ -46,13 +47,13 @@ class Stored:
     arrays: dict[str, Any]
     picked: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all arrays are NumPy arrays."""
-        return all(isinstance(array, np.ndarray) for array in self.arrays.values())
+    def operand(self, row_ids: np.ndarray) -> Stored:
+        """Return what a program takes to look up ids, `[N]`.
 
-    def pick(self, row_ids: np.ndarray) -> Stored:
-        """Return the rows `row_ids`, `[N]`, of NumPy arrays; any row for an absent id."""
+        Of NumPy arrays only the rows go there, any row for an absent id.
+        """
+        if not all(isinstance(array, np.ndarray) for array in self.arrays.values()):
+            return jax.tree.map(snapshot, self)
         valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
