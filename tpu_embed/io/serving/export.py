@@ -38,10 +38,9 @@ from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.keys import all_keys, tables_on_host
-from tpu_embed.io.serving.lookup import Server, server_of
+from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_host
 from tpu_embed.io.serving.model_files import WrittenTable
-from tpu_embed.io.serving.served_keys import with_room
+from tpu_embed.io.serving.served_tables import with_room
 from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
@@ -244,7 +243,7 @@ def _exported(
         return model(declared.unflatten(activations), *inputs)
 
     shapes = {
-        name: _shapes_of(table, f"{i}", arguments.scope)
+        name: _shapes_of(table, i, arguments.scope)
         for i, (name, table) in enumerate(tables.items())
     }
     try:
@@ -339,24 +338,21 @@ class _Arguments(NamedTuple):
 
 
 def _shapes_of(
-    table: WrittenTable, number: str, scope: jax_export.SymbolicScope
+    table: WrittenTable, number: int, scope: jax_export.SymbolicScope
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of those arrays of a table that the program takes, by part.
 
     The number of rows of a table with keys stays open, and so does that of first rows.
     """
-
-    def symbol(letter: str) -> Any:
-        return jax_export.symbolic_shape(f"{letter}{number}", scope=scope)[0]
-
+    rows, drawn = jax_export.symbolic_shape(f"r{number}, f{number}", scope=scope)
     found = {}
     for part, array in table.arrays.items():
         if part != model_files.KEYS:
-            first = array.shape[0] if table.unseen is None else symbol("r")
+            first = array.shape[0] if table.unseen is None else rows
             found[part] = jax.ShapeDtypeStruct((first, *array.shape[1:]), array.dtype)
     if table.unseen == "initial":
-        shape = symbol("f"), table.dim
-        found[FIRST] = jax.ShapeDtypeStruct(shape, storage.stored_dtype(table.dtype))
+        stored = storage.stored_dtype(table.dtype)
+        found[FIRST] = jax.ShapeDtypeStruct((drawn, table.dim), stored)
     return found
 
 
@@ -394,7 +390,7 @@ def _arguments_of(
         dense_shape(label, feature, shapes[f], weighted=scale is not None)
         shape = (firsts[shapes[f][0]], *shapes[f][1:])
         big = feature.table.vocabulary_size > _INT32_MAX
-        ids[path] = jax.ShapeDtypeStruct(shape, np.dtype(np.int64 if big else np.int32))
+        ids[path] = jax.ShapeDtypeStruct(shape, np.int64 if big else np.int32)
         if scale is not None:
             _check_weights(label, scale, shapes[f])
             double = feature.table.dtype == "float64"

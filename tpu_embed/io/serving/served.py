@@ -38,9 +38,8 @@ from tpu_embed.core.ids import (
 )
 from tpu_embed.io.delta import SHARED_ROW, delta_files
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.served_keys import ServedKeys
+from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, prepare, write
 from tpu_embed.io.serving.stored import FIRST
-from tpu_embed.io.serving.written import Prepared, prepare, write
 from tpu_embed.kernels import storage
 from tpu_embed.storage import HostStorage
 from tpu_embed.touched import Version
@@ -155,7 +154,7 @@ class ServedModel:
     def _with(self, prepared: Prepared, own: frozenset[str]) -> ServedModel:
         """Return the model with new rows; tables named in `own` are updated in place."""
         new, keys = write(self.tables, self._keys, prepared.tables, own)
-        copied = {n for n, parts in new.items() if parts["values"] is not self.tables[n]["values"]}
+        copied = {name for name, one in prepared.tables.items() if one.rows.size}
         return dataclasses.replace(
             self,
             metadata={**self.metadata, "version": prepared.version._asdict()},
@@ -165,12 +164,12 @@ class ServedModel:
         )
 
     def _check_there(self) -> None:
-        if any(array.is_deleted() for parts in self.tables.values() for array in parts.values()):
-            expected, got = (
-                "one whose tables are there",
+        if any(array.is_deleted() for array in jax.tree.leaves(self.tables)):
+            expected = "one whose tables are there"
+            got, remedy = (
                 "one whose tables apply_in_place has taken",
+                "use the model that it returned",
             )
-            remedy = "use the model that it returned"
             raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
@@ -249,9 +248,8 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
         for name, arrays in tables.items()
         if model_files.KEYS in arrays
     }
-    program = jax.jit(exported.call)
-    placed = jax.device_put(tables)
-    return ServedModel(metadata, placed, exported, program, features, keys, first)
+    placed, call = jax.device_put(tables), jax.jit(exported.call)
+    return ServedModel(metadata, placed, exported, call, features, keys, first)
 
 
 def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
@@ -449,16 +447,13 @@ def _check_inputs(
         one = exported[path]
         shape = [sizes[one["size"]] if n is None else n for n in one["shape"]]
         expected = f"{one['dtype']} of shape {shape}"
-        got = f"{_dtype(leaf)} of shape {list(np.shape(leaf))}"
+        dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+        if dtype.kind not in "OSUMm":  # of these JAX has none
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        got = f"{dtype} of shape {list(np.shape(leaf))}"
         if got != expected:
             remedy = "cast it; shapes are static but for the batch"
             raise ValueError(message(f"inputs{path}", expected=expected, got=got, remedy=remedy))
-
-
-def _dtype(leaf: Any) -> str:
-    """Return the dtype that JAX gives a leaf, or its NumPy dtype if JAX has none for it."""
-    dtype = np.asarray(leaf).dtype if not isinstance(leaf, jax.Array) else leaf.dtype
-    return str(dtype if dtype.kind in "OSUMm" else jax.dtypes.canonicalize_dtype(dtype))
 
 
 def _program_ids(
@@ -519,8 +514,8 @@ def _shape_in_program(feature: FeatureRules, given: Any, shape: Sequence[Any]) -
     # Ids [B] have no rows.
     may_pad = len(got) == len(shape) > 1 and got[-1] <= shape[-1]
     found = (*got[:-1], shape[-1]) if may_pad else got
-    fits = len(found) == len(shape)
-    if not fits or any(n not in (None, m) for n, m in zip(shape, found, strict=True)):
+    differs = (n not in (None, m) for n, m in zip(shape, found, strict=False))
+    if len(found) != len(shape) or any(differs):
         expected = f"shape {['B' if n is None else n for n in shape]}".replace("'", "")
         remedy = (
             "the program has static shapes: cut longer rows, or export the model with wider "

@@ -156,16 +156,6 @@ class RowSource:
     dim: int
     dtype: str
 
-    def fetch(self, ids: np.ndarray) -> Stored:
-        """Return the rows of ids, int64 `[n]`, as a table of these n rows.
-
-        Raises:
-          ValueError: the function returns something else.
-        """
-        found = self.read(ids)["values"]
-        # One row more, so that there is one to pick for what is absent.
-        return Stored({"values": np.concatenate([found, np.zeros((1, self.dim), found.dtype)])})
-
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows of ids, int64 `[n]`, by part.
 
