@@ -279,7 +279,12 @@ def _by_example(
         one = jax.vmap(functools.partial(_one_example, server_of(part), stored))
         activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
         found |= dict(zip(mine, activations, strict=True))
-    return [_in_one_replica(found[path]) for path in declared.paths]
+    # A `Jagged` has a replica for each example, which begins at its place 0: its values [b, L, D]
+    # are padded rows of these lengths, of one replica.
+    return [
+        Jagged.from_padded(one.values, one.row_splits[:, 1], 1) if isinstance(one, Jagged) else one
+        for one in (found[path] for path in declared.paths)
+    ]
 
 
 def _one_example(
@@ -294,14 +299,6 @@ def _one_example(
     given, scales = jax.tree.map(lambda leaf: leaf[None], (ids, weights))
     activations, _ = server.activations(tables, server.traced(given, scales))
     return jax.tree.map(lambda leaf: leaf[0], activations)
-
-
-def _in_one_replica(found: Array | Jagged) -> Array | Jagged:
-    """Return an activation whose examples are together, where a `Jagged` has a replica for each."""
-    if not isinstance(found, Jagged):
-        return found
-    # Each example begins at its place 0, so values [b, L, D] are padded rows of these lengths.
-    return Jagged.from_padded(found.values, found.row_splits[:, 1], 1)
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:
@@ -385,14 +382,14 @@ def _arguments_of(
     scope = jax_export.SymbolicScope()
     fixed, firsts = _first_dimensions(declared, [shape[0] for shape in shapes], batch, scope)
     ids, numbers, described = {}, {}, {}
-    for f, feature in enumerate(declared.features):
-        path, label, scale = declared.paths[f], labels[f], scales[f]
-        dense_shape(label, feature, shapes[f], weighted=scale is not None)
-        shape = (firsts[shapes[f][0]], *shapes[f][1:])
+    every = zip(declared.paths, labels, declared.features, shapes, scales, strict=True)
+    for path, label, feature, example, scale in every:
+        dense_shape(label, feature, example, weighted=scale is not None)
+        shape = (firsts[example[0]], *example[1:])
         big = feature.table.vocabulary_size > _INT32_MAX
         ids[path] = jax.ShapeDtypeStruct(shape, np.int64 if big else np.int32)
         if scale is not None:
-            _check_weights(label, scale, shapes[f])
+            _check_weights(label, scale, example)
             double = feature.table.dtype == "float64"
             numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
         described[path] = {

@@ -154,22 +154,20 @@ class ServedModel:
     def _with(self, prepared: Prepared, own: frozenset[str]) -> ServedModel:
         """Return the model with new rows; tables named in `own` are updated in place."""
         new, keys = write(self.tables, self._keys, prepared.tables, own)
-        copied = {name for name, one in prepared.tables.items() if one.rows.size}
+        written = {name for name, one in prepared.tables.items() if one.rows.size}
         return dataclasses.replace(
             self,
             metadata={**self.metadata, "version": prepared.version._asdict()},
             tables={**self.tables, **new},
             _keys={**self._keys, **keys},
-            _own=self._own | copied,
+            _own=self._own | written,
         )
 
     def _check_there(self) -> None:
         if any(array.is_deleted() for array in jax.tree.leaves(self.tables)):
             expected = "one whose tables are there"
-            got, remedy = (
-                "one whose tables apply_in_place has taken",
-                "use the model that it returned",
-            )
+            got = "one whose tables apply_in_place has taken"
+            remedy = "use the model that it returned"
             raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
@@ -284,8 +282,8 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[
     }
     given, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     tables, ids, weights = jax.tree.map(lambda a: (str(a.dtype), model_files.shape(a)), given[:3])
-    taken = {"tables": tables, "features": ids, "weights": weights}
-    taken["inputs"] = model_files.describe_leaves(given[3:])
+    leaves = model_files.describe_leaves(given[3:])
+    taken = {"tables": tables, "features": ids, "weights": weights, "inputs": leaves}
     if unknown or taken != said:
         what, expected = f"{root / model_files.PROGRAM}", f"a program of {said}"
         got = f"features of tables {unknown}" if unknown else f"one of {taken}"
@@ -489,10 +487,10 @@ def _program_ids(
         elif rules is None or rules.unseen != "shared":
             rows[unseen] = PADDING_ID
         host = give_rows(host, rows)
-    ids, weights = _padded(host, shape)
+    found = _padded(host, shape)
     if host.rows is not None:
-        _mark_ends(feature, ids, np.diff(host.rows.row_splits))
-    return ids, weights
+        _mark_ends(feature, found[0], np.diff(host.rows.row_splits))
+    return found
 
 
 def _shape_in_program(feature: FeatureRules, given: Any, shape: Sequence[Any]) -> tuple[int, ...]:

@@ -234,8 +234,7 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
         if not callable(table):
             expected, got = "a function from ids to rows, for a table on the host", type(table)
             remedy = "functools.partial(engine.rows, state, name) is one; or leave storage out"
-            text = message(what, expected=expected, got=got.__name__, remedy=remedy)
-            raise ValueError(text)
+            raise ValueError(message(what, expected=expected, got=got.__name__, remedy=remedy))
         return RowSource(what, table, dim, config.dtype)
     if isinstance(table, QuantizedTable):
         arrays = dict(vars(table))
