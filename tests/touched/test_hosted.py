@@ -9,9 +9,9 @@ import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
-from tpu_embed.touched.batch_rows import physical_rows, step_of
 from tpu_embed.touched.hosted import HostedMarks
 from tpu_embed.touched.marks import NEVER
+from tpu_embed.touched.record import physical_rows, step_of
 from tpu_embed.vocabulary import DynamicVocabulary
 
 V = {"items": 40, "tags": 7}
@@ -40,10 +40,7 @@ class Run:
         self.state = self.engine.init(jax.random.key(0))
         for _ in range(3):
             self.admit(self.place()[0])
-        self.marks = HostedMarks(self.layout)
-        held = {name: self.maps.held(name) for name in V}
-        pairs = {name: (one.keys, one.rows) for name, one in held.items()}
-        self.marks.begin(self.maps.admitted, pairs)
+        self.marks = HostedMarks(self.layout, self.maps)
         self.maps.observers.add(self)
         self.last = {name: {} for name in V}
         self.waiting, self.newest = [], dict.fromkeys(V, NEVER)

@@ -5,14 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tpu_embed.touched import key_marks
-from tpu_embed.touched.key_marks import Given, KeyMarks
+from tpu_embed.touched import table_marks
+from tpu_embed.touched.marks import NEVER
+from tpu_embed.touched.table_marks import KeyMarks
 
 
 def changes(rows, least=1024):
     """Return a record of a table of so many rows that remembers at least so many lost keys."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(key_marks, "_LEAST_LOST", least)
+        patched.setattr(table_marks, "_LEAST_LOST", least)
         return KeyMarks(SimpleNamespace(declared_size=rows, vocabulary_size=rows, is_on_host=False))
 
 
@@ -46,7 +47,7 @@ class Table:
         self.given |= dict.fromkeys(rows, self.step)
         self.lost |= dict.fromkeys(gone, self.step)
         self.lost = {key: step for key, step in self.lost.items() if key not in fresh}
-        return Given(ids(rows), ids(fresh), ids(gone))
+        return ids(rows), ids(fresh), ids(gone)
 
     def after(self, what, step):
         return sorted(id_ for id_, at in what.items() if at > step)
@@ -56,22 +57,22 @@ class Table:
 def test_what_was_given_and_lost_is_that_of_a_list_of_events(seed):
     table, record = Table(seed, rows=5), changes(5)
     for _ in range(40):
-        record.note(table.step + 1, table.take())
+        record.note(table.step + 1, *table.take())
         for step in range(table.step + 1):
-            assert record.given(step).tolist() == table.after(table.given, step)
-            assert record.lost(step).tolist() == table.after(table.lost, step)
+            assert record.given.after(step).tolist() == table.after(table.given, step)
+            assert record.lost.after(step).tolist() == table.after(table.lost, step)
     assert record.lost_since == 0
     rows = np.arange(5, dtype=np.uint64)
-    assert record.steps(rows).tolist() == [table.given[row] for row in range(5)]
-    keys, steps = record.lost_steps()
+    assert record.given.steps(rows).tolist() == [table.given[row] for row in range(5)]
+    keys = record.lost.after(NEVER)
+    steps = record.lost.steps(keys)
     assert dict(zip(keys.tolist(), steps.tolist(), strict=True)) == table.lost
     other = changes(5)
-    given = rows, record.steps(rows)
-    other.load(given, (keys, steps), 7)
-    assert other.lost_since == 7
+    other.given.mark(rows, record.given.steps(rows))
+    other.lost.mark(keys, steps)
     for step in range(table.step + 1):
-        assert other.given(step).tolist() == record.given(step).tolist()
-        assert other.lost(step).tolist() == record.lost(step).tolist()
+        assert other.given.after(step).tolist() == record.given.after(step).tolist()
+        assert other.lost.after(step).tolist() == record.lost.after(step).tolist()
 
 
 @pytest.mark.parametrize("least", [2, 6])
@@ -79,23 +80,23 @@ def test_only_the_latest_lost_keys_are_remembered(least):
     table, record = Table(3, rows=4), changes(4, least)
     most, forgotten = max(4, least), 0
     for _ in range(60):
-        record.note(table.step + 1, table.take())
-        assert len(record.lost_steps()[0]) <= 2 * most
+        record.note(table.step + 1, *table.take())
+        assert len(record.lost) <= 2 * most
         assert record.lost_since <= table.step
         for step in range(record.lost_since, table.step + 1):
-            assert record.lost(step).tolist() == table.after(table.lost, step)
+            assert record.lost.after(step).tolist() == table.after(table.lost, step)
         if record.lost_since > forgotten:  # no more was forgotten than had to be
             forgotten = record.lost_since
-            assert len(record.lost_steps()[0]) <= most
+            assert len(record.lost) <= most
             assert len(table.after(table.lost, forgotten - 1)) > most
     assert forgotten > 20
 
 
 def test_keys_without_a_place_in_a_smaller_table_are_lost_after_its_step():
     record = changes(4)
-    record.note(1, Given(ids([0, 1]), ids([7, 8]), ids([])))
-    record.lose(ids([8]), 3)
-    assert record.lost(3).tolist() == [8]
-    assert record.lost(4).tolist() == []
-    record.note(4, Given(ids([1]), ids([8]), ids([])))
-    assert record.lost(0).tolist() == []
+    record.note(1, ids([0, 1]), ids([7, 8]), ids([]))
+    record.lost.mark(ids([8]), 4)
+    assert record.lost.after(3).tolist() == [8]
+    assert record.lost.after(4).tolist() == []
+    record.note(4, ids([1]), ids([8]), ids([]))
+    assert record.lost.after(0).tolist() == []

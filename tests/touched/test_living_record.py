@@ -12,8 +12,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows, Version
-from tpu_embed.touched import key_marks
-from tpu_embed.touched.versions import Lineage
+from tpu_embed.touched import Lineage, table_marks
 
 
 class Run:
@@ -300,7 +299,7 @@ def test_a_record_from_before_maps_were_loaded_is_refused(one, how):
 
 def test_more_lost_keys_than_rows_need_a_full_export(one, monkeypatch):
     engine, state, _, _ = one
-    monkeypatch.setattr(key_marks, "_LEAST_LOST", 2)
+    monkeypatch.setattr(table_marks, "_LEAST_LOST", 2)
     touched = TouchedRows(engine, step=1)
     versions = [touched.version(state)]
     for step in range(2, 7):

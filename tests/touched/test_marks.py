@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from living_cases import engine
 
-from tpu_embed.touched.marks import NEVER, IdMarks, RowMarks
+from tpu_embed.touched.marks import NEVER, IdMarks, PlaceMarks, RowMarks
 
 IDS = st.lists(st.sampled_from([0, 1, 2, 7, 2**40, 2**63, 2**64 - 1]), max_size=6)
 STEPS = st.integers(0, 12)
 CALLS = st.one_of(
     st.tuples(st.just("mark"), IDS, STEPS),
-    st.tuples(st.just("load"), IDS, st.lists(STEPS, min_size=6, max_size=6)),
+    st.tuples(st.just("mark_each"), IDS, st.lists(STEPS, min_size=6, max_size=6)),
     st.tuples(st.just("remove"), IDS, st.none()),
     st.tuples(st.just("keep_latest"), st.integers(0, 5), st.none()),
 )
@@ -26,10 +26,10 @@ class Model:
 
     def mark(self, ids, step):
         # A mark that is made late gets the greatest step so far.
-        self.newest = max(self.newest, step)
+        self.newest = max(self.newest, step) if ids else self.newest
         self.steps |= dict.fromkeys(ids, self.newest)
 
-    def load(self, ids, steps):
+    def mark_each(self, ids, steps):
         for step, id_ in sorted(zip(steps, ids, strict=False), key=lambda pair: pair[0]):
             self.mark([id_], step)
 
@@ -59,7 +59,7 @@ def test_ids_have_the_steps_of_a_dictionary(calls):
             marks.remove(as_ids(first))
         else:
             steps = second if call == "mark" else np.array(second[: len(first)], np.int32)
-            getattr(marks, call)(as_ids(first), steps)
+            marks.mark(as_ids(first), steps)
         assert len(marks) == len(model.steps)
     for step in range(-2, 14):
         expected = sorted(id_ for id_, at in model.steps.items() if at > max(step, NEVER))
@@ -73,27 +73,32 @@ def test_rows_have_the_greatest_step(devices):
     layout = engine(devices).layout
     (stack, items), (_, users) = layout.table("items"), layout.table("users")
     assert stack.tables == (items, users)
-    marks, rng = RowMarks(), np.random.default_rng(0)
+    places, rng = PlaceMarks(stack.physical_rows), np.random.default_rng(0)
+    marks = {table.name: RowMarks(stack, table, places) for table in stack.tables}
     last = {"items": np.full(34, NEVER), "users": np.full(9, NEVER)}
-    assert marks.after(stack, items, NEVER).size == 0
+    assert marks["items"].after(NEVER).size == 0
     for step in rng.permutation(12).tolist():
         table = (items, users)[int(rng.integers(2))]
         rows = rng.integers(0, table.vocabulary_size, 4)
         steps = step if step % 2 else np.full(4, step, np.int32)
-        marks.mark(stack, stack.physical(rows.astype(stack.index_dtype), table), steps)
+        if step % 3:
+            marks[table.name].mark(rows, steps)
+        else:
+            places.mark(stack.physical(rows.astype(stack.index_dtype), table), steps)
         np.maximum.at(last[table.name], rows, step)
-    marks.load(stack, users, np.array([3, 4]), np.array([9, 30], np.int32))
+    marks["users"].mark(np.array([3, 4], np.uint64), np.array([9, 30], np.int32))
     np.maximum.at(last["users"], [3, 4], [9, 30])
     for table in (items, users):
         mine = last[table.name]
         for step in range(-1, 31):
             np.testing.assert_array_equal(
-                marks.after(stack, table, step), np.flatnonzero(mine > step)
+                marks[table.name].after(step), np.flatnonzero(mine > step)
             )
-        np.testing.assert_array_equal(marks.steps(stack, table, np.arange(mine.size)), mine)
-    marks.mark_all(items, 5)
-    marks.mark_all(items, 4)
-    assert marks.after(stack, items, 4).size == 34
-    np.testing.assert_array_equal(marks.after(stack, items, 5), np.flatnonzero(last["items"] > 5))
+        np.testing.assert_array_equal(marks[table.name].steps(np.arange(mine.size)), mine)
+    marks["items"].mark_all(5)
+    marks["items"].mark_all(4)
+    assert marks["items"].after(4).size == 34
+    np.testing.assert_array_equal(marks["items"].after(5), np.flatnonzero(last["items"] > 5))
     whole = np.maximum(last["items"], 5)
-    np.testing.assert_array_equal(marks.steps(stack, items, np.arange(34)), whole)
+    np.testing.assert_array_equal(marks["items"].steps(np.arange(34)), whole)
+    assert marks["users"].after(30).size == 0  # it shares the stack, not its rows

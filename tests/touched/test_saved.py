@@ -1,9 +1,8 @@
-"""`saved.py` and `versions.py`: the latest step of each row; which moments are before others."""
+"""`saved.py`: the latest step of each row; which moments are before others."""
 
 import numpy as np
 
-from tpu_embed.touched.saved import SavedMarks, SavedRecord, merge_records
-from tpu_embed.touched.versions import Lineage, Version
+from tpu_embed.touched.saved import Lineage, SavedMarks, SavedRecord, Version, merge_records
 
 MOMENT = Version("run", 5, 5, 5)
 

@@ -16,9 +16,7 @@ from tpu_embed.storage.homes import (
     slot_field,
 )
 from tpu_embed.storage.host_rows import HostRows, RowField
-from tpu_embed.storage.id_numbers import IdNumbers
 from tpu_embed.storage.replacement import NewRows, Replacement
-from tpu_embed.storage.snapshots import RowSnapshot
 
 __all__ = [
     "VALUES",
@@ -27,14 +25,12 @@ __all__ = [
     "Homes",
     "HostRows",
     "HostStorage",
-    "IdNumbers",
     "Incoming",
     "NewRows",
     "Replacement",
     "Room",
     "RowField",
     "RowGroups",
-    "RowSnapshot",
     "Save",
     "slot_field",
 ]

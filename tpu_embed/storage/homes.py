@@ -19,7 +19,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -168,10 +168,6 @@ class Homes:
         # Its thread ends with it, and the interpreter waits at its end for what it was given.
         self._writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed write-back")
 
-    def _empty(self) -> dict[str, HostRows]:
-        pairs = self.tables.items()
-        return {name: HostRows(one.fields, one.storage.path) for name, one in pairs}
-
     def __getitem__(self, name: str) -> HostRows:
         """Return the rows of a table that have arrived at home."""
         return self._rows[name]
@@ -221,14 +217,10 @@ class Homes:
         final = awaited == 0
         if is_new is not None:
             awaited[is_new], final[is_new] = 0, False
-        room = room or self._new_room(name, keys.size)
+        room = room or Room(self._rows[name].empty(keys.size), None)
         incoming = Incoming(keys, room, np.zeros(keys.size, bool), awaited)
         self._read(name, incoming, final)
         return incoming
-
-    def _new_room(self, name: str, n: int) -> Room:
-        fields = self.tables[name].fields.items()
-        return Room({field: np.empty((n, *one.shape), one.dtype) for field, one in fields}, None)
 
     def complete(self, name: str, incoming: Incoming) -> tuple[Rows, np.ndarray]:
         """Return the arrays that the rows of a batch are in, and which were at home, bool `[n]`.
@@ -237,8 +229,7 @@ class Homes:
         """
         if incoming.awaited.any():
             late = incoming.awaited > 0
-            for step in np.unique(incoming.awaited[late]).tolist():
-                self._wait(step)
+            self._wait(np.unique(incoming.awaited[late]).tolist())
             self._read(name, incoming, late)
         return incoming.room.rows, incoming.found
 
@@ -275,8 +266,7 @@ class Homes:
         """
         with self._lock:
             oldest = sorted(self._departures)[: -_MOST_ON_THEIR_WAY + 1]
-        for before in oldest:
-            self._wait(before)
+        self._wait(oldest)
 
     def send(
         self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
@@ -294,28 +284,23 @@ class Homes:
         if not leaving:
             return
         with self._lock:
-            arrived = self._writer.submit(self._write, leaving, read)
+            arrived = self._writer.submit(self._write, step, leaving, read)
             self._departures[step] = _Departure(leaving, arrived)
             for name, some in leaving.items():
                 self._counts[name]["sent"] += some.size
 
     def _write(
-        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
+        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
         rooms = read()
         for name, some in keys.items():
             self._rows[name].write(some, *rooms[name])
+        with self._lock:
+            self._departures.pop(step, None)  # `exchange` may have taken it
 
     def _on_their_way(self, name: str) -> list[tuple[int, np.ndarray]]:
         """Return the steps whose displaced rows of a table have not arrived, with their keys."""
         with self._lock:
-            here = {
-                step: one
-                for step, one in self._departures.items()
-                if one.arrived.done() and one.arrived.exception() is None
-            }
-            for step in here:
-                del self._departures[step]
             pairs = self._departures.items()
             return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
 
@@ -325,12 +310,11 @@ class Homes:
         coming = [some for _, some in self._on_their_way(name)]
         return np.unique(np.concatenate([*coming, self._rows[name].ids()]))
 
-    def _wait(self, step: int) -> None:
+    def _wait(self, steps: Collection[int]) -> None:
         with self._lock:
-            departure = self._departures.get(step)
-        if departure is not None:
-            concurrent.futures.wait([departure.arrived])
-            self.check()
+            coming = [one.arrived for step, one in self._departures.items() if step in steps]
+        concurrent.futures.wait(coming)
+        self.check()
 
     def check(self) -> None:
         """Check that no row was lost on its way home.
@@ -356,9 +340,8 @@ class Homes:
           RuntimeError: some were lost; see `check`.
         """
         with self._lock:
-            steps = sorted(self._departures)
-        for step in steps:
-            self._wait(step)
+            steps = [*self._departures]
+        self._wait(steps)
 
     def begin_save(self, path: Path, checkpoint: str, step: int) -> None:
         """Note that all rows are being saved as they are now.
@@ -371,7 +354,11 @@ class Homes:
 
     def contents_of(self, rows: Mapping[str, HostRows]) -> HomeContents:
         """Return what is at home once these rows are, by table; the other tables have none."""
-        return HomeContents(self._empty() | dict(rows), {}, collections.deque(maxlen=_SAVES))
+        whole = {
+            name: rows[name] if name in rows else HostRows(one.fields, one.storage.path)
+            for name, one in self.tables.items()
+        }
+        return HomeContents(whole, {}, collections.deque(maxlen=_SAVES))
 
     def exchange(self, new: HomeContents) -> HomeContents:
         """Take other contents, once rows on their way have arrived; return those from before."""

@@ -7,6 +7,14 @@ scratch file on a fast disk, which is gone when the process ends: what is to be 
 Every row has a mark, a number that grows: a save that begins a new mark afterwards finds, the next
 time, the rows written since.
 
+A save takes long, and training goes on meanwhile. So it reads a snapshot: a row that is about to be
+overwritten is put aside first, if the save has not come to it yet:
+
+    ids          3 5 8 9        of the snapshot, ascending
+    read         3 5            the save has had these
+    write 5 8    5              has been read: nothing to do
+                 8              is put aside as it is, and read from there later
+
 Input: ids and rows, NumPy arrays. Output: rows.
 """
 
@@ -17,14 +25,13 @@ import os
 import tempfile
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.kernels import dispatch
-from tpu_embed.storage.snapshots import RowSnapshot
 
 
 class RowField(NamedTuple):
@@ -55,6 +62,7 @@ class HostRows:
       path: a folder for the scratch file; None: the rows are in memory.
 
     Attributes:
+      fields: see above.
       replaced: the number of the last `Replacement` of rows; 0: none was replaced.
 
     Raises:
@@ -76,7 +84,7 @@ class HostRows:
         if empty or not fields:
             got = f"none in {empty}" if empty else "no field"
             raise ValueError(message("HostRows", expected="fields of some bytes", got=got))
-        self._fields = dict(fields)
+        self.fields = dict(fields)
         file = None if path is None else _scratch_file(path)
         widths = [field.nbytes for field in fields.values()]
         self._rows = dispatch.row_store_kernels().RowStore(widths, file)
@@ -97,16 +105,6 @@ class HostRows:
         numbers = self._rows.numbers
         return numbers.row_bytes + numbers.index_bytes
 
-    @property
-    def fields(self) -> dict[str, RowField]:
-        """What a row has, by name."""
-        return dict(self._fields)
-
-    @property
-    def mark(self) -> int:
-        """The mark of the rows that are written now."""
-        return self._mark
-
     def begin_mark(self) -> int:
         """Give rows that are written from now on a higher mark, and return it."""
         self._mark += 1
@@ -125,7 +123,12 @@ class HostRows:
         return self._rows.find(np.ascontiguousarray(ids, np.uint64))
 
     def write(
-        self, ids: np.ndarray, rows: Mapping[str, np.ndarray], at: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        rows: Mapping[str, np.ndarray],
+        at: np.ndarray | None = None,
+        *,
+        mark: int | None = None,
     ) -> None:
         """Write rows; an id that has none here gets one.
 
@@ -133,25 +136,26 @@ class HostRows:
           ids: distinct, uint64 `[n]`.
           rows: `[m, …]` by field.
           at: int64 `[n]`, which of the m are the rows of the ids; None: 0, 1, …, and m is n.
+          mark: of these rows, at least 1; None: that of `begin_mark`.
 
         Raises:
           ValueError: other fields, shapes or dtypes. Nothing has changed.
           MemoryError, OSError: there is no room. Nothing has changed.
         """
-        if rows.keys() != self._fields.keys():
-            expected, got = f"rows of {sorted(self._fields)}", f"rows of {sorted(rows)}"
+        if rows.keys() != self.fields.keys():
+            expected, got = f"rows of {sorted(self.fields)}", f"rows of {sorted(rows)}"
             raise ValueError(message("HostRows.write", expected=expected, got=got))
-        for name, field in self._fields.items():
+        for name, field in self.fields.items():
             given = rows[name]
             shape = (ids.size if at is None else len(given), *field.shape)
             if (given.shape, given.dtype) != (shape, field.dtype):
                 expected, got = f"{field.dtype}{list(shape)}", f"{given.dtype}{list(given.shape)}"
                 raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
-        arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
+        arrays = [_bytes(rows[name], field) for name, field in self.fields.items()]
         ids = np.ascontiguousarray(ids, np.uint64)
         with self._changing:
             self._put_aside(ids)
-            self._rows.write(ids, arrays, self._mark, at)
+            self._rows.write(ids, arrays, self._mark if mark is None else mark, at)
 
     def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Read rows.
@@ -163,9 +167,12 @@ class HostRows:
           `[n, …]` by field, with arbitrary numbers for ids that have no row here; and bool `[n]`,
           which ids have one.
         """
-        n = ids.size
-        rows = {name: np.empty((n, *f.shape), f.dtype) for name, f in self._fields.items()}
+        rows = self.empty(ids.size)
         return rows, self.read_into(rows, None, ids)
+
+    def empty(self, n: int) -> dict[str, np.ndarray]:
+        """Return arrays for n rows, `[n, …]` by field."""
+        return {name: np.empty((n, *f.shape), f.dtype) for name, f in self.fields.items()}
 
     def read_into(
         self, rows: Mapping[str, np.ndarray], at: np.ndarray | None, ids: np.ndarray
@@ -181,7 +188,7 @@ class HostRows:
           bool `[n]`, which ids have a row here.
         """
         assert all(array.flags.c_contiguous for array in rows.values())
-        arrays = [_bytes(rows[name], field) for name, field in self._fields.items()]
+        arrays = [_bytes(rows[name], field) for name, field in self.fields.items()]
         return self._rows.read(np.ascontiguousarray(ids, np.uint64), arrays, at)
 
     def snapshot(self, ids: np.ndarray) -> RowSnapshot:
@@ -190,7 +197,7 @@ class HostRows:
         Args:
           ids: distinct ids that have a row, uint64 `[n]`, ascending.
         """
-        made = RowSnapshot(ids, lambda some: self.read(some)[0])
+        made = RowSnapshot(ids, self)
         with self._changing:
             self._snapshots.add(made)
         return made
@@ -213,6 +220,40 @@ class HostRows:
             if numbers.places > _FEW_PLACES and 2 * numbers.size < numbers.places:
                 self._rows.compact()
         return count
+
+
+class RowSnapshot:
+    """Rows of a store as they are when this is made, to be read later, while others write.
+
+    Args:
+      ids: distinct ids that have a row, uint64 `[n]`, ascending.
+      store: has their rows.
+    """
+
+    def __init__(self, ids: np.ndarray, store: HostRows) -> None:
+        self._ids, self._store, self._aside = ids, store, HostRows(store.fields)
+        self._lock = threading.Lock()
+        self._next = 0  # ids before this position have been read
+
+    def put_aside(self, ids: np.ndarray) -> None:
+        """Keep the rows of ids, uint64 `[m]`, that are about to change and have not been read."""
+        with self._lock:
+            waiting = self._ids[self._next :]
+            if waiting.size:
+                at = np.minimum(np.searchsorted(waiting, ids), waiting.size - 1)
+                changing = ids[(waiting[at] == ids) & ~self._aside.contains(ids)]
+                self._aside.write(changing, self._store.read(changing)[0])
+
+    def blocks(self, size: int) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yield ids and their rows, at most so many at a time; once."""
+        while self._next < self._ids.size:
+            with self._lock:
+                ids = self._ids[self._next : self._next + size]
+                rows = self._store.empty(ids.size)
+                aside = self._aside.read_into(rows, None, ids)
+                self._store.read_into(rows, np.flatnonzero(~aside), ids[~aside])
+                self._next += ids.size
+            yield ids, rows
 
 
 _FEW_PLACES = 1 << 16

@@ -61,8 +61,7 @@ class Replacement:
     def __init__(self, home: HostRows, make: Callable[[], NewRows]) -> None:
         self._home, self._make = home, make
         self.number = next(_numbers)
-        self._before: tuple[NewRows, int] | None = None
-        self._added = np.zeros(0, np.uint64)
+        self._before: tuple[NewRows, np.ndarray, int] | None = None
 
     def write(self) -> None:
         """Write the new rows, all or none.
@@ -74,16 +73,15 @@ class Replacement:
         old, found = self._home.read(ids)
         with SignalsDeferred():  # it is written, and known to be
             self._home.write(ids, rows)
-            kept = NewRows(ids[found], {name: one[found] for name, one in old.items()})
-            self._before, self._home.replaced = (kept, self._home.replaced), self.number
-            self._added = ids[~found]
+            self._before = NewRows(ids, old), found, self._home.replaced
+            self._home.replaced = self.number
 
     def undo(self) -> None:
         """Bring back the rows from before `write`, if it has written; ids without one have none."""
         with SignalsDeferred():
             if self._before is not None:
-                kept, number = self._before
-                self._home.write(*kept)
-                self._home.remove(self._added)
+                (ids, old), found, number = self._before
+                self._home.write(ids[found], old, np.flatnonzero(found))
+                self._home.remove(ids[~found])
                 # Last, so that who reads a number, then rows, has no newer rows than it says.
                 self._before, self._home.replaced = None, number

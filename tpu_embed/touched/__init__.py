@@ -1,9 +1,8 @@
 """Which rows have changed since an export, so that only these need to be exported again."""
 
 from tpu_embed.touched.record import TouchedRows
-from tpu_embed.touched.saved import SavedMarks, SavedRecord, merge_records
+from tpu_embed.touched.saved import Lineage, SavedMarks, SavedRecord, Version, merge_records
 from tpu_embed.touched.table_marks import Changes
-from tpu_embed.touched.versions import Lineage, Version
 
 __all__ = [
     "Changes",

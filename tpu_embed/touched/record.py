@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import check_int, message
-from tpu_embed._types import ArrayLike, PyTree
-from tpu_embed.core.batch import Batch
+from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
+from tpu_embed.core.batch import Batch, StackView, fields_of, line_of, view_stacks
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.layout import TableSlice
+from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.processes import gather_from_all
-from tpu_embed.touched.batch_rows import physical_rows, step_of
 from tpu_embed.touched.marks import NEVER
-from tpu_embed.touched.saved import SavedRecord
+from tpu_embed.touched.saved import Lineage, SavedRecord, Version
 from tpu_embed.touched.table_marks import Changes, TableMarks, check_row_ids, shared_row
-from tpu_embed.touched.versions import Lineage, Version
 from tpu_embed.vocabulary import Moves, map_version, read_keys
 
 # Steps are kept as int32, and `record_rows` marks rows with the step after the given one.
@@ -74,9 +72,10 @@ class TouchedRows:
     def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
         self._engine, self.layout = engine, engine.layout
         self._maps = engine.vocabularies
+        self._maps_lock = contextlib.nullcontext() if self._maps is None else self._maps.lock
         self._lock, step = threading.Lock(), check_int("step", step, minimum=0)
         run = _new_run()
-        with self._maps_locked():
+        with self._maps_lock:
             self._begin(Lineage(run), Version("", step, 0, self._admitted))
             if self._maps is not None:
                 self._maps.observers.add(self)
@@ -123,7 +122,7 @@ class TouchedRows:
             rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
             given = self._ids_of_features(batch)
         # Between the look for the rows of keys and the note of the step, no key gets or loses one.
-        with self._maps_locked() if given else contextlib.nullcontext(), self._lock:
+        with self._maps_lock if given else contextlib.nullcontext(), self._lock:
             step = self._checked_step(step)
             mark = max(step, self._published + 1)  # no version so far knows of it
             for stack, mine in zip(self.layout.stacks, rows, strict=True):
@@ -261,7 +260,7 @@ class TouchedRows:
         with self._maps_at_rest(), self._lock:
             found = self._marks.changed(Version("", NEVER, 0, NEVER))
             sizes = {}
-            for table in (table for stack in self.layout.stacks for table in stack.tables):
+            for table in self._marks.tables:
                 sizes[table.name] = table.declared_size
                 if table.key_rules is not None and self._maps is not None:
                     sizes[table.name] = self._maps.keys(table.name)[0].size
@@ -277,10 +276,9 @@ class TouchedRows:
                 remedy = "keep what touched.version or export_delta returned"
                 raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
             since = Version(self._lineage.run, step, 0, keys or 0)
-        numbers = {part: getattr(since, part) for part in ("step", "edits", "keys")}
-        since = since._replace(
-            **{part: check_int(f"since: {part}", n, minimum=0) for part, n in numbers.items()}
-        )
+        parts = zip(since._fields[1:], since[1:], strict=True)
+        numbers = (check_int(f"since: {part}", number, minimum=0) for part, number in parts)
+        since = Version(since.run, *numbers)
         if not self._lineage.has(since):
             expected, got = f"a version of run {self._lineage.run!r}", f"{since}"
             raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))
@@ -338,16 +336,10 @@ class TouchedRows:
         """Follow the maps."""
         self._is_stale = True
 
-    def _maps_locked(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._maps is None else self._maps.lock
-
     @contextlib.contextmanager
     def _maps_at_rest(self) -> Iterator[None]:
         """Let no map move between what it tells and what is known here."""
-        if self._maps is None:
-            yield
-            return
-        with self._maps.lock:
+        with self._maps_lock:
             self._check_current()
             yield
 
@@ -389,9 +381,61 @@ class TouchedRows:
         part of it. With several processes, all call this, with the same record.
         """
         lineage = Lineage(_new_run(), (*saved.ancestors, saved.version))
-        with self._maps_locked(), self._lock:
+        with self._maps_lock, self._lock:
             self._begin(lineage, saved.start)
             self._through = self._published = saved.version.step
             self._edits = saved.version.edits
             self._keys_at = dict(saved.known)
             self._marks.load(saved.tables, self._admitted)
+
+
+def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
+    """Return the physical rows of this process's ids, one array per stack, with duplicates.
+
+    Raises:
+      ValueError: it is another engine's batch, or inside a jit.
+    """
+    batch.check(layout)
+    lines, numbers = _lines(batch)
+    views = zip(view_stacks(batch.spec, layout), line_of(batch.spec, layout), strict=True)
+    every = [_rows_of(fields_of(lines, fields), view, numbers) for view, fields in views]
+    return [rows[rows >= 0] for rows in every]
+
+
+def step_of(batch: Batch) -> int:
+    """Return the step of the maps that a batch is, or whose rows it has; 0 without maps."""
+    if batch.keys.steps is not None:
+        return batch.keys.steps.first
+    return 0 if batch.valid_steps is None else int(np.asarray(batch.valid_steps)[0])
+
+
+def _lines(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Return the packed lines on this process's devices, and the devices' numbers in the mesh."""
+    if isinstance(batch.packed, Tracer):
+        remedy = "record outside the jitted function"
+        raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
+    # By first line; without a split of the lines all devices hold the same.
+    pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
+    numbers = [first + np.arange(len(piece)) for first, piece in pieces.items()]
+    return np.concatenate([np.asarray(p) for p in pieces.values()]), np.concatenate(numbers)
+
+
+def _rows_of(fields: dict[str, np.ndarray], view: StackView, devices: np.ndarray) -> np.ndarray:
+    """Return the physical rows of one stack in packed lines, with duplicates; absent ones are -1.
+
+    Args:
+      fields: the stack's fields, `[devices, …]`.
+      view: the stack.
+      devices: the number of each line's device in the mesh.
+    """
+    stack, axes = view.stack, view.layout.axes
+    if "row_ids" in fields:
+        return fields["row_ids"]
+    if stack.num_shards == 1:
+        return fields["index"]
+    # Local rows that are asked for: of this owner, where one host knows all; else of each shard.
+    asked = fields["asked"]
+    owner = np.arange(stack.num_shards)[:, None]
+    if axes.one_process:
+        owner = axes.parts_of_devices(stack.shard_axes)[devices][:, None, None]
+    return np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)

@@ -2,7 +2,12 @@
 
 A table is of one of three kinds: its ids are row numbers; they are keys of a living vocabulary,
 which have rows for a time; or it is on the host, where ids keep their rows for ever, and have
-places on the devices for a time.
+places on the devices for a time. Who got or lost a row is noted by the steps of the maps, which are
+training batches that were admitted:
+
+    step 3    key 7 gets row 0                 given: row 0 at 3
+    step 5    key 7 loses row 0 to key 9       given: row 0 at 5     lost: key 7 at 5
+    step 8    key 7 gets row 4                 given: row 4 at 8     lost: -
 
 Input: rows that updates touched, what maps did. Output: what changed since a version.
 """
@@ -11,7 +16,7 @@ from __future__ import annotations
 
 import array
 import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +24,12 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.layout import Layout, Stack, TableSlice
 from tpu_embed.touched.hosted import HostedMarks
-from tpu_embed.touched.key_marks import KeyMarks, given_by
-from tpu_embed.touched.marks import NEVER, RowMarks
-from tpu_embed.touched.saved import SavedMarks
-from tpu_embed.touched.versions import Version
+from tpu_embed.touched.marks import NEVER, IdMarks, PlaceMarks, RowMarks
+from tpu_embed.touched.saved import SavedMarks, Version
 from tpu_embed.vocabulary import Moves, Vocabularies
+
+_LEAST_LOST = 1024
+"""Lost keys that are remembered at least, however few rows a table has."""
 
 
 class Changes(NamedTuple):
@@ -43,6 +49,44 @@ class Changes(NamedTuple):
     shared: int | None = None
 
 
+class KeyMarks:
+    """Which rows of a table were given to keys, and which keys lost their rows, and when.
+
+    Lost keys are remembered up to the number of rows: a delta with more of them would say less than
+    a full export.
+
+    Args:
+      table: the table.
+
+    Attributes:
+      given: the step at which each row, or id at home, was given to a key last.
+      lost: the step at which each key lost its row; some may have another by now.
+      lost_since: the first step after which all lost keys are known.
+    """
+
+    def __init__(self, table: TableSlice) -> None:
+        # Of a table on the host only few ids may ever have a row.
+        self.given = IdMarks() if table.is_on_host else PlaceMarks(table.vocabulary_size)
+        self.lost = IdMarks()
+        self._most_lost = max(_LEAST_LOST, min(table.declared_size, 2**31))
+        self.lost_since = 0
+
+    def note(self, step: int, given: np.ndarray, new: np.ndarray, lost: np.ndarray) -> None:
+        """Note what the training batch of a step did.
+
+        Args:
+          step: of the maps.
+          given: uint64 `[a]`, rows, or ids at home, that were given to keys or came to the devices.
+          new: uint64 `[b]`, the keys that got rows.
+          lost: uint64 `[e]`, the keys that lost theirs.
+        """
+        self.given.mark(given, step)
+        self.lost.mark(lost, step)
+        self.lost.remove(new)
+        if len(self.lost) > 2 * self._most_lost:
+            self.lost_since = max(self.lost_since, self.lost.keep_latest(self._most_lost))
+
+
 class TableMarks:
     """Marks of all tables of an engine; its owner locks.
 
@@ -53,18 +97,17 @@ class TableMarks:
 
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
         self._layout, self._maps = layout, maps
-        self._rows, self._hosted = RowMarks(), HostedMarks(layout)
+        self._hosted, self._on_devices = HostedMarks(layout, maps), dict[str, RowMarks]()
+        self._places = {stack.name: PlaceMarks(stack.physical_rows) for stack in layout.stacks}
+        self.tables = [table for stack in layout.stacks for table in stack.tables]
+        for stack in layout.stacks:
+            for table in () if stack.is_on_host else stack.tables:
+                self._on_devices[table.name] = RowMarks(stack, table, self._places[stack.name])
+        self._marks = self._on_devices | self._hosted.marks
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
         # given by a batch of 5 here, a key may have been in update 5 before it had that row.
         self._first, self._newest = 0 if maps is None else maps.admitted, array.array("i")
-        if maps is not None:
-            held = {table.name: maps.held(table.name) for _, table in layout.on_host}
-            pairs = {name: (one.keys, one.rows) for name, one in held.items()}
-            self._hosted.begin(maps.admitted, pairs)
-
-    def _all(self) -> Iterator[tuple[Stack, TableSlice]]:
-        return ((stack, table) for stack in self._layout.stacks for table in stack.tables)
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -86,21 +129,17 @@ class TableMarks:
             self._hosted.touch(stack, rows, batch_step, step)
         elif stack.optimizer.updates_every_row:
             for table in stack.tables:
-                self._rows.mark_all(table, step)
+                self.mark_all(table.name, step)
         else:
-            self._rows.mark(stack, rows, step)
+            self._places[stack.name].mark(rows, step)
 
     def mark(self, name: str, ids: np.ndarray, step: int) -> None:
         """Mark row ids, or ids of a table on the host, int64 `[n]`."""
-        stack, table = self._layout.table(name)
-        if table.is_on_host:
-            self._hosted.marks[name].mark(ids.view(np.uint64), step)
-        else:
-            self._rows.mark(stack, stack.physical(ids.astype(stack.index_dtype), table), step)
+        self._marks[name].mark(ids.view(np.uint64), step)
 
     def mark_all(self, name: str, step: int) -> None:
         """Mark all rows of a table on the devices."""
-        self._rows.mark_all(self._layout.table(name)[1], step)
+        self._on_devices[name].mark_all(step)
 
     def note_admitted(self, step: int, moves: Moves, newest: int) -> None:
         """Note what the maps did for the training batch of a step.
@@ -110,8 +149,15 @@ class TableMarks:
           moves: what they did.
           newest: the newest update that was recorded; it may be of a key that gets a row now.
         """
+        nobody = np.zeros(0, np.uint64)
         for _, table in self._layout.living:
-            self._keys[table.name].note(step, given_by(moves, table))
+            known, taken = self._keys[table.name], moves.of_keys(table.name)
+            if table.is_on_host and table.key_table is None:
+                # Its ids have their rows for ever. Those that come to the devices may be new ones.
+                known.note(step, moves.taken[table.name].new_keys, nobody, nobody)
+            else:
+                new_rows = taken.new_rows.astype(np.uint64)
+                known.note(step, new_rows, taken.new_keys, taken.evicted_keys)
         self._hosted.note(step, moves)
         self._newest.append(newest)
 
@@ -127,33 +173,30 @@ class TableMarks:
         Raises:
           ValueError: more keys were lost since than are remembered.
         """
-        return {table.name: self._changes_of(stack, table, since) for stack, table in self._all()}
+        return {table.name: self._changes_of(table, since) for table in self.tables}
 
-    def _changes_of(self, stack: Stack, table: TableSlice, since: Version) -> Changes:
+    def _changes_of(self, table: TableSlice, since: Version) -> Changes:
+        touched = self._marks[table.name].after(since.step)
         if table.vocabulary is None:
-            return Changes(self._rows.after(stack, table, since.step))
+            return Changes(touched.view(np.int64))
         known = self._keys[table.name]
         if 0 <= since.keys < known.lost_since:
             expected = f"a version of {known.lost_since} admitted batches or more"
             got = f"one of {since.keys}: table {table.name!r} has lost more keys than it has rows"
             remedy = "publish a full export, and deltas more often"
             raise ValueError(message("since", expected=expected, got=got, remedy=remedy))
-        if table.is_on_host:
-            touched = self._hosted.marks[table.name].after(since.step).view(np.int64)
-        else:
-            touched = self._rows.after(stack, table, since.step)
         begun = self._first + bisect.bisect_right(self._newest, since.step)
-        ids = np.union1d(known.given(min(since.keys, begun)).view(np.int64), touched)
+        ids = np.union1d(known.given.after(min(since.keys, begun)), touched)
+        if table.key_rules is None:
+            return Changes(ids.view(np.int64), ids, ids[:0])
         shared = shared_row(table)
         shared = shared if shared is not None and shared in ids else None
-        if table.key_rules is None:
-            keys = np.sort(ids.view(np.uint64))
-            return Changes(keys.view(np.int64), keys, keys[:0])
         keys, rows = self._keys_of(table)
-        here = np.isin(rows, ids)
+        here = np.isin(rows.view(np.uint64), ids)
         keys, rows = keys[here], rows[here]
         order = np.argsort(keys)
-        return Changes(rows[order], keys[order], self._without_row(table, known, since), shared)
+        lost = known.lost.after(since.keys)
+        return Changes(rows[order], keys[order], lost[self.find(table, lost) < 0], shared)
 
     def _keys_of(self, table: TableSlice) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of a living vocabulary, uint64 `[n]`, and their rows or ids, int64."""
@@ -166,44 +209,32 @@ class TableMarks:
             return keys.view(np.int64)
         return self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
 
-    def _without_row(self, table: TableSlice, known: KeyMarks, since: Version) -> np.ndarray:
-        """Return the keys that lost their rows since a version and have none, ascending."""
-        lost = known.lost(since.keys)
-        return lost[self.find(table, lost) < 0]
-
     # -- kept ----------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, SavedMarks]:
         """Return what is known, by table, by key or id; meanwhile the maps must not move."""
-        return {table.name: self._saved(stack, table) for stack, table in self._all()}
+        return {table.name: self._saved(table) for table in self.tables}
 
-    def _saved(self, stack: Stack, table: TableSlice) -> SavedMarks:
-        nobody, never = np.zeros(0, np.uint64), np.zeros(0, np.int32)
+    def _saved(self, table: TableSlice) -> SavedMarks:
+        marks, nobody = self._marks[table.name], np.zeros(0, np.uint64)
         if table.vocabulary is None:
-            rows = self._rows.after(stack, table, NEVER)
-            steps = self._rows.steps(stack, table, rows)
+            rows = marks.after(NEVER)
             given = np.full(rows.size, NEVER, np.int32)
-            return SavedMarks(rows.view(np.uint64), steps, given, nobody, never)
+            return SavedMarks(rows, marks.steps(rows), given, nobody, nobody.astype(np.int32))
         known = self._keys[table.name]
         if table.key_rules is None:
-            hosted = self._hosted.marks[table.name]
-            keys = np.union1d(hosted.after(NEVER), known.given(NEVER))
-            rows = keys.view(np.int64)
+            keys = ids = np.union1d(marks.after(NEVER), known.given.after(NEVER))
         else:
             keys, rows = self._keys_of(table)
-        shared = shared_row(table)
-        at = np.append(rows, [] if shared is None else [shared]).astype(np.int64)
-        if table.is_on_host:
-            steps = self._hosted.marks[table.name].steps(at.view(np.uint64))
-        else:
-            steps = self._rows.steps(stack, table, at)
-        given = known.steps(rows.view(np.uint64))
+            ids = rows.view(np.uint64)
+        steps, given = marks.steps(ids), known.given.steps(ids)
         here = np.flatnonzero(given > self._first)
         newest = np.array(self._newest, np.int32)[given[here] - self._first - 1]
         steps[here] = np.maximum(steps[here], newest)
-        lost = known.lost_steps()
-        last = NEVER if shared is None else int(steps[-1])
-        return SavedMarks(keys, steps[: rows.size], given, *lost, known.lost_since, last)
+        lost, shared = known.lost.after(NEVER), shared_row(table)
+        last = NEVER if shared is None else int(marks.steps(np.array([shared], np.uint64))[0])
+        lost_at = known.lost.steps(lost)
+        return SavedMarks(keys, steps, given, lost, lost_at, known.lost_since, last)
 
     def load(self, saved: Mapping[str, SavedMarks], step: int) -> None:
         """Go on from what was saved; nothing has been marked yet.
@@ -212,29 +243,24 @@ class TableMarks:
           saved: by table; tables that are missing are new.
           step: of the maps.
         """
-        for stack, table in self._all():
+        for table in self.tables:
             if table.name in saved:
-                self._load(stack, table, saved[table.name], step)
+                self._load(table, saved[table.name], step)
 
-    def _load(self, stack: Stack, table: TableSlice, saved: SavedMarks, step: int) -> None:
-        if table.vocabulary is None:
-            self._rows.load(stack, table, saved.keys.view(np.int64), saved.touched)
-            return
-        ids = self.find(table, saved.keys)
-        here = ids >= 0
-        ids, steps, shared = ids[here], saved.touched[here], shared_row(table)
+    def _load(self, table: TableSlice, saved: SavedMarks, step: int) -> None:
+        found, shared = self.find(table, saved.keys), shared_row(table)
+        here = found >= 0
+        ids, given = found[here].view(np.uint64), saved.given[here] > NEVER
+        if table.name in self._keys:
+            known = self._keys[table.name]
+            known.given.mark(ids[given], saved.given[here][given])
+            known.lost.mark(saved.lost, saved.lost_at)
+            known.lost.mark(saved.keys[~here], step + 1)
+            known.lost_since = saved.lost_since
+        steps = saved.touched[here]
         if shared is not None:
-            ids, steps = np.append(ids, shared), np.append(steps, np.int32(saved.shared))
-        known = steps > NEVER
-        if table.is_on_host:
-            self._hosted.marks[table.name].load(ids[known].view(np.uint64), steps[known])
-        else:
-            self._rows.load(stack, table, ids[known], steps[known])
-        at = saved.given[here]
-        given = ids[: at.size].view(np.uint64)[at > NEVER], at[at > NEVER]
-        mine = self._keys[table.name]
-        mine.load(given, (saved.lost, saved.lost_at), saved.lost_since)
-        mine.lose(saved.keys[~here], step)
+            ids, steps = np.append(ids, np.uint64(shared)), np.append(steps, np.int32(saved.shared))
+        self._marks[table.name].mark(ids[steps > NEVER], steps[steps > NEVER])
 
 
 def shared_row(table: TableSlice) -> int | None:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tpu_embed.io.serving.served_keys import ServedKeys
-from tpu_embed.io.serving.written import Writing
+from tpu_embed.io.serving.served_tables import ServedKeys, Writing
 
 LARGEST = 2**64 - 1
 
@@ -26,7 +25,6 @@ class Model:
         found = served.find(every)
         assert found.dtype == np.int32
         assert (found > 0).tolist() == [row > 0 for row in expected]
-        assert len(served) == len(self.rows)
         keys, rows = served.all()
         assert keys.tolist() == sorted(self.rows)
         assert rows.tolist() == served.find(keys).tolist()
@@ -42,7 +40,7 @@ def test_exported_keys_are_found_wherever_they_stand(count):
     keys = keys * np.uint64(2**50) if count else keys
     if count > 1:
         keys[-1] = LARGEST
-    served = ServedKeys(keys, unseen_share=False)
+    served = ServedKeys(keys)
     every = np.unique(np.concatenate([keys, keys + np.uint64(1), [np.uint64(0)]]).astype(np.uint64))
     expected = dict(zip(keys.tolist(), range(1, count + 1), strict=True))
     for asked in (every, rng.permutation(every), every[:0], np.repeat(every, 2)[::2]):
@@ -56,7 +54,7 @@ def test_keys_come_and_go_as_in_a_dictionary(count, seed):
     rng = np.random.default_rng([count, seed])
     names = [int(n) for n in rng.choice(400, 300, replace=False)] + [LARGEST, 2**63]
     exported = as_keys(names[:count])
-    served, model = ServedKeys(exported, unseen_share=True), Model(exported.tolist())
+    served, model = ServedKeys(exported), Model(exported.tolist())
     copies = []
     for _ in range(30):
         model.check(served, names)
@@ -83,7 +81,7 @@ def test_keys_come_and_go_as_in_a_dictionary(count, seed):
 
 
 def test_a_plan_for_one_copy_is_carried_out_in_another():
-    one = ServedKeys(as_keys([3, 5]), unseen_share=False)
+    one = ServedKeys(as_keys([3, 5]))
     other = one.copy()
     for keys, lost in (([7], [5]), ([5, 9], [7, 3]), ([3], [])):
         plan = one.plan(as_keys(keys), as_keys(lost))
@@ -94,7 +92,7 @@ def test_a_plan_for_one_copy_is_carried_out_in_another():
 
 
 def test_a_stream_of_keys_takes_no_more_memory_than_those_that_are_there():
-    served = ServedKeys(as_keys([1, 2]), unseen_share=False)
+    served = ServedKeys(as_keys([1, 2]))
     for first in range(10, 1000, 10):
         lost = as_keys(range(first - 10, first))
         served.change(served.plan(as_keys(range(first, first + 10)), lost))
@@ -103,7 +101,7 @@ def test_a_stream_of_keys_takes_no_more_memory_than_those_that_are_there():
 
 
 def test_a_copy_gives_rows_that_are_free_to_new_keys():
-    served = ServedKeys(as_keys([3, 5]), unseen_share=False)
+    served = ServedKeys(as_keys([3, 5]))
     served.change(served.plan(as_keys([]), as_keys([5])))
     for one in (served.copy(), served):
         one.change(one.plan(as_keys([9]), as_keys([])))
@@ -112,7 +110,7 @@ def test_a_copy_gives_rows_that_are_free_to_new_keys():
 
 
 def test_arrays_grow_only_where_a_key_finds_no_row_in_them():
-    served = ServedKeys(as_keys([3, 5]), unseen_share=False)
+    served = ServedKeys(as_keys([3, 5]))
     for keys, needs_room in (([7], False), ([7, 9], True)):
         writing = Writing(np.array([3]), {}, served.plan(as_keys(keys), as_keys([])))
         assert writing.needs_room({"values": np.zeros((4, 2))}) == needs_room

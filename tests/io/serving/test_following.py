@@ -12,7 +12,7 @@ from keyed_cases import Keyed, export, looked_up, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig, io
 from tpu_embed.io.delta.changes import ChangedRows
-from tpu_embed.io.serving import served_keys
+from tpu_embed.io.serving import served_tables
 from tpu_embed.touched import Version
 
 CONFIG = table("t", size=500, dim=4, unseen="shared")
@@ -74,7 +74,7 @@ def check_whole(found):
 
 
 def test_every_answer_is_wholly_of_one_version(tmp_path, monkeypatch):
-    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(served_tables, "_LEAST_ROOM", 4)
     source, deltas = Source(tmp_path), 30
     served = io.FollowingModel(source.model())
     seen, ended, answered = [set() for _ in range(4)], threading.Event(), threading.Semaphore(0)
@@ -161,7 +161,7 @@ def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, 
 @pytest.mark.quick(1)
 def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
     """With growth, keys that are only lost, and deltas of nothing."""
-    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 4)
+    monkeypatch.setattr(served_tables, "_LEAST_ROOM", 4)
     rng = np.random.default_rng(seed)
     one = Keyed(table("t", size=6000), range(10), seed)
     features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(6000).reshape(6000, 1)}

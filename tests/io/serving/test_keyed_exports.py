@@ -13,7 +13,7 @@ from keyed_cases import Keyed, export, looked_up, table, version, write_delta
 from living_cases import ids, simple
 
 from tpu_embed import FeatureConfig, TableConfig, hash_ids, io
-from tpu_embed.io.serving import served_keys
+from tpu_embed.io.serving import served_tables
 from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 KEYS = [3, 5, 2**40, 2**63, 2**64 - 2]
@@ -128,7 +128,7 @@ def test_a_quantized_table_has_keys(tmp_path, unseen):
 
 def test_a_table_grows_beyond_its_room(tmp_path, monkeypatch):
     """Until then nothing compiles; then one program does, for every later model."""
-    monkeypatch.setattr(served_keys, "_LEAST_ROOM", 3)
+    monkeypatch.setattr(served_tables, "_LEAST_ROOM", 3)
     one = Keyed(table("t", size=500), [1, 2], 0)
     features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(60).reshape(4, 15)}
     model = export(tmp_path / "model", [one], features, given)

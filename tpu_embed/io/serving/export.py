@@ -1,7 +1,12 @@
 """Export a trained model as a directory for serving: a StableHLO program with its tables.
 
 The tables are arguments of the program, not constants in it, so that a server can memory-map them
-and replace rows. `load_model` loads the directory; JAX and NumPy alone can do so, too.
+and replace rows. `load_model` loads the directory; JAX and NumPy alone can do so, too. Of tables
+with keys, only rows that keys have are exported, sorted by key:
+
+    row 0             the row that unseen keys share, or zeros
+    rows 1 … n        those of the n keys, which ascend
+    rows n + 1 …      room for keys that deltas bring
 
 Input: a model, its tables and example features. Output: a directory of these files:
 
@@ -17,28 +22,31 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, local_path, message
+from tpu_embed._checks import check_choice, check_int, local_path, message
 from tpu_embed._types import Array, PyTree
-from tpu_embed.core.ids import Structure, structure
+from tpu_embed.config import FeatureConfig
+from tpu_embed.core.ids import Structure, dense_shape, structure
 from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
+from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.arguments import Arguments, arguments_of
-from tpu_embed.io.serving.keyed import Keys, as_written, by_row_number, sort_rows
-from tpu_embed.io.serving.keys import all_keys, ids_on_host
-from tpu_embed.io.serving.lookup import Server, server_of
+from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_host
 from tpu_embed.io.serving.model_files import WrittenTable
-from tpu_embed.io.serving.stored import RowSource, Stored, stored_tables
-from tpu_embed.kernels import dispatch
+from tpu_embed.io.serving.served_tables import with_room
+from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
+from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
-from tpu_embed.vocabulary import Vocabularies
+from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
+
+_INT32_MAX = int(np.iinfo(np.int32).max)
 
 
 def export_model(
@@ -94,12 +102,13 @@ def export_model(
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
     directory.check_free(root := local_path(path))
     declared = structure.flatten(feature_config)
-    drawn = ids_on_host(declared, given := stored_tables(tables, declared))
-    keys = all_keys(vocabularies, declared) | drawn
+    drawn = tables_on_host(declared, given := stored_tables(tables, declared))
+    keys = all_keys(vocabularies, declared)
+    keys |= {name: FixedVocabulary(table.ids, table.ids) for name, table in drawn.items()}
     _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
-    plain = by_row_number(declared, keys)
-    arguments = arguments_of(plain, keys, drawn, features, weights, inputs, batch)
+    plain = _by_row_number(declared, keys)
+    arguments = _arguments_of(plain, keys, features, weights, inputs, batch)
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
     _check_flatbuffers()  # what is wrong with the arguments is said first
@@ -108,51 +117,32 @@ def export_model(
         "platforms": list(exported.platforms),
         "batch": arguments.batch,
         "version": None if version is None else version._asdict(),
-        "features": arguments.described(plain),
+        "features": arguments.described,
         "inputs": model_files.describe_leaves(arguments.inputs),
         "outputs": model_files.describe_leaves(outputs),
     }
-    first = _first_rows(dict(zip(declared.table_names, given, strict=True)), drawn, chosen)
+    first = {name: _first_rows(table, chosen) for name, table in drawn.items()}
     with directory.written(root) as temporary:
         model_files.write(temporary, _serialized(exported), written, first, described)
 
 
-def _written_tables(
-    declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, Keys]
-) -> dict[str, WrittenTable]:
-    """Return the tables as they are written, by name; those with keys are sorted by key."""
-    found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
-        mine = keys.get(name)
-        sorted_table = as_written(table if mine is None else sort_rows(table, mine, config))
-        found[name] = WrittenTable.of(config, sorted_table, mine)
-    return found
-
-
-def _first_rows(
-    given: Mapping[str, Stored | RowSource], names: Collection[str], platforms: tuple[str, ...]
-) -> dict[str, bytes]:
-    """Return the serialized programs that draw the first rows of tables on the host, by name."""
-    found = {}
-    for name in names:
-        table = given[name]
-        assert isinstance(table, RowSource), "its rows are on the host"
-        assert table.host_table is not None, "checked"
-        (n,) = jax_export.symbolic_shape("n")
-        draw = jax_export.export(jax.jit(table.host_table.first_rows), platforms=platforms)
-        with dispatch.reference_only():
-            exported = draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32))
-        found[name] = _serialized(exported)
-    return found
+def _first_rows(table: HostTable, platforms: tuple[str, ...]) -> bytes:
+    """Return the serialized program that draws the first rows of a table on the host."""
+    (n,) = jax_export.symbolic_shape("n")
+    draw = jax_export.export(jax.jit(table.first_rows), platforms=platforms)
+    with dispatch.reference_only():
+        return _serialized(draw(jax.ShapeDtypeStruct((n, 2), jnp.uint32)))
 
 
 def _check_version(version: Any, vocabularies: Any) -> None:
     """Check that a version is one, and that of the keys that were read before."""
-    if version is not None and not isinstance(version, Version):
+    if version is None:
+        return
+    if not isinstance(version, Version):
         expected, got = "a Version, or None", type(version).__name__
         remedy = "give what touched.version(state) returned"
         raise TypeError(message("version", expected=expected, got=got, remedy=remedy))
-    if version is not None and isinstance(vocabularies, Vocabularies):
+    if isinstance(vocabularies, Vocabularies):
         now = vocabularies.admitted
         if version.keys != now:
             expected, got = f"that of {now} admitted batches, as vocabularies", f"{version.keys}"
@@ -166,6 +156,71 @@ def _check_flatbuffers() -> None:
         raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
 
 
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
+    """Return a feature configuration whose keys are the numbers of exported rows.
+
+    Args:
+      declared: the configuration.
+      names: the tables with keys.
+    """
+    changes = {"vocabulary_size": _INT32_MAX, "vocabulary": None, "storage": None}
+    plain = {
+        id(table): dataclasses.replace(table, name=name, **(changes if name in names else {}))
+        for name, table in zip(declared.table_names, declared.tables, strict=True)
+    }
+
+    def renumbered(feature: FeatureConfig) -> FeatureConfig:
+        bad = feature.on_bad_id if feature.table.vocabulary is None else "drop"
+        return dataclasses.replace(feature, table=plain[id(feature.table)], on_bad_id=bad)
+
+    return structure.flatten(declared.unflatten([renumbered(one) for one in declared.features]))
+
+
+def _written_tables(
+    declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, FixedVocabulary]
+) -> dict[str, WrittenTable]:
+    """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
+    found = {}
+    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+        mine, unseen = keys.get(name), None
+        if mine is not None:
+            unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
+            arrays = {model_files.KEYS: mine.keys}
+            arrays |= _sorted(table, mine.rows, config.vocabulary_size, unseen == "shared")
+        else:
+            assert isinstance(table, Stored), "rows of a table on the host are sorted by key"
+            arrays = {part: np.asarray(array) for part, array in table.arrays.items()}
+        if arrays["values"].dtype == jnp.bfloat16:
+            arrays["values"] = arrays["values"].view(np.uint16)
+        form = config.vocabulary_size, config.dim, config.dtype
+        found[name] = WrittenTable(*form, unseen, arrays)
+    return found
+
+
+def _sorted(
+    table: Stored | RowSource, rows: np.ndarray, capacity: int, shared: bool
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a table with keys, by part, in the order of an export.
+
+    Args:
+      table: as it was given.
+      rows: int64 `[n]`, the rows, or ids at home, of its keys, which ascend.
+      capacity: how many keys may have a row.
+      shared: whether unseen keys share the last row.
+    """
+    n, arrays = rows.size, {}
+    room = 1 + min(capacity, _INT32_MAX - 1, with_room(n))
+    for part, found in table.read(np.append(rows, capacity - 1) if shared else rows).items():
+        arrays[part] = np.zeros((room, *found.shape[1:]), found.dtype)
+        arrays[part][1 : n + 1] = found[:n]
+        if shared:
+            arrays[part][SHARED_ROW] = found[n]
+    return arrays
+
+
 # -- the program ---------------------------------------------------------------------------------
 
 
@@ -173,7 +228,7 @@ def _exported(
     model: Callable[..., PyTree],
     declared: Structure,
     tables: Mapping[str, WrittenTable],
-    arguments: Arguments,
+    arguments: _Arguments,
     platforms: tuple[str, ...],
 ) -> jax_export.Exported:
     """Return the exported program of the lookups followed by the model."""
@@ -182,13 +237,15 @@ def _exported(
     flat = dataclasses.replace(declared, features=tuple(plain))
 
     def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
-        given = {name: Stored(arrays) for name, arrays in tables.items()}
-        activations = _by_example(flat, given, features, weights)
+        activations = _by_example(flat, tables, features, weights)
         # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
         return model(declared.unflatten(activations), *inputs)
 
-    shapes = {name: arguments.shapes_of(name, table) for name, table in tables.items()}
+    shapes = {
+        name: _shapes_of(table, i, arguments.scope)
+        for i, (name, table) in enumerate(tables.items())
+    }
     try:
         # Plain XLA operations, without kernels of our own and without what JAX cannot serialize.
         with dispatch.reference_only(), _checks.unchecked_programs():
@@ -208,7 +265,7 @@ def _exported(
 
 def _by_example(
     declared: Structure,
-    tables: Mapping[str, Stored],
+    tables: dict[str, dict[str, Array]],
     features: dict[str, Array],
     weights: dict[str, Array],
 ) -> list[Array | Jagged]:
@@ -218,36 +275,30 @@ def _by_example(
     for size in dict.fromkeys(array.shape[0] for array in features.values()):
         mine = [path for path in declared.paths if features[path].shape[0] == size]
         part = declared.only(mine)
-        stored = tuple(tables[name] for name in part.table_names)
-        scales = {path: weights[path] for path in mine if path in weights}
-        ids = {path: features[path] for path in mine}
-        one = functools.partial(_one_example, server_of(part), stored, mine)
-        found |= dict(zip(mine, jax.vmap(one)(ids, scales), strict=True))
-    return [_in_one_replica(found[path]) for path in declared.paths]
+        stored = tuple(Stored(tables[name]) for name in part.table_names)
+        one = jax.vmap(functools.partial(_one_example, server_of(part), stored))
+        activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
+        found |= dict(zip(mine, activations, strict=True))
+    # A `Jagged` has a replica for each example, which begins at its place 0: its values [b, L, D]
+    # are padded rows of these lengths, of one replica.
+    return [
+        Jagged.from_padded(one.values, one.row_splits[:, 1], 1) if isinstance(one, Jagged) else one
+        for one in (found[path] for path in declared.paths)
+    ]
 
 
 def _one_example(
     server: Server,
     tables: tuple[Stored, ...],
-    paths: Sequence[str],
-    ids: dict[str, Array],
-    scales: dict[str, Array],
+    ids: list[Array],
+    weights: list[Array | None],
 ) -> list[Array | Jagged]:
     """Return the activations of one example, `[…, D]` per feature, or a `Jagged` of `[L, D]`."""
     # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]. A jagged one has
     # room for the L ids that it can have: values [1, L, D] -> [L, D], splits [1, 2] -> [2].
-    given = [ids[path][None] for path in paths]
-    found = [scales[path][None] if path in scales else None for path in paths]
-    activations, _ = server.activations(tables, server.traced(given, found))
+    given, scales = jax.tree.map(lambda leaf: leaf[None], (ids, weights))
+    activations, _ = server.activations(tables, server.traced(given, scales))
     return jax.tree.map(lambda leaf: leaf[0], activations)
-
-
-def _in_one_replica(found: Array | Jagged) -> Array | Jagged:
-    """Return an activation whose examples are together, where a `Jagged` has a replica for each."""
-    if not isinstance(found, Jagged):
-        return found
-    # Each example begins at its place 0, so values [b, L, D] are padded rows of these lengths.
-    return Jagged.from_padded(found.values, found.row_splits[:, 1], 1)
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:
@@ -257,3 +308,171 @@ def _serialized(exported: jax_export.Exported) -> bytes:
         remedy = "return arrays in them, or register the type with jax.export"
         expected, got = "inputs and outputs in dicts, lists and tuples", f"{exported.out_tree}"
         raise ValueError(message("model", expected=expected, got=got, remedy=remedy)) from error
+
+
+# -- the arguments of the program ----------------------------------------------------------------
+
+
+class _Arguments(NamedTuple):
+    """The shapes of the program's arguments, whose first dimension is a batch size.
+
+    Attributes:
+      batch: the only batch size, or None for any; first dimensions are symbols then, one for all
+        features of one size.
+      features: ids of each feature by path, int32 or int64.
+      weights: weights of each weighted feature by path, floats.
+      described: the features by path, for `metadata.json`.
+      inputs: the other arguments of the model.
+      scope: of the symbols.
+    """
+
+    batch: int | None
+    features: dict[str, jax.ShapeDtypeStruct]
+    weights: dict[str, jax.ShapeDtypeStruct]
+    described: dict[str, dict[str, Any]]
+    inputs: tuple[PyTree, ...]
+    scope: jax_export.SymbolicScope
+
+
+def _shapes_of(
+    table: WrittenTable, number: int, scope: jax_export.SymbolicScope
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shapes of those arrays of a table that the program takes, by part.
+
+    The number of rows of a table with keys stays open, and so does that of first rows.
+    """
+    rows, drawn = jax_export.symbolic_shape(f"r{number}, f{number}", scope=scope)
+    found = {}
+    for part, array in table.arrays.items():
+        if part != model_files.KEYS:
+            first = array.shape[0] if table.unseen is None else rows
+            found[part] = jax.ShapeDtypeStruct((first, *array.shape[1:]), array.dtype)
+    if table.unseen == "initial":
+        stored = storage.stored_dtype(table.dtype)
+        found[FIRST] = jax.ShapeDtypeStruct((drawn, table.dim), stored)
+    return found
+
+
+def _arguments_of(
+    declared: Structure,
+    keyed: Collection[str],
+    features: PyTree,
+    weights: PyTree | None,
+    inputs: Any,
+    batch: int | None,
+) -> _Arguments:
+    """Return the shapes of the arguments of a program, from examples.
+
+    Args:
+      declared: the feature configuration, by row number.
+      keyed: the tables that have keys outside of the program.
+      features, weights, inputs, batch: as for `export_model`.
+
+    Raises:
+      ValueError, TypeError: as for `export_model`.
+    """
+    given = declared.match(features, what="features")
+    none = [None] * len(given)
+    scales = none if weights is None else declared.match(weights, what="weights")
+    labels = [f"feature {label!r}" for label in declared.labels]
+    shapes = [
+        _dense(label, ids, any_key=feature.table.name in keyed)
+        for label, ids, feature in zip(labels, given, declared.features, strict=True)
+    ]
+    scope = jax_export.SymbolicScope()
+    fixed, firsts = _first_dimensions(declared, [shape[0] for shape in shapes], batch, scope)
+    ids, numbers, described = {}, {}, {}
+    every = zip(declared.paths, labels, declared.features, shapes, scales, strict=True)
+    for path, label, feature, example, scale in every:
+        dense_shape(label, feature, example, weighted=scale is not None)
+        shape = (firsts[example[0]], *example[1:])
+        big = feature.table.vocabulary_size > _INT32_MAX
+        ids[path] = jax.ShapeDtypeStruct(shape, np.int64 if big else np.int32)
+        if scale is not None:
+            _check_weights(label, scale, example)
+            double = feature.table.dtype == "float64"
+            numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
+        described[path] = {
+            "table": feature.table.name,
+            **model_files.describe(ids[path]),
+            "weights": None if scale is None else str(numbers[path].dtype),
+            "max_sequence_length": feature.max_sequence_length,
+            "jagged": feature.jagged,
+            "keep": feature.keep,
+            "on_bad_id": feature.on_bad_id,
+        }
+    others = _shapes_of_inputs(inputs, firsts)
+    return _Arguments(fixed, ids, numbers, described, others, scope)
+
+
+def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:
+    """Return the shapes of the model's other arguments, with symbols for batch sizes."""
+
+    def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = np.shape(leaf)
+        if not shape:
+            return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+        if shape[0] not in firsts:
+            what, sizes = f"inputs{jax.tree_util.keystr(key)}", " or ".join(map(str, firsts))
+            expected, got = f"batch size {sizes} as first dimension", f"shape {shape}"
+            remedy = "what does not depend on the example belongs in the model"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return jax.ShapeDtypeStruct((firsts[shape[0]], *shape[1:]), dtype)
+
+    return jax.tree_util.tree_map_with_path(as_input, tuple(inputs))
+
+
+def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
+    if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
+        remedy = "a program has static shapes: pad bags with -1"
+        expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
+        raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
+    is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
+    if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(message(label, expected="ids of an integer dtype", got=ids.dtype))
+    if not ids.shape:
+        raise ValueError(message(label, expected="[B] or [B, H]", got="rank 0"))
+    return tuple(ids.shape)
+
+
+def _first_dimensions(
+    declared: Structure, sizes: Sequence[int], batch: int | None, scope: jax_export.SymbolicScope
+) -> tuple[int | None, dict[int, Any]]:
+    """Return the only batch size, and the first dimension of arguments by that of their examples.
+
+    Args:
+      declared: the feature configuration.
+      sizes: of the features' examples.
+      batch: as for `export_model`.
+      scope: of the symbols.
+
+    Returns:
+      The only batch size, the first of several, or None if any sizes are allowed: then each first
+      dimension is a symbol.
+
+    Raises:
+      ValueError: `batch` is not the size of the examples.
+    """
+    different = list(dict.fromkeys(sizes))
+    if batch is not None:
+        check_int("batch", batch, minimum=1)
+    if batch is not None and different != [batch]:
+        known = ", ".join(map(str, different))
+        expected, remedy = f"that of features, {known}", "give examples of the size that is served"
+        if len(different) > 1:
+            expected = f"None for features of the sizes {known}"
+            remedy = "leave it out, and pad what you serve to a few sizes"
+        raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
+    if batch is not None or any(feature.output_shape for feature in declared.features):
+        return different[0], {size: size for size in different}
+    names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
+    symbols = jax_export.symbolic_shape(", ".join(names), scope=scope)
+    return None, dict(zip(different, symbols, strict=True))
+
+
+def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
+    got = getattr(weights, "shape", type(weights).__name__)
+    if len(shape) == 1 or got != shape:
+        expected = f"shape {shape}" if len(shape) > 1 else "None for ids [B]"
+        raise ValueError(message(f"weights of {label}", expected=expected, got=got))

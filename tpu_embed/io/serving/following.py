@@ -27,7 +27,7 @@ import numpy as np
 from tpu_embed._changes import Changes
 from tpu_embed._types import PyTree
 from tpu_embed.io.serving.served import ServedModel
-from tpu_embed.io.serving.written import Prepared
+from tpu_embed.io.serving.served_tables import Prepared
 from tpu_embed.touched import Version
 
 

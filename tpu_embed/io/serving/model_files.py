@@ -24,10 +24,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.config import TableConfig
 from tpu_embed.io import directory, files, schema
-from tpu_embed.io.serving.keyed import Keys
-from tpu_embed.io.serving.stored import Stored
 
 KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
@@ -66,7 +63,7 @@ class WrittenTable(NamedTuple):
     Attributes:
       vocabulary_size, dim, dtype: of its `TableConfig`.
       unseen: what keys without a row get; None if its ids are row numbers.
-      arrays: NumPy arrays by part.
+      arrays: NumPy arrays by part; its keys are one of them.
     """
 
     vocabulary_size: int
@@ -75,42 +72,25 @@ class WrittenTable(NamedTuple):
     unseen: str | None
     arrays: dict[str, np.ndarray]
 
-    @property
-    def in_program(self) -> dict[str, np.ndarray]:
-        """The arrays that the program takes."""
-        return {part: array for part, array in self.arrays.items() if part != KEYS}
-
-    @classmethod
-    def of(cls, config: TableConfig, table: Stored, keys: Keys | None) -> WrittenTable:
-        """Return a table as it is written; its keys are one of its arrays."""
-        form = config.vocabulary_size, config.dim, config.dtype
-        if keys is None:
-            return cls(*form, None, table.arrays)
-        unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
-        return cls(*form, unseen, {KEYS: keys.keys, **table.arrays})
-
 
 def shape(leaf: Any) -> list[int | None]:
     """Return a shape for the metadata, with None for a dimension of any size."""
     return [n if isinstance(n, int) else None for n in leaf.shape]
 
 
-def size(leaf: Any) -> str:
-    """Return the first dimension of a leaf: a number, or its name if any size will do."""
-    return "".join(map(str, leaf.shape[:1]))
+def describe(leaf: Any) -> dict[str, Any]:
+    """Return shape and dtype of a leaf for the metadata.
+
+    Its size is the first dimension: a number, or its name if any size will do.
+    """
+    first = "".join(map(str, leaf.shape[:1]))
+    return {"shape": shape(leaf), "size": first, "dtype": str(leaf.dtype)}
 
 
 def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
     """Return path, shape and dtype of each leaf of the inputs or outputs, for the metadata."""
-    return [
-        {
-            "path": jax.tree_util.keystr(key),
-            "shape": shape(leaf),
-            "size": size(leaf),
-            "dtype": str(leaf.dtype),
-        }
-        for key, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [{"path": jax.tree_util.keystr(key), **describe(leaf)} for key, leaf in leaves]
 
 
 def write(
@@ -129,18 +109,23 @@ def write(
       first_rows: the serialized programs that draw rows nobody has trained, by table.
       described: further entries of `metadata.json`.
     """
-    with files.create(root / PROGRAM) as file:
-        file.write(program)
     arrays = {name: (table, table.arrays) for name, table in tables.items()}
-    written = directory.write_tables(root, arrays)
+    drawn = first_rows.items()
     metadata = {
-        "tables": written,
+        "tables": directory.write_tables(root, arrays),
         "jax": jax.__version__,
-        "program": directory.describe_file(root, PROGRAM),
-        "first_rows": {name: _write_first(root, name, one) for name, one in first_rows.items()},
+        "program": _write_file(root, PROGRAM, program),
+        "first_rows": {name: _write_file(root, _first_file(name), one) for name, one in drawn},
         **described,
     }
     directory.write_metadata(root, KIND, metadata)
+
+
+def _write_file(root: Path, name: str, content: bytes) -> dict[str, Any]:
+    """Write a file, and return its description."""
+    with files.create(root / name) as file:
+        file.write(content)
+    return directory.describe_file(root, name)
 
 
 def read_metadata(root: Path) -> dict[str, Any]:
@@ -160,18 +145,15 @@ def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
       FileNotFoundError: it is missing.
       ValueError: its size or checksum differs.
     """
-    path = directory.check_file(root, PROGRAM, metadata["program"], _REMEDY)
-    return files.read(path, _REMEDY)
+    return _read_file(root, PROGRAM, metadata["program"])
+
+
+def _read_file(root: Path, name: str, described: Mapping[str, Any]) -> bytes:
+    return files.read(directory.check_file(root, name, described, _REMEDY), _REMEDY)
 
 
 def _first_file(name: str) -> str:
     return f"tables/{files.file_name(name)}.first.stablehlo"
-
-
-def _write_first(root: Path, name: str, program: bytes) -> dict[str, Any]:
-    with files.create(root / _first_file(name)) as file:
-        file.write(program)
-    return directory.describe_file(root, _first_file(name))
 
 
 def read_first_rows(root: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
@@ -185,11 +167,8 @@ def read_first_rows(root: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]
     if drawn != sorted(metadata["first_rows"]):
         what, got = f"{root}: first_rows", f"{sorted(metadata['first_rows'])}"
         raise ValueError(message(what, expected=f"those of {drawn}", got=got, remedy=_REMEDY))
-    paths = {
-        name: directory.check_file(root, _first_file(name), one, _REMEDY)
-        for name, one in metadata["first_rows"].items()
-    }
-    return {name: files.read(path, _REMEDY) for name, path in paths.items()}
+    described = metadata["first_rows"].items()
+    return {name: _read_file(root, _first_file(name), one) for name, one in described}
 
 
 def read_tables(

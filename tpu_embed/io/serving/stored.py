@@ -1,5 +1,8 @@
 """Tables that a server reads rows from: whole, quantized, or only the rows the host has picked.
 
+A table on the host is read by a function of ids. Those that nobody has trained have first rows; an
+exported program finds them in an array of their own, by the numbers after the exported rows.
+
 Input: tables as the user gave them. Output: one checked `Stored` per table; in a compiled program,
 the rows of its ids.
 """
@@ -7,6 +10,7 @@ the rows of its ids.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,14 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
+from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.config import TableConfig
+from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout import Stack
+from tpu_embed.core.state import TableState, first_rows
 from tpu_embed.io.quantize import QuantizedTable
-from tpu_embed.io.serving.first_rows import PART as FIRST
-from tpu_embed.io.serving.host_table import HostTable
 from tpu_embed.kernels import dispatch, storage
+
+FIRST = "first"
+"""The name of the array of first rows among the parts of a table."""
 
 
 @jax.tree_util.register_dataclass
@@ -39,13 +47,13 @@ class Stored:
     arrays: dict[str, Any]
     picked: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    @property
-    def on_host(self) -> bool:
-        """Whether all arrays are NumPy arrays."""
-        return all(isinstance(array, np.ndarray) for array in self.arrays.values())
+    def operand(self, row_ids: np.ndarray) -> Stored:
+        """Return what a program takes to look up ids, `[N]`.
 
-    def pick(self, row_ids: np.ndarray) -> Stored:
-        """Return the rows `row_ids`, `[N]`, of NumPy arrays; any row for an absent id."""
+        Of NumPy arrays only the rows go there, any row for an absent id.
+        """
+        if not all(isinstance(array, np.ndarray) for array in self.arrays.values()):
+            return jax.tree.map(snapshot, self)
         valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
@@ -89,6 +97,49 @@ class Stored:
         return jnp.where((numbers >= 0)[:, None], drawn, values)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostTable:
+    """The rows of a table on the host whose ids are row numbers; call it with ids.
+
+    Attributes:
+      rows: returns the rows of ids, int64 `[n]`, all different, as `[n, D]`.
+      ids: those that training batches had, int64 `[n]`, ascending.
+      first_rows: draws the first rows of ids that nobody has trained, also in a jit; see
+        `core.state.first_rows`.
+    """
+
+    rows: Callable[[np.ndarray], np.ndarray]
+    ids: np.ndarray
+    first_rows: Callable[[Array], Array]
+
+    def __call__(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of ids, int64 `[n]`, as `[n, D]`."""
+        return self.rows(ids)
+
+
+def host_table(engine: EmbeddingEngine, state: TableState, name: str) -> HostTable:
+    """Return a table on the host for `serving_lookup` or `export_model`.
+
+    It reads rows when it is asked, so the state must stay the newest one until then.
+
+    Args:
+      engine: the engine that made the state.
+      state: the newest state.
+      name: the table, which has `storage` and no vocabulary.
+
+    Raises:
+      ValueError: it is no such table.
+    """
+    ids = engine.touched(name)
+    stack, table = engine.layout.table(name)
+    if table.key_table is not None or state.vocabulary is None:
+        expected, got = "a table on the host whose ids are row numbers", f"{name!r}"
+        remedy = "functools.partial(engine.rows, state, name) is a function of its ids"
+        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+    rows = functools.partial(engine.rows, state, name)
+    return HostTable(rows, ids, first_rows(state.vocabulary, table, stack))
+
+
 @dataclasses.dataclass(frozen=True)
 class RowSource:
     """A table on the host as it is served: a function returns the rows of ids.
@@ -98,25 +149,12 @@ class RowSource:
       rows: takes ids, int64 `[n]`, all different, and returns their rows `[n, D]`.
       dim: D.
       dtype: of the rows.
-      host_table: what the function is, if the table's ids are row numbers; None if it was given as
-        another function.
     """
 
     what: str
     rows: Callable[[np.ndarray], Any]
     dim: int
     dtype: str
-    host_table: HostTable | None = None
-
-    def fetch(self, ids: np.ndarray) -> Stored:
-        """Return the rows of ids, uint64 `[n]`, as a table of these n rows.
-
-        Raises:
-          ValueError: the function returns something else.
-        """
-        found = self.read(ids.view(np.int64))["values"]
-        # One row more, so that there is one to pick for what is absent.
-        return Stored({"values": np.concatenate([found, np.zeros((1, self.dim), found.dtype)])})
 
     def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows of ids, int64 `[n]`, by part.
@@ -196,10 +234,8 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
         if not callable(table):
             expected, got = "a function from ids to rows, for a table on the host", type(table)
             remedy = "functools.partial(engine.rows, state, name) is one; or leave storage out"
-            text = message(what, expected=expected, got=got.__name__, remedy=remedy)
-            raise ValueError(text)
-        known = table if isinstance(table, HostTable) else None
-        return RowSource(what, table, dim, config.dtype, known)
+            raise ValueError(message(what, expected=expected, got=got.__name__, remedy=remedy))
+        return RowSource(what, table, dim, config.dtype)
     if isinstance(table, QuantizedTable):
         arrays = dict(vars(table))
         _check(f"{what}: values", table.values, "int8", (rows, dim))
