@@ -29,16 +29,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
-from tpu_embed.core.exchange import collectives
 from tpu_embed.core.ids import refuse_masked
-from tpu_embed.core.layout import Layout, MeshAxes, NewKeys
+from tpu_embed.core.layout import Layout, NewKeys
 from tpu_embed.core.rows import DeviceRows, Ids, logical
 from tpu_embed.core.state import (
     Field,
@@ -49,7 +47,7 @@ from tpu_embed.core.state import (
     field,
     fields,
 )
-from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, gather_from_all, raise_on_all
 from tpu_embed.storage import Homes, NewRows, Replacement, RowField
 from tpu_embed.vocabulary import Moves, Vocabularies, read_keys
@@ -250,7 +248,9 @@ class LogicalRows:
         f = _field_of_rows(self.layout, name, slot)
         if not f.table.is_on_host:
             chosen, given = _checked_rows(f, rows, values)
-            return f.write(state, _write_copy(f.read(state), chosen, given, f, self.layout.axes))
+            return f.write(
+                state, logical.write_copy(f.read(state), chosen, given, f, self.layout.axes)
+            )
         _, maps = self._of(name)
         refuse_traced("set_rows", state, rows, values)
         maps.check_newest(state)
@@ -565,42 +565,6 @@ def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
         if f.slot is not None:
             mine[f.slot] = logical.read_field(state, f, layout.axes)
     return found
-
-
-@functools.partial(jax.jit, static_argnames=("f", "axes"))
-def _write_copy(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
-    """Return a copy of the physical array with logical rows set; each shard writes its own.
-
-    Args:
-      physical: the stack's array of `S * R` rows, sharded over its first axis.
-      row_ids: `[n]` logical rows, all different; those outside [0, V) are not written.
-      values: `[n, …]`, any real numbers.
-      f: the table or slot.
-      axes: the mesh.
-    """
-    stack, ids = f.stack, jnp.asarray(row_ids).astype(f.stack.index_dtype)
-    # An invalid id must become -1 before it is written: `physical` would map it to a row of
-    # another table of the stack.
-    valid = (ids >= 0) & (ids < f.table.vocabulary_size)
-    places = jnp.where(valid, stack.physical(ids, f.table), PADDING_ID)
-    stored = storage.encode(jnp.asarray(values), f.shape.dtype)
-
-    def shard(physical: Array, places: Array, values: Array) -> Array:
-        # Every device sees all n rows and writes those in its range [first, first + R).
-        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
-        local = places - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        local = jnp.where(mine, local, PADDING_ID)
-        return dispatch.write_rows(physical, local, values, f.row_format)
-
-    spec = axes.spec(stack.shard_axes)
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(spec, PartitionSpec(), PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
-    )(physical, places, stored)
 
 
 def check_engine(what: str, engine: Any, *, remedy: str | None = None) -> None:

@@ -3,19 +3,26 @@
 The state stores physical arrays: tables stacked, sharded, padded, perhaps packed. A user knows only
 logical tables `[V, D]`, row 0 first.
 
-Input: a `TableState`, a table or slot. Output: logical arrays; or values as they are stored.
+Input: a `TableState`, a table or slot, and perhaps new rows. Output: logical arrays; or values as
+they are stored; or an array with rows set.
 """
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout, MeshAxes
 from tpu_embed.core.rows.devices import DeviceRows
 from tpu_embed.core.state import Field, TableState, check_own, fields, logical_rows
-from tpu_embed.kernels import storage
+from tpu_embed.kernels import dispatch, storage
 
 
 def read_field(state: TableState, f: Field, axes: MeshAxes) -> Array:
@@ -31,6 +38,42 @@ def as_stored(values: np.ndarray, f: Field) -> np.ndarray:
     """Return values of a field, real numbers, as they are stored."""
     dtype = jnp.dtype(f.shape.dtype)
     return values.astype(dtype, copy=False).view(storage.stored_dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnames=("f", "axes"))
+def write_copy(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
+    """Return a copy of the physical array with logical rows set; each shard writes its own.
+
+    Args:
+      physical: the stack's array of `S * R` rows, sharded over its first axis.
+      row_ids: `[n]` logical rows, all different; those outside [0, V) are not written.
+      values: `[n, …]`, any real numbers.
+      f: the table or slot.
+      axes: the mesh.
+    """
+    stack, ids = f.stack, jnp.asarray(row_ids).astype(f.stack.index_dtype)
+    # An invalid id must become -1 before it is written: `physical` would map it to a row of
+    # another table of the stack.
+    valid = (ids >= 0) & (ids < f.table.vocabulary_size)
+    places = jnp.where(valid, stack.physical(ids, f.table), PADDING_ID)
+    stored = storage.encode(jnp.asarray(values), f.shape.dtype)
+
+    def shard(physical: Array, places: Array, values: Array) -> Array:
+        # Every device sees all n rows and writes those in its range [first, first + R).
+        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
+        local = places - first
+        mine = (local >= 0) & (local < stack.num_rows)
+        local = jnp.where(mine, local, PADDING_ID)
+        return dispatch.write_rows(physical, local, values, f.row_format)
+
+    spec = axes.spec(stack.shard_axes)
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=(spec, PartitionSpec(), PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )(physical, places, stored)
 
 
 def host_arrays(
