@@ -323,6 +323,8 @@ def test_rows_are_set_where_they_are_while_nothing_is_placed_ahead():
         engine.set_rows(state, "items", ids, values)
     state, batch = engine.admit(state, batch)
     np.testing.assert_allclose(engine.lookup(state, batch)[0], values.mean(0), rtol=1e-6)
+    state = engine.set_rows(state, "items", ids, np.full((3, 4), 2**40))  # no int32
+    np.testing.assert_array_equal(engine.rows(state, "items", ids), 2.0**40)
     with pytest.raises(TypeError, match=r"table 'items': .*masked"):
         engine.set_rows(state, "items", [3], np.ma.masked_array(np.ones((1, 4)), mask=True))
     for call in (

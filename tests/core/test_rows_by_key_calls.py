@@ -22,7 +22,7 @@ from living_cases import (
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, hash_ids
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine.rows_by_key import RowsByKey
+from tpu_embed.core.engine.logical_rows import LogicalRows
 from tpu_embed.vocabulary import DynamicVocabulary
 
 VECTORS = np.arange(1.0, 9).reshape(4, 2)
@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_the_step_done_or_undone(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(RowsByKey, "_on_devices", interrupted)
+        patched.setattr(LogicalRows, "_on_devices", interrupted)
         with pytest.raises(KeyboardInterrupt):
             made.set_rows(state, "t", keys=[2], values=np.ones((1, 2)))
     assert made.vocabularies.placed == made.vocabularies.admitted == 1

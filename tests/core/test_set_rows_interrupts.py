@@ -10,14 +10,14 @@ from living_cases import KEY, ids, mesh, on_host, simple, train_once
 import tpu_embed
 from tpu_embed import HostStorage
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine import logical_rows, rows_by_key
+from tpu_embed.core.engine import logical_rows
 from tpu_embed.storage import HostRows
 
 IN_SET_ROWS = in_files(
     *HOMES,
     *ADMITTING,
-    *("core/engine/logical_rows", "core/engine/rows_by_key", "storage/replacement"),
-    *("processes/turns", "_changes", "core/state/logical"),
+    *("core/engine/logical_rows", "storage/replacement"),
+    *("processes/turns", "_changes", "core/rows/logical", "core/rows/devices"),
     *(f"vocabulary/{name}" for name in ("vocabularies", "timeline", "table_maps", "map")),
 )
 STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]
@@ -161,10 +161,9 @@ def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monke
         write(*given)
         written.append(1)
 
-    module = rows_by_key if keyed else logical_rows
     with monkeypatch.context() as patched:
         patched.setattr(HostRows, "write", watched)
-        patched.setattr(module, "raise_on_all", refuse)
+        patched.setattr(logical_rows, "raise_on_all", refuse)
         with pytest.raises(OSError, match="disk gone"):
             call()
     np.testing.assert_array_equal(read(), before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,18 +42,6 @@ from tpu_embed.vocabulary import (
 )
 
 
-class _Arriving(NamedTuple):
-    """What a batch brings to the devices.
-
-    Attributes:
-      new: by table, the keys whose rows are drawn.
-      sent: by stack, rows from home, on the devices already.
-    """
-
-    new: dict[str, NewKeys]
-    sent: dict[str, Sent]
-
-
 class Admitter:
     """What an engine with living vocabularies does between placing a batch and looking it up.
 
@@ -64,6 +52,7 @@ class Admitter:
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
         self._layout, self._vocabularies = layout, vocabularies
+        self._homes = None if vocabularies is None else vocabularies.homes
         self._writer, self._mover = NewRowWriter(layout), RowMover(layout)
 
     @property
@@ -76,7 +65,10 @@ class Admitter:
         """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""
         if self._vocabularies is None:
             return state, batch
-        self._refuse_traced(state, batch)
+        if any(isinstance(leaf, Tracer) for leaf in (batch.packed, *state.tables.values())):
+            expected, got = "a call outside a jit", "tracers"
+            remedy = "admit the batch first, then give state and batch to the jitted function"
+            raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
         check_own(state, self._layout)
         steps, now = self._steps(batch), map_version(state)
         if not batch.keys.is_training:
@@ -89,22 +81,28 @@ class Admitter:
         steps = self._vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
-        arriving = self._complete(batch.keys)
+        new, sent = self._complete(batch.keys)
         with SignalsDeferred():  # tables are donated, and the maps are to know it
-            state = self._exchange(state, batch.keys, arriving, steps.first)
+            state = self._exchange(state, batch.keys, new, sent, steps.first)
             self._vocabularies.note_admitted(steps.first)
-        return dataclasses.replace(state, vocabulary=vocabulary), _stamp_admitted(batch, steps)
+        numbers = np.array(steps, np.int32)  # the host keeps nothing more of the batch
+        admitted = dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
+        return dataclasses.replace(state, vocabulary=vocabulary), admitted
 
-    def _complete(self, keys: BatchKeys) -> _Arriving:
+    def _complete(self, keys: BatchKeys) -> tuple[dict[str, NewKeys], dict[str, Sent]]:
         """Return what a batch brings to the devices; waits for rows on their way home.
+
+        Returns:
+          By table, the keys whose rows are drawn; and by stack, rows from home, on the devices
+          already.
 
         Raises:
           RuntimeError: rows were lost on their way home.
         """
         new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
-        homes = self._vocabularies.homes if self._vocabularies else None
+        homes = self._homes
         if homes is None:
-            return _Arriving(new, {})
+            return new, {}
         homes.check()
         found = {}
         for name, incoming in keys.incoming.items():
@@ -114,22 +112,27 @@ class Admitter:
         # In the order of the parcels, which all processes have alike.
         came = {n: _whole(f, homes.tables[n].row_groups, keys.taken[n]) for n, f in found.items()}
         homes.wait_for_room()  # what may raise comes before tables are donated
-        return _Arriving(new, self._mover.send(keys.arrivals, came, keys.agreed))
+        return new, self._mover.send(keys.arrivals, came, keys.agreed)
 
     def _exchange(
-        self, state: TableState, keys: BatchKeys, arriving: _Arriving, step: int
+        self,
+        state: TableState,
+        keys: BatchKeys,
+        new: Mapping[str, NewKeys],
+        sent: Mapping[str, Sent],
+        step: int,
     ) -> TableState:
         """Return the state with the rows of new keys; those that they displace are sent home."""
-        homes = self._vocabularies.homes if self._vocabularies else None
+        homes = self._homes
         if homes is None:
-            return self._writer.write(state, arriving.new)
+            return self._writer.write(state, new)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
         mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
-        state, copies = self._mover.exchange(state, arriving.sent)
+        state, copies = self._mover.exchange(state, sent)
         rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
         homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
-        state = self._writer.write(state, arriving.new, most)
+        state = self._writer.write(state, new, most)
         for name, incoming in keys.incoming.items():
             homes.note_brought(name, incoming)
         return state
@@ -179,13 +182,6 @@ class Admitter:
             raise ValueError(message("batch", expected=expected, got=got, remedy="place it again"))
         known = not isinstance(batch.valid_steps, Tracer)
         return ValidSteps(*(np.asarray(batch.valid_steps).tolist() if known else batch.valid_steps))
-
-    def _refuse_traced(self, state: TableState, batch: Batch) -> None:
-        leaves = [batch.packed, *state.tables.values()]
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
-            expected, got = "a call outside a jit", "tracers"
-            remedy = "admit the batch first, then give state and batch to the jitted function"
-            raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
 
 
 def version_after(
@@ -281,12 +277,6 @@ def _plain(batch: Batch) -> Batch:
     """Return a batch for a program, without what only the host needs."""
     visits = batch.visits and (None, batch.visits[1])
     return dataclasses.replace(batch, valid_steps=None, keys=BatchKeys(), visits=visits)
-
-
-def _stamp_admitted(batch: Batch, steps: ValidSteps) -> Batch:
-    """Return an admitted batch, of which the host keeps nothing more."""
-    numbers = np.array(steps, np.int32)
-    return dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
 
 
 def nan_if(refused: Array | None, activations: PyTree) -> PyTree:

@@ -22,32 +22,36 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.engine.logical_rows import LogicalRows
-from tpu_embed.core.engine.rows_by_key import check_none_ahead, refuse_traced
+from tpu_embed.core.engine.logical_rows import (
+    LogicalRows,
+    check_none_ahead,
+    copy_arrays,
+    refuse_traced,
+)
 from tpu_embed.core.layout import (
     NUMBERS_SLOT,
     ROUNDING_SLOTS,
-    Layout,
     Stack,
     keeps_numbers,
     rounds_at_random,
 )
 from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows
 from tpu_embed.core.state import (
-    Field,
     TableState,
     blank_arrays,
     check_state,
     field,
+    fields,
     init_tables,
     matched_counters,
+    open_key,
     put_everywhere,
     random_key,
     slot_shapes,
@@ -56,37 +60,14 @@ from tpu_embed.core.state import (
 from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
 from tpu_embed.storage import HostRows, slot_field
-from tpu_embed.vocabulary import MapState, RowMoves, Vocabularies, fit_rows, states_to_load
-
-_copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
-
-
-class Party(NamedTuple):
-    """What an engine gives to an adoption, or takes.
-
-    Attributes:
-      layout: its layout.
-      maps: its maps; None if it has none.
-      rows: reads its rows.
-    """
-
-    layout: Layout
-    maps: Vocabularies | None
-    rows: LogicalRows
-
-    @property
-    def names(self) -> list[str]:
-        """The names of its tables, sorted."""
-        return sorted(table.name for stack in self.layout.stacks for table in stack.tables)
-
-    def fields(self, name: str) -> dict[str | None, Field]:
-        """Return a table, under None, and its slots by name."""
-        slots = slot_shapes(self.layout.table(name)[0])
-        return {slot: field(self.layout, name, slot) for slot in (None, *slots)}
+from tpu_embed.vocabulary import MapState, RowMoves, fit_rows, states_to_load
 
 
 def prepare_adoption(
-    state: TableState, other: Party, mine: Party, counters: Mapping[str, jax.ShapeDtypeStruct]
+    state: TableState,
+    other: LogicalRows,
+    mine: LogicalRows,
+    counters: Mapping[str, jax.ShapeDtypeStruct],
 ) -> Callable[[], TableState]:
     """Copy all rows; return a function that loads the maps and returns the state of this engine.
 
@@ -106,55 +87,53 @@ def prepare_adoption(
 
     def fitted_maps() -> tuple[dict[str, MapState], dict[str, RowMoves]]:
         _check_state(state, other)
-        for name in mine.names:
-            _check_table(name, other, mine)
+        _check_tables(other, mine)
         return _fit_maps(other, mine)
 
     fitted, moves = raise_on_all("adopt", Path(), fitted_maps)
     # All rows are copied before this engine's maps change, because there may be no room for them.
-    made = _RowCopies(state, other, mine, moves).made()
+    new, homes = _RowCopies(state, other, mine, moves).made()
     paths = [feature.path for feature in other.layout.features]
     found = {name: np.asarray(count) for name, count in state.counters.items()}
     counted = matched_counters(found, paths, counters, mine.layout)
     step = np.asarray(state.step)
     step, counted = put_everywhere((step, counted), mine.layout.axes)
-    new = dataclasses.replace(made.state, step=step, counters=counted)
-    maps = mine.maps
+    new = dataclasses.replace(new, step=step, counters=counted)
+    maps = mine.vocabularies
     if maps is None:
         return lambda: new
     # Without maps there, all tables are static, and this engine has some on the host: a first step.
-    admitted = 0 if other.maps is None else other.maps.admitted
+    admitted = 0 if other.vocabularies is None else other.vocabularies.admitted
     states = states_to_load([table for _, table in mine.layout.living], fitted, admitted)
     key = None
     if state.vocabulary is not None:
-        kind, data = random_key(state.vocabulary)
-        key = {kind: np.asarray(data)}
+        key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
     # Wait for batches that are being placed here, not in `load`, where signals may be deferred.
     maps.turns.run_next(lambda: None)
 
     def load() -> TableState:
-        maps.load_states(states, made.homes)
+        maps.load_states(states, homes)
         return new
 
     return load
 
 
-def _check_processes(*parties: Party) -> None:
+def _check_processes(*engines: LogicalRows) -> None:
     """Check that every process has devices of all engines.
 
     Raises:
       ValueError: one has none.
     """
-    for party in parties:
-        here = party.layout.axes.processes_of_parts(())[0]
+    for engine in engines:
+        here = engine.layout.axes.processes_of_parts(())[0]
         if len(here) != jax.process_count():
             expected, got = f"devices of all {jax.process_count()} processes", f"of {sorted(here)}"
             remedy = "io.save and io.restore bring tables to the devices of other processes"
             raise ValueError(message("adopt: mesh", expected=expected, got=got, remedy=remedy))
 
 
-def _check_state(state: TableState, other: Party) -> None:
+def _check_state(state: TableState, other: LogicalRows) -> None:
     """Check that a state may be brought into another layout.
 
     Raises:
@@ -162,60 +141,67 @@ def _check_state(state: TableState, other: Party) -> None:
     """
     refuse_traced("adopt", state)
     check_state(state, other.layout)
-    if other.maps is not None:
-        other.maps.check_newest(state)
-        check_none_ahead("adopt: the other engine", other.maps)
-        if other.maps.homes is not None:
-            other.maps.homes.flush()
+    if other.vocabularies is not None:
+        other.vocabularies.check_newest(state)
+        check_none_ahead("adopt: the other engine", other.vocabularies)
+    if other.storage is not None:
+        other.storage.flush()
 
 
-def _check_table(name: str, other: Party, mine: Party) -> None:
-    """Check that both engines have a table, with rows of the same form.
+def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
+    """Check that both engines have the same tables, with rows of the same form.
 
     Raises:
       ValueError: they do not.
     """
     remedy = "declare both engines' tables alike"
-    if other.names != mine.names:
-        expected, got = f"tables {mine.names}", f"{other.names}"
+    ours, theirs = _describe_tables(mine), _describe_tables(other)
+    if ours.keys() != theirs.keys():
+        expected, got = f"tables {sorted(ours)}", f"{sorted(theirs)}"
         raise ValueError(message("adopt", expected=expected, got=got, remedy=remedy))
-    ours, theirs = _described(name, mine), _described(name, other)
-    for what, expected in ours.items():
-        if theirs[what] != expected:
-            got = f"{theirs[what]}"
-            if what == "vocabulary size":
-                remedy = "only living vocabularies change their capacity; io.restore with key= "
-                remedy += "makes the new rows of a table that grows"
-            text = f"adopt: table {name!r}: {what}"
-            raise ValueError(message(text, expected=f"{expected}", got=got, remedy=remedy))
-    rules = [party.layout.table(name)[1].key_rules for party in (other, mine)]
-    before, now = (None if one is None else one.unseen for one in rules)
-    if now == "shared" and before != now:
-        text, got = f"adopt: table {name!r}: unseen", f"{before!r}"
-        raise ValueError(message(text, expected="'shared'", got=got, remedy=remedy))
+    for name in sorted(ours):
+        for what, expected in ours[name].items():
+            got = theirs[name][what]
+            if got != expected:
+                if what == "vocabulary size":
+                    remedy = "only living vocabularies change their capacity; io.restore with key= "
+                    remedy += "makes the new rows of a table that grows"
+                text = f"adopt: table {name!r}: {what}"
+                raise ValueError(message(text, expected=f"{expected}", got=f"{got}", remedy=remedy))
+        rules = [engine.layout.table(name)[1].key_rules for engine in (other, mine)]
+        before, now = (None if one is None else one.unseen for one in rules)
+        if now == "shared" and before != now:
+            text, got = f"adopt: table {name!r}: unseen", f"{before!r}"
+            raise ValueError(message(text, expected="'shared'", got=got, remedy=remedy))
 
 
-def _described(name: str, party: Party) -> dict[str, Any]:
-    """Return what both engines must have in common of a table."""
-    stack, table = party.layout.table(name)
-    rule, every = stack.optimizer, party.fields(name)
-    living = table.key_rules is not None
-    return {
-        "dim": stack.dim,
-        "dtype": stack.dtype,
-        "ids": "keys of a living vocabulary" if living else "row numbers",
-        "vocabulary size": "any" if living else table.declared_size,
-        "optimizer": None if rule is None else rule.describe()["class"],
-        "slots": {
-            slot: (*f.shape.shape, str(jnp.dtype(f.shape.dtype)), f.shape.per_row)
-            for slot, f in sorted(every.items(), key=str)
-            if slot is not None and slot not in ROUNDING_SLOTS
-        },
-        "rounding": "stochastic" if rounds_at_random(stack) else "nearest",
-    }
+def _describe_tables(engine: LogicalRows) -> dict[str, dict[str, Any]]:
+    """Return what both engines must have in common of each table, by its name."""
+    found = {}
+    for stack in engine.layout.stacks:
+        rule = stack.optimizer
+        slots = {
+            name: (*slot.shape, str(jnp.dtype(slot.dtype)), slot.per_row)
+            for name, slot in sorted(slot_shapes(stack).items())
+            if name not in ROUNDING_SLOTS
+        }
+        for table in stack.tables:
+            living = table.key_rules is not None
+            found[table.name] = {
+                "dim": stack.dim,
+                "dtype": stack.dtype,
+                "ids": "keys of a living vocabulary" if living else "row numbers",
+                "vocabulary size": "any" if living else table.declared_size,
+                "optimizer": None if rule is None else rule.describe()["class"],
+                "slots": slots,
+                "rounding": "stochastic" if rounds_at_random(stack) else "nearest",
+            }
+    return found
 
 
-def _fit_maps(other: Party, mine: Party) -> tuple[dict[str, MapState], dict[str, RowMoves]]:
+def _fit_maps(
+    other: LogicalRows, mine: LogicalRows
+) -> tuple[dict[str, MapState], dict[str, RowMoves]]:
     """Return the other engine's maps of keys, fitted to this one's capacities, and the rows' moves.
 
     Raises:
@@ -223,9 +209,9 @@ def _fit_maps(other: Party, mine: Party) -> tuple[dict[str, MapState], dict[str,
     """
     fitted: dict[str, MapState] = {}
     moves: dict[str, RowMoves] = {}
-    if other.maps is None:
+    if other.vocabularies is None:
         return fitted, moves
-    states = other.maps.states()
+    states = other.vocabularies.states()
     of_keys = {**states.maps, **states.ids}
     for _, table in mine.layout.living:
         before = other.layout.table(table.name)[1]
@@ -237,13 +223,6 @@ def _fit_maps(other: Party, mine: Party) -> tuple[dict[str, MapState], dict[str,
                 table.key_rules,
             )
     return fitted, moves
-
-
-class _Made(NamedTuple):
-    """What was made for an engine: a state, and rows at home by table on the host."""
-
-    state: TableState
-    homes: dict[str, HostRows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,12 +237,12 @@ class _RowCopies:
     """
 
     state: TableState
-    other: Party
-    mine: Party
+    other: LogicalRows
+    mine: LogicalRows
     moves: Mapping[str, RowMoves]
 
-    def made(self) -> _Made:
-        """Return tables and slots, and rows at home."""
+    def made(self) -> tuple[TableState, dict[str, HostRows]]:
+        """Return a state of tables and slots, and rows at home by table on the host."""
         state, homes = self._begun(), {}
         for stack in self.mine.layout.stacks:
             if self._is_alike(stack):
@@ -274,7 +253,7 @@ class _RowCopies:
                     homes[table.name] = self._at_home(table.name)
                 else:
                     state = self._written(state, table.name)
-        return _Made(state, homes)
+        return state, homes
 
     def _begun(self) -> TableState:
         """Return tables and slots to write rows over: copies, first values, or zeros."""
@@ -287,14 +266,13 @@ class _RowCopies:
         tables, slots = blank_arrays(tuple(blank), axes)
         if drawn:
             assert self.state.vocabulary is not None, "it has tables on the host"
-            kind, data = random_key(self.state.vocabulary)
-            key = jax.random.wrap_key_data(jnp.asarray(np.asarray(data)), impl=kind)
+            key = open_key(jax.tree.map(np.asarray, random_key(self.state.vocabulary)))
             # A program of its own, because stacks that are equal may have other initializers.
             made = jax.jit(functools.partial(init_tables, stacks=tuple(drawn), axes=axes))(key)
             tables, slots = tables | made[0], slots | made[1]
         for stack in alike:
             held = self.state.tables[stack.name], self.state.slots[stack.name]
-            tables[stack.name], slots[stack.name] = _copy(held)
+            tables[stack.name], slots[stack.name] = copy_arrays(held)
         return TableState(tables, slots, self.state.step, {})
 
     def _is_alike(self, stack: Stack) -> bool:
@@ -316,10 +294,10 @@ class _RowCopies:
         """Return the state with the slots of a table that all rows of its stack share."""
         # Such as a number of steps. Tables of one stack have had the same updates; where they come
         # from several stacks whose numbers differ, the last table's stands, as in a restore.
-        before = self.other.fields(name)
-        for slot, f in self.mine.fields(name).items():
+        for f in fields(self.mine.layout, name):
             if not f.shape.per_row:
-                whole = np.asarray(before[slot].read(self.state))
+                before = field(self.other.layout, name, f.slot)
+                whole = np.asarray(before.read(self.state))
                 state = f.write(state, put_everywhere(whole, self.mine.layout.axes))
         return state
 
@@ -331,9 +309,8 @@ class _RowCopies:
 
     def _at_home(self, name: str) -> HostRows:
         """Return the rows of a table on the host."""
-        assert self.mine.maps is not None, "its ids get rows as keys do"
-        assert self.mine.maps.homes is not None, "it is on the host"
-        home = self.mine.maps.homes.tables[name]
+        assert self.mine.storage is not None, "it is on the host"
+        home = self.mine.storage.tables[name]
         made, failed = HostRows(home.fields, home.storage.path), []
 
         def write(ids: Ids, rows: Rows) -> None:
@@ -356,7 +333,7 @@ class _RowCopies:
         """Return the ids of a table's rows in blocks, before and now; see `copy_rows`."""
         table, moves = self.other.layout.table(name)[1], self.moves.get(name)
         if moves is None and table.is_on_host:
-            ids = self.other.rows.touched(name)
+            ids = self.other.touched(name)
             moves = RowMoves(ids, ids)
         if moves is None and rows is not None and jax.process_count() == 1:
             return rows.lines(table.declared_size)
@@ -369,7 +346,7 @@ class _RowCopies:
 
     def _read(self, name: str, ids: Ids) -> Rows:
         """Return rows of a table of the other engine."""
-        rows = self.other.rows.stored_rows(self.state, name, ids)
+        rows = self.other.stored_rows(self.state, name, ids)
         # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
         if keeps_numbers(self.mine.layout.table(name)[0]) and slot_field(NUMBERS_SLOT) not in rows:
             numbers = number_ids(np.asarray(ids, np.int64).view(np.uint64))

@@ -16,30 +16,39 @@ from jax.sharding import Mesh
 
 from tpu_embed._calls import call
 from tpu_embed._checks import check_int, refuse_pickle
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
-from tpu_embed.core.batch import Batch, BatchSpec
+from tpu_embed.core.batch import Batch, BatchSpec, TracedIds
 from tpu_embed.core.engine.admitter import Admitter, nan_if
-from tpu_embed.core.engine.adopter import Party, prepare_adoption
-from tpu_embed.core.engine.checks import check_engine
-from tpu_embed.core.engine.logical_rows import LogicalRows
-from tpu_embed.core.engine.operands import OperandMaker
+from tpu_embed.core.engine.adopter import prepare_adoption
+from tpu_embed.core.engine.logical_rows import LogicalRows, check_engine
 from tpu_embed.core.engine.programs import Programs
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import (
     ExchangeDtype,
     HostRates,
-    Layout,
     describe,
     describe_devices,
     describe_tables,
     make_axes,
     make_layout,
 )
-from tpu_embed.core.lookup import record_lookup, split_activations
+from tpu_embed.core.lookup import activations_read, record_lookup, split_activations
 from tpu_embed.core.place import Intake, Turn
-from tpu_embed.core.state import TableState, check_tables_not_donated, make_homes
-from tpu_embed.core.update import Guard, OnBadGradient, check_in_place, check_trainable
+from tpu_embed.core.state import (
+    TableState,
+    check_not_donated,
+    check_tables_not_donated,
+    make_homes,
+)
+from tpu_embed.core.update import (
+    Guard,
+    OnBadGradient,
+    Operands,
+    check_in_place,
+    check_trainable,
+    checked_gradients,
+)
 from tpu_embed.vocabulary import Vocabularies, choose_vocabularies
 
 
@@ -103,19 +112,16 @@ class EmbeddingEngine(LogicalRows):
         blocks = check_int("sum_blocks", sum_blocks, minimum=1)
         self.structure = structure.flatten(feature_config)
         options = {"stack_tables": stack_tables, "exchange_dtype": exchange_dtype}
-        self.layout: Layout = make_layout(
+        layout = make_layout(
             self.structure, optimizer, make_axes(mesh, batch_axes), sum_blocks=blocks, **options
         )
-        guard, self._rates = Guard(on_bad_gradient, self.layout), HostRates(self.layout)
-        self._operand_maker = OperandMaker(self.structure, self.layout, guard, self._rates)
-        living = [table for _, table in self.layout.living]
-        homes = make_homes(self.layout)
-        self.vocabularies = choose_vocabularies(living, lookahead, vocabularies, homes)
-        self.storage = None if self.vocabularies is None else self.vocabularies.homes
-        self._admitter = Admitter(self.layout, self.vocabularies)
-        self.intake = Intake(self.structure, self.layout, self.vocabularies)
-        self._programs = Programs(self.layout, guard, self.vocabularies)
-        LogicalRows.__init__(self, self.layout, self.vocabularies)
+        living = [table for _, table in layout.living]
+        maps = choose_vocabularies(living, lookahead, vocabularies, make_homes(layout))
+        LogicalRows.__init__(self, layout, maps)
+        self._guard, self._rates = Guard(on_bad_gradient, layout), HostRates(layout)
+        self._admitter = Admitter(layout, maps)
+        self.intake = Intake(self.structure, layout, maps)
+        self._programs = Programs(layout, self._guard, maps)
 
     def init(self, key: Array) -> TableState:
         """Create all tables and slots; each device creates its own rows.
@@ -229,10 +235,8 @@ class EmbeddingEngine(LogicalRows):
         The function gives this engine its maps. Until then nothing has changed.
         """
         check_engine("other", other)
-        theirs = Party(other.layout, other.vocabularies, other)
         counters = jax.eval_shape(self.init, jax.random.key(0)).counters
-        mine = Party(self.layout, self.vocabularies, self)
-        return prepare_adoption(state, theirs, mine, counters)
+        return prepare_adoption(state, other, self, counters)
 
     def lookup(
         self,
@@ -261,10 +265,9 @@ class EmbeddingEngine(LogicalRows):
         """
         check_tables_not_donated(state)
         source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
-        if isinstance(source, Batch) and source.visit_rows:
-            found = call(self._programs.visit, state.tables, state.vocabulary, source)
-        else:
-            found = call(self._programs.lookup, state.tables, source)
+        visits = isinstance(source, Batch) and source.visit_rows
+        vocabulary = state.vocabulary if visits else None
+        found = call(self._programs.lookup, state.tables, source, vocabulary)
         activations = nan_if(refused, found)
         # An update later in the same trace must wait for this lookup.
         record_lookup(state.tables, split_activations(activations)[0], self.layout)
@@ -300,7 +303,7 @@ class EmbeddingEngine(LogicalRows):
           TypeError: what `lookup` refuses.
         """
         source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
-        operands = self._operand_maker.make(state, source, activation_gradients, learning_rates)
+        operands = self._operands(state, source, activation_gradients, learning_rates)
         new = call(self._programs.update, state, source, operands._replace(skip=refused))
         return dataclasses.replace(new, vocabulary=state.vocabulary)
 
@@ -327,9 +330,30 @@ class EmbeddingEngine(LogicalRows):
         The state that it returns has no `vocabulary`, which the update leaves as it is.
         """
         source, _ = self._admitter.check(state, self.intake.source(batch, None, None))
-        operands = self._operand_maker.make(state, source, gradients, learning_rates)
+        operands = self._operands(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         return functools.partial(self._programs.update_in_place, rows, rest, source, operands)
+
+    def _operands(
+        self,
+        state: TableState,
+        source: Batch | TracedIds,
+        gradients: PyTree,
+        learning_rates: tuple[ArrayLike, ...] | None,
+    ) -> Operands:
+        """Return what an update is given besides tables and ids, after a check of it."""
+        check_trainable("update", self.layout)
+        check_not_donated(state)
+        given = self.structure.match(gradients, what="activation_gradients")
+        checked = checked_gradients(given, source.spec, self.layout)
+        leaves = jax.tree.leaves((state, source, checked))
+        # Outside a jit, values can be checked now, and callable learning rates be read.
+        if not any(isinstance(leaf, Tracer) for leaf in leaves):
+            self._guard.refuse(checked, source)
+            learning_rates = self._rates.read() if learning_rates is None else learning_rates
+        rates = self._rates.by_stack(learning_rates)
+        reads = activations_read(state.tables, self.layout.axes.replicas)
+        return Operands(checked, state.step + 1, rates, reads)
 
     def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Check that a jitted training step updates tables and slots in their own memory.

@@ -1,41 +1,61 @@
 """Read and replace logical tables, slots and rows: what users see of a state.
 
-Rows are read wherever they are: on the devices, at home on the host, or not drawn yet.
+The state stores physical arrays: tables stacked, sharded, padded, perhaps packed. A user knows only
+logical tables `[V, D]`, row 0 first, and their rows, wherever these are: on the devices, at home on
+the host, or not drawn yet. Every name, shape and dtype is checked before anything is computed.
 
-Input: a state, names of tables and slots, ids of rows. Output: arrays; or a new state.
+Keys get rows and values in one step of the maps, in turn with the training batches: whatever room a
+batch of these keys would find, they find, and at once. The step is admitted before the call
+returns:
+
+    maps of step 5  --take the keys-->  placed 6, admitted 5
+    a copy of the arrays: new keys' rows are drawn, then values are written
+    rows at home are written
+    admitted 6; or, if anything was refused, the step is undone, and the given state is as it was
+
+Input: a state, names of tables and slots, ids or keys of rows, and perhaps new rows. Output:
+arrays; or a new state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._signals import SignalsDeferred
+from tpu_embed._snapshot import as_array, snapshot
+from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
-from tpu_embed.core.engine.rows_by_key import (
-    RowsByKey,
-    check_none_ahead,
-    join_blocks,
-    refuse_traced,
-)
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.ids import refuse_masked
+from tpu_embed.core.layout import Layout, NewKeys
 from tpu_embed.core.rows import DeviceRows, Ids, logical
 from tpu_embed.core.state import (
     Field,
-    RowDrawer,
+    NewRowWriter,
     TableState,
+    check_arrays,
     check_own,
     field,
+    fields,
 )
-from tpu_embed.processes import gather_bytes, raise_on_all
+from tpu_embed.kernels import storage
+from tpu_embed.processes import gather_bytes, gather_from_all, raise_on_all
 from tpu_embed.storage import Homes, NewRows, Replacement, RowField
-from tpu_embed.vocabulary import Vocabularies
+from tpu_embed.vocabulary import Moves, Vocabularies, read_keys
+
+copy_arrays = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+"""Returns copies that may be donated."""
+
+_WHERE = "a TPUEmbedding has one, embedding.engine, and a layer: layer.engine"
 
 
 class LogicalRows:
@@ -43,24 +63,30 @@ class LogicalRows:
 
     Args:
       layout: the engine's layout.
-      vocabularies: its maps, which know the rows of tables on the host; None without them.
+      vocabularies: its maps, which know the rows of keys and of tables on the host; None without
+        them.
     """
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
-        self._layout, self._maps = layout, vocabularies
-        self._drawer = RowDrawer(layout)
-        self._by_key = RowsByKey(layout, vocabularies, self._of_here)
+        self.layout, self.vocabularies = layout, vocabularies
+        self.storage = None if vocabularies is None else vocabularies.homes
+        self._writer = NewRowWriter(layout)
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
-        return logical.tables(state, self._layout)
+        self.layout.refuse_on_host("tables")
+        check_own(state, self.layout)
+        return _tables(state, self.layout)
 
     def slots(self, state: TableState) -> dict[str, dict[str, Array]]:
         """Return the logical slots by table name, then slot name; copies all of them.
 
         A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
         """
-        return logical.slots(state, self._layout)
+        self.layout.refuse_on_host("slots")
+        check_own(state, self.layout)
+        check_arrays(state, self.layout, slots=True)
+        return _slots(state, self.layout)
 
     def rows(
         self,
@@ -89,16 +115,16 @@ class LogicalRows:
             named; `vocabularies.find` tells which keys have one.
           TypeError: neither ids nor keys, or both; keys that are neither integers nor strings.
         """
-        check_own(state, self._layout)
+        check_own(state, self.layout)
         _check_one("rows", "ids", ids, keys)
         if keys is not None:
-            ids = self._by_key.find("rows", state, name, keys)
-        assert ids is not None, "checked"
-        f = field(self._layout, name, slot)
-        if not f.shape.per_row:
-            expected, got = "a slot with values per row", "one array that the whole stack shares"
-            raise ValueError(message(f.label, expected=expected, got=got, remedy="engine.slots"))
-        distinct, inverse = np.unique(self._checked(f, ids), return_inverse=True)
+            maps = self._maps_of("rows", name)
+            refuse_traced("rows", state, keys)
+            maps.check_newest(state)
+            ids = maps.rows_of(name, keys)
+        f, numbers = _field_of_rows(self.layout, name, slot), np.asarray(ids)
+        _check_ids(f, "ids", numbers)
+        distinct, inverse = np.unique(numbers.astype(np.int64), return_inverse=True)
         stored = self.stored_rows(state, name, distinct, [f.part])[f.part]
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
@@ -113,7 +139,7 @@ class LogicalRows:
         Returns:
           `[n, …]` by field (`storage.VALUES` and `slot_field(slot)` for each slot).
         """
-        return DeviceRows(state, self._layout, name).read_here(rows)
+        return DeviceRows(state, self.layout, name).read_here(rows)
 
     def stored_rows(
         self, state: TableState, name: str, ids: Ids, parts: Collection[str] | None = None
@@ -131,9 +157,9 @@ class LogicalRows:
         Returns:
           `[n, …]` by field, as `held_rows` does.
         """
-        if self._layout.table(name)[1].is_on_host:
+        if self.layout.table(name)[1].is_on_host:
             return self._of_host(state, name, np.asarray(ids, np.int64).view(np.uint64))
-        return DeviceRows(state, self._layout, name, parts).read(ids)
+        return DeviceRows(state, self.layout, name, parts).read(ids)
 
     def drawn_rows(
         self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
@@ -145,8 +171,8 @@ class LogicalRows:
           name: the table.
           keys: uint64 `[n]`.
         """
-        stack, table = self._layout.table(name)
-        return self._drawer.draw(vocabulary, table, stack, keys)
+        stack, table = self.layout.table(name)
+        return self._writer.draw(vocabulary, table, stack, keys)
 
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending.
@@ -212,11 +238,26 @@ class LogicalRows:
         if values is None:
             raise TypeError(message("set_rows", expected="values", got="none"))
         if keys is not None:
-            return self._by_key.set_rows(state, name, keys, values, slot)
-        assert rows is not None, "checked"
-        if self._layout.table(name)[1].is_on_host:
-            return self._set_on_host(state, name, rows, values, slot)
-        return logical.set_rows(state, self._layout, name, rows, values, slot=slot)
+            maps = self._maps_of("set_rows", name)
+            refuse_traced("set_rows", state, values, keys)
+            check_own(state, self.layout)
+            return maps.turns.run_next(
+                lambda: self._set_by_key(maps, state, name, keys, values, slot)
+            )
+        check_own(state, self.layout)
+        f = _field_of_rows(self.layout, name, slot)
+        if not f.table.is_on_host:
+            chosen, given = _checked_rows(f, rows, values)
+            return f.write(
+                state, logical.write_copy(f.read(state), chosen, given, f, self.layout.axes)
+            )
+        _, maps = self._of(name)
+        refuse_traced("set_rows", state, rows, values)
+        maps.check_newest(state)
+        check_none_ahead("set_rows", maps)
+        ids, given = map(np.asarray, _checked_rows(f, rows, values))
+        ids = ids.astype(np.int64)
+        return self._replace(maps, state, f, ids.view(np.uint64), given, ids)
 
     def load(
         self,
@@ -243,9 +284,31 @@ class LogicalRows:
           TypeError: keys that are neither integers nor strings.
         """
         if keys is not None:
-            values = join_blocks(f"load: table {name!r}", blocks_of_rows)
-            return self._by_key.set_rows(state, name, keys, values, slot)
-        return logical.load(state, self._layout, name, blocks_of_rows, slot=slot)
+            values = _join_blocks(f"load: table {name!r}", blocks_of_rows)
+            return self.set_rows(state, name, values=values, keys=keys, slot=slot)
+        self.layout.refuse_on_host("load", [name])
+        check_own(state, self.layout)
+        f = _field_of_rows(self.layout, name, slot)
+        # One copy of the array, then every block is written into that copy in place. The given
+        # state stays as it was, also when a later block is refused.
+        copied = f.write(state, copy_arrays(f.read(state)))
+        rows = DeviceRows(copied, self.layout, name, [f.part])
+        start, size = 0, f.table.vocabulary_size
+        for block in blocks_of_rows:
+            refuse_masked(f.label, block)
+            values = np.asarray(block)
+            end = start + len(values) if values.ndim else size
+            if not values.ndim or values.shape[1:] != f.shape.shape or end > size:
+                shape = ", ".join(map(str, ("n", *f.shape.shape)))
+                expected = f"blocks of shape ({shape}) that have {size} rows in all"
+                got = f"shape {values.shape} from row {start} on"
+                raise ValueError(message(f.label, expected=expected, got=got))
+            _check_numbers(f.label, values)
+            rows.write(range(start, end), {f.part: logical.as_stored(values, f)})
+            start = end
+        if start != size:
+            raise ValueError(message(f.label, expected=f"{size} rows in all", got=f"{start}"))
+        return rows.state
 
     def load_arrays(
         self,
@@ -263,23 +326,28 @@ class LogicalRows:
         Raises:
           ValueError: an unknown name, or a wrong shape.
         """
-        return logical.load_arrays(state, self._layout, tables, slots or {})
-
-    def _checked(self, f: Field, ids: ArrayLike) -> np.ndarray:
-        """Return row ids, int64 `[n]`.
-
-        Raises:
-          ValueError: they are no integers `[n]` in [0, V).
-        """
-        given, size = np.asarray(ids), f.table.declared_size
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            expected, got = "integers of shape (n,)", f"{given.dtype} of shape {given.shape}"
-            raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
-        outside = given[(given < 0) | (given >= size)]
-        if outside.size:
-            expected, got = f"ids in [0, {size})", f"{outside[0]}"
-            raise ValueError(message(f"{f.label}: ids", expected=expected, got=got))
-        return given.astype(np.int64)
+        check_own(state, self.layout)
+        # The first loop validates everything, the second writes: an error leaves nothing half
+        # loaded.
+        given = [(field(self.layout, name, None), one) for name, one in _items("tables", tables)]
+        for name, by_slot in _items("slots", slots or {}):
+            named = _items(f"slots of table {name!r}", by_slot)
+            given += [(field(self.layout, name, slot), array) for slot, array in named]
+        self.layout.refuse_on_host("load", [f.table.name for f, _ in given])
+        for f, array in given:
+            rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
+            refuse_masked(f.label, array)
+            _check_shape(f.label, array, (*rows, *f.shape.shape))
+            _check_numbers(f.label, array)
+        for f, array in given:
+            if f.shape.per_row:
+                state = self.load(state, f.table.name, [array], slot=f.slot)
+            else:
+                whole = storage.encode(as_array(array), f.shape.dtype)
+                sharding = self.layout.axes.sharding(())
+                # The state may be donated later, so it must not share memory with the user's array.
+                state = f.write(state, jax.device_put(whole, sharding, may_alias=False))
+        return state
 
     def _of_host(self, state: TableState, name: str, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows of a table on the host, `[n, …]` by field, for distinct keys.
@@ -302,51 +370,170 @@ class LogicalRows:
         homes, maps = self._of(name)
         places = maps.rows(name, keys, maps.admitted).astype(np.int64)
         here = places >= 0
-        held = self.held_rows(state, name, places[here])
         at_home, found = homes.visit(name, keys[~here])
-        drawn = {}
         if not found.all():
             assert state.vocabulary is not None, "checked"
             drawn = self.drawn_rows(state.vocabulary, name, keys[~here][~found])
-        rows = {}
-        for part, away in at_home.items():
-            rows[part] = np.empty((keys.size, *away.shape[1:]), away.dtype)
-            if drawn:
-                away[~found] = drawn[part]
-            rows[part][~here], rows[part][here] = away, held[part]
-        return rows
+            for part, rows in drawn.items():
+                at_home[part][~found] = rows
+        return _merge_rows(here, self.held_rows(state, name, places[here]), at_home)
 
-    def _set_on_host(
-        self, state: TableState, name: str, ids: ArrayLike, values: ArrayLike, slot: str | None
+    def _set_by_key(
+        self,
+        maps: Vocabularies,
+        state: TableState,
+        name: str,
+        keys: Any,
+        values: ArrayLike,
+        slot: str | None,
     ) -> TableState:
-        """Return the state with rows of a table on the host replaced, wherever they are."""
-        check_own(state, self._layout)
-        homes, maps = self._of(name)
-        refuse_traced("set_rows", state, ids, values)
+        """Return the state in which keys have rows with values; in turn with the batches."""
+        what = f"set_rows: table {name!r}"
+
+        def read() -> tuple[Field, np.ndarray, np.ndarray]:
+            label = f"table {name!r}: keys"
+            numbers = read_keys(label, keys)
+            # Which of two values of a key is written would depend on the device's order of writes.
+            distinct, counts = np.unique(numbers, return_counts=True)
+            if distinct.size < numbers.size:
+                twice = np.flatnonzero(numbers == distinct[counts.argmax()])
+                got = f"the keys at {twice[0]} and {twice[1]} are the same"
+                raise ValueError(message(label, expected="each key once", got=got))
+            f = _field_of_rows(self.layout, name, slot)
+            given = np.asarray(_checked_values(f, numbers.size, values))
+            # A row that is on its way home would be written after the one that is given now.
+            if self.storage is not None:
+                self.storage.flush()
+            return f, numbers, given.astype(jnp.dtype(f.shape.dtype))
+
+        f, numbers, given = raise_on_all(what, Path(), read)
+        _check_same(what, f, numbers, given)
         maps.check_newest(state)
         check_none_ahead("set_rows", maps)
-        f, *arrays = logical.checked_rows(self._layout, name, ids, values, slot=slot)
-        chosen, given = map(np.asarray, arrays)
-        keys = chosen.astype(np.int64).view(np.uint64)
-        mine = homes.tables[name].row_groups.at_home(keys)
+        return self._replace(maps, state, f, numbers, given)
 
-        def make() -> NewRows:
-            whole = self._of_here(state, name, keys[mine])
-            whole[f.part] = given[mine].astype(f.shape.dtype).view(whole[f.part].dtype)
-            return NewRows(keys[mine], whole)
+    def _replace(
+        self,
+        maps: Vocabularies,
+        state: TableState,
+        f: Field,
+        keys: np.ndarray,
+        values: np.ndarray,
+        ids: np.ndarray | None = None,
+    ) -> TableState:
+        """Return the state in which rows that maps place have values, wherever they are.
 
-        places = maps.rows(name, keys, maps.admitted).astype(np.int64)
-        here, at_home = places >= 0, Replacement(homes[name], make)
-        if here.any():
-            state = logical.write_rows(state, self._layout, f, places[here], given[here])
-        version = version_after(state, self._layout, {}, {}, maps.now, at_home.number)
-        state = dataclasses.replace(state, vocabulary=version)
+        Args:
+          maps: the maps.
+          state: the newest state.
+          f: the table or slot.
+          keys: uint64 `[n]`, all different.
+          values: `[n, …]`, real numbers.
+          ids: of a table on the host, int64 `[n]`, the rows' own, which are the keys then. None:
+            keys get rows, in one step of the maps.
+        """
+        name, before, at_home = f.table.name, maps.admitted, None
+        step = before if ids is not None else before + 1
+        moves, new = Moves({}, {}), NewKeys(keys[:0], keys[:0].view(np.int64))
+        # Until it is written at home, last and in one piece, all can be undone: arrays are copied,
+        # not donated, and a step is not admitted before.
         try:
-            raise_on_all(f"set_rows: table {name!r}", Path(), at_home.write)
+            if ids is None:
+                moves = maps.take_keys(name, keys)
+                taken = moves.of_keys(name)
+                new = NewKeys(taken.new_keys, taken.new_rows)
+                # In this step every key has a row; that of the state is one step behind.
+                ids = maps.find(name, keys)
+            rows = ids
+            if f.table.is_on_host:
+                homes, _ = self._of(name)
+                make = functools.partial(self._rows_at_home, state, f, keys, ids, values, new.keys)
+                at_home, rows = Replacement(homes[name], make), maps.rows(name, ids, step)
+            if name in moves.owners:
+                # Ids that the devices hold, of old keys or of new ones, are written on both sides.
+                # All processes know all of these, so each fills the lines of all shards alike.
+                places = moves.owners[name].rows
+                held = places >= 0
+                new = NewKeys(new.keys[held], places[held], np.zeros(held.sum(), bool))
+            here = rows >= 0
+            written = self._on_devices(state, f, new, rows[here], values[here])
+            number = None if at_home is None else at_home.number
+            reached = maps.at(step)
+            version = version_after(state, self.layout, *moves, reached, number)
+            with SignalsDeferred():  # what is at home changes, and the maps are to know it
+                raise_on_all(
+                    f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write()
+                )
+                if step > before:
+                    maps.note_admitted(step)
         except BaseException:
-            at_home.undo()  # Ctrl-C, or an error in another process, may come when it is written
+            # A signal that was deferred is raised when the step is admitted already: then it stays.
+            if maps.admitted == before:
+                if at_home is not None:
+                    at_home.undo()  # an error in another process may come when it is written
+                if step > before:
+                    maps.undo(before)
             raise
-        return state
+        return dataclasses.replace(written, vocabulary=version)
+
+    def _on_devices(
+        self, state: TableState, f: Field, new: NewKeys, rows: np.ndarray, values: np.ndarray
+    ) -> TableState:
+        """Return the state with rows of new keys drawn and values written, in copies of arrays."""
+        if not rows.size:
+            return state
+        stack = f.stack.name
+        # The row of a new key is drawn with its slots into memory that is donated, so all arrays of
+        # the stack are copied; for keys that had rows the one that is written is enough.
+        if new.keys.size:
+            table, slots = copy_arrays((state.tables[stack], state.slots[stack]))
+            tables = {**state.tables, stack: table}
+            state = dataclasses.replace(state, tables=tables, slots={**state.slots, stack: slots})
+            state = self._writer.write(state, {f.table.name: new})
+        else:
+            state = f.write(state, copy_arrays(f.read(state)))
+        written = DeviceRows(state, self.layout, f.table.name, [f.part])
+        written.write(rows.astype(np.int64), {f.part: logical.as_stored(values, f)})
+        return written.state
+
+    def _rows_at_home(
+        self,
+        state: TableState,
+        f: Field,
+        keys: np.ndarray,
+        ids: np.ndarray,
+        values: np.ndarray,
+        new_keys: np.ndarray,
+    ) -> NewRows:
+        """Return the rows that are at home in this process, as they will be."""
+        homes, _ = self._of(f.table.name)
+        numbers = ids.astype(np.int64).view(np.uint64)
+        mine = homes.tables[f.table.name].row_groups.at_home(numbers)
+        numbers, keys = numbers[mine], keys[mine]
+        # A known key keeps what is not given, such as its slots; a new key gets all of it fresh.
+        # Ids [4, 9, 2] with 9 of a new key: rows of 4 and 2 are read, that of 9 is drawn.
+        is_new = np.isin(keys, new_keys)
+        rows = self._of_here(state, f.table.name, numbers[~is_new])
+        if is_new.any():
+            assert state.vocabulary is not None, "checked"
+            none_by_id = np.zeros(is_new.sum(), bool)
+            drawn = self._writer.draw(state.vocabulary, f.table, f.stack, keys[is_new], none_by_id)
+            rows = _merge_rows(is_new, drawn, rows)
+        rows[f.part] = logical.as_stored(values[mine], f)
+        return NewRows(numbers, rows)
+
+    def _maps_of(self, what: str, name: str) -> Vocabularies:
+        """Return the maps of a table whose ids are keys.
+
+        Raises:
+          ValueError: they are row numbers.
+        """
+        if self.layout.table(name)[1].key_rules is None or self.vocabularies is None:
+            expected, got = "a table with vocabulary=DynamicVocabulary(…)", "one of row numbers"
+            remedy = "give its row numbers, without keys="
+            label = f"{what}: keys of table {name!r}"
+            raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
+        return self.vocabularies
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
         """Return the homes and the maps that know a table on the host.
@@ -354,11 +541,68 @@ class LogicalRows:
         Raises:
           ValueError: it is no such table.
         """
-        maps = self._maps
-        if maps is None or maps.homes is None or name not in maps.homes.tables:
+        homes, maps = self.storage, self.vocabularies
+        if homes is None or maps is None or name not in homes.tables:
             expected, got = "a table with storage=HostStorage(…)", f"{name!r}"
             raise ValueError(message("table", expected=expected, got=got))
-        return maps.homes, maps
+        return homes, maps
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
+    return {
+        f.table.name: logical.read_field(state, f, layout.axes)
+        for f in fields(layout)
+        if f.slot is None
+    }
+
+
+@functools.partial(jax.jit, static_argnames="layout")
+def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
+    found: dict[str, dict[str, Array]] = {}
+    for f in fields(layout):
+        mine = found.setdefault(f.table.name, {})
+        if f.slot is not None:
+            mine[f.slot] = logical.read_field(state, f, layout.axes)
+    return found
+
+
+def check_engine(what: str, engine: Any, *, remedy: str | None = None) -> None:
+    """Check that a value is an `EmbeddingEngine`.
+
+    Args:
+      what: the argument, for the message.
+      engine: the value.
+      remedy: what to do where it is none; None: where an engine is to be had.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    # Engines alone have this base class; their own file needs this check, so it cannot be named.
+    if not isinstance(engine, LogicalRows):
+        got = type(engine).__name__
+        raise TypeError(
+            message(what, expected="an EmbeddingEngine", got=got, remedy=remedy or _WHERE)
+        )
+
+
+def check_none_ahead(what: str, maps: Vocabularies) -> None:
+    """Check that every batch that was placed is admitted.
+
+    Raises:
+      ValueError: some are not.
+    """
+    if maps.placed != maps.admitted:
+        expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
+        remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def refuse_traced(what: str, *given: Any) -> None:
+    """Refuse tracers: the host must know which rows it reads or writes."""
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
+        expected, got = "a call outside a jit, for a table on the host or for keys", "tracers"
+        raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
 
 
 def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
@@ -370,6 +614,130 @@ def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
     if (numbers is None) == (keys is None):
         got = "neither" if keys is None else "both"
         raise TypeError(message(what, expected=f"either {name} or keys", got=got))
+
+
+def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
+    """Return a table, or a slot that has its own numbers for each row.
+
+    Raises:
+      ValueError: there is no table or slot of this name, or the whole stack shares the slot.
+    """
+    f = field(layout, name, slot)
+    if not f.shape.per_row:
+        expected, got = "a slot with values per row", "one array that the whole stack shares"
+        remedy = "engine.slots reads it, "
+        remedy += f"load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}}) replaces it"
+        raise ValueError(message(f.label, expected=expected, got=got, remedy=remedy))
+    return f
+
+
+def _array(value: Any) -> Any:
+    return value if isinstance(value, (jax.Array, np.ndarray)) else np.asarray(value)
+
+
+def _check_ids(f: Field, what: str, ids: Any) -> None:
+    """Check row ids `[n]`; inside a jit their values are not known.
+
+    Raises:
+      ValueError: they are no integers `[n]`, or one is outside [0, V).
+    """
+    label = f"{f.label}: {what}"
+    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+        got = f"{ids.dtype} of shape {ids.shape}"
+        raise ValueError(message(label, expected="integers of shape (n,)", got=got))
+    if isinstance(ids, Tracer):
+        return
+    known, size = np.asarray(ids), f.table.declared_size
+    outside = known[(known < 0) | (known >= size)]
+    if outside.size:
+        expected, got = f"{what} in [0, {size})", f"row {outside[0]}"
+        raise ValueError(message(label, expected=expected, got=got))
+
+
+def _checked_rows(f: Field, rows: Any, values: Any) -> tuple[Any, Any]:
+    """Return the row ids `[n]` and the values `[n, …]` of `set_rows`, after a check of them.
+
+    Raises:
+      ValueError: a wrong shape or dtype, a row id outside [0, V), or one that occurs twice.
+    """
+    ids = _array(snapshot(rows))
+    _check_ids(f, "rows", ids)
+    given = _checked_values(f, ids.shape[0], values)
+    if not isinstance(ids, Tracer):
+        # Which values of a repeated row id are written would depend on the device's order of
+        # writes.
+        numbers, counts = np.unique(ids, return_counts=True)
+        if numbers.size != ids.size:
+            got = f"row {numbers[counts.argmax()]} {counts.max()} times"
+            raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
+    return ids, given
+
+
+def _checked_values(f: Field, n: int, values: Any) -> Any:
+    """Return the values of n rows, `[n, …]`, after a check of them."""
+    refuse_masked(f.label, values)
+    given = _array(snapshot(values))
+    _check_shape(f"{f.label}: values", given, (n, *f.shape.shape))
+    _check_numbers(f"{f.label}: values", given)
+    return given
+
+
+def _check_shape(label: str, values: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(values) != shape:
+        raise ValueError(message(label, expected=f"shape {shape}", got=f"{np.shape(values)}"))
+
+
+def _check_numbers(label: str, values: Any) -> None:
+    dtype = _array(values).dtype
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+        raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
+
+
+def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
+    if not isinstance(named, Mapping):
+        got = type(named).__name__
+        raise ValueError(message(what, expected="a mapping by name", got=got))
+    return named.items()
+
+
+def _join_blocks(what: str, blocks: Iterable[ArrayLike]) -> np.ndarray:
+    """Return blocks of rows as one array `[n, …]`.
+
+    Raises:
+      ValueError: rows of different blocks have different shapes.
+    """
+    arrays = [np.asarray(block) for block in blocks]
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) > 1 or any(not array.ndim for array in arrays):
+        expected, got = "blocks of rows of one shape", f"{[array.shape for array in arrays]}"
+        raise ValueError(message(what, expected=expected, got=got))
+    return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+def _check_same(what: str, f: Field, keys: np.ndarray, values: np.ndarray) -> None:
+    """Check that all processes give the same keys and values.
+
+    Raises:
+      ValueError: they do not.
+    """
+    if jax.process_count() == 1:
+        return
+    content = hashlib.sha256(keys.tobytes() + values.tobytes()).hexdigest()
+    if len(set(gather_from_all(what, f"{f.slot} {content}"))) > 1:
+        expected, got = "the same keys and values in every process", "others"
+        remedy = "read them in every process, in the same order"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+def _merge_rows(
+    which: np.ndarray, chosen: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return rows `[n, …]` by part, of which those in a mask `[n]` are given first."""
+    rows = {}
+    for part, some in chosen.items():
+        rows[part] = np.empty((which.size, *some.shape[1:]), some.dtype)
+        rows[part][which], rows[part][~which] = some, others[part]
+    return rows
 
 
 def _gather_rows(

@@ -50,8 +50,8 @@ class Programs:
 
     Attributes:
       traces: how often the lookup and the update were traced.
-      lookup: `(tables, source) -> [F] activations`.
-      visit: `(tables, vocabulary, batch) -> [F] activations` of a batch with visits.
+      lookup: `(tables, source, vocabulary) -> [F] activations`; of a batch with visits it takes the
+        `vocabulary` of the state, else None.
       update: `(state, source, operands) -> state`.
       update_in_place: `((tables, slots), (step, counters), source, operands) -> state`. Tables and
         slots are donated; step and counters are not, so users can still read them.
@@ -65,7 +65,6 @@ class Programs:
         self._made = jax.jit(self._init)
         # A user finds these programs in a jaxpr or a profile by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
-        self.visit = jax.jit(named(self._visit, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
         self.update_in_place = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
 
@@ -83,25 +82,21 @@ class Programs:
             state = dataclasses.replace(state, vocabulary=vocabulary)
         return state
 
-    def _lookup(self, tables: dict[str, Array], source: Batch | TracedIds) -> list[Array | Jagged]:
+    def _lookup(
+        self,
+        tables: dict[str, Array],
+        source: Batch | TracedIds,
+        vocabulary: dict[str, Array] | None = None,
+    ) -> list[Array | Jagged]:
         self.traces["lookup"] += 1  # this line runs once per trace, not once per step
-        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
-        return self._looked_up(tables, source, self._layout)
-
-    def _visit(
-        self, tables: dict[str, Array], vocabulary: dict[str, Array], source: Batch
-    ) -> list[Array | Jagged]:
-        self.traces["lookup"] += 1
-        check_arrays(TableState(tables, {}, jnp.int32(0), {}), self._layout, slots=False)
-        assert source.visits is not None, "a batch without visits takes the other program"
-        small = source.layout_in(self._layout)
-        made = visiting_tables(tables, vocabulary, source.visits[1], self._layout, small)
-        plain = dataclasses.replace(source, visits=None, visit_rows=0)
-        return self._looked_up(made, plain, small)
-
-    def _looked_up(
-        self, tables: dict[str, Array], source: Batch | TracedIds, layout: Layout
-    ) -> list[Array | Jagged]:
+        layout = self._layout
+        check_arrays(TableState(tables, {}, jnp.int32(0), {}), layout, slots=False)
+        if vocabulary is not None:
+            assert isinstance(source, Batch), "features have no visits"
+            assert source.visits is not None, "a batch without visits takes no vocabulary"
+            small = source.layout_in(layout)
+            tables = visiting_tables(tables, vocabulary, source.visits[1], layout, small)
+            source, layout = dataclasses.replace(source, visits=None, visit_rows=0), small
         activations, bad_ids = lookup(not_differentiable(tables), source, layout)
         source.report(bad_ids, layout)
         return activations

@@ -3,15 +3,13 @@
 from tpu_embed.core.state import norms
 from tpu_embed.core.state.checks import (
     check_arrays,
-    check_layout,
     check_not_donated,
     check_own,
     check_state,
     check_tables_not_donated,
 )
 from tpu_embed.core.state.fields import Field, field, fields
-from tpu_embed.core.state.gradients import refuse_gradient
-from tpu_embed.core.state.init import init_tables
+from tpu_embed.core.state.init import blank_arrays, init_tables
 from tpu_embed.core.state.moved_rows import (
     RowMover,
     Sent,
@@ -24,45 +22,43 @@ from tpu_embed.core.state.new_rows import (
     MAP_VERSION,
     NewKeys,
     NewRowWriter,
-    RowDrawer,
     first_rows,
     new_version,
     new_vocabulary,
+    open_key,
     random_key,
+    visiting_tables,
 )
 from tpu_embed.core.state.rebuilt import (
-    blank_arrays,
     matched_counters,
     put_everywhere,
     vocabulary_of_maps,
 )
-from tpu_embed.core.state.row_blocks import read_rows, row_unit
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
     describe_leaf,
     logical_rows,
+    read_rows,
+    refuse_gradient,
+    row_unit,
     rule_slots,
-    set_physical_rows,
     slot_format,
     slot_shapes,
     state_specs,
 )
-from tpu_embed.core.state.visiting import visiting_tables
 
 __all__ = [
     "MAP_VERSION",
     "Field",
     "NewKeys",
     "NewRowWriter",
-    "RowDrawer",
     "RowMover",
     "Sent",
     "StackShard",
     "TableState",
     "blank_arrays",
     "check_arrays",
-    "check_layout",
     "check_not_donated",
     "check_own",
     "check_rule",
@@ -80,6 +76,7 @@ __all__ = [
     "new_version",
     "new_vocabulary",
     "norms",
+    "open_key",
     "put_everywhere",
     "random_key",
     "read_rows",
@@ -87,7 +84,6 @@ __all__ = [
     "row_fields",
     "row_unit",
     "rule_slots",
-    "set_physical_rows",
     "slot_format",
     "slot_shapes",
     "state_specs",

@@ -35,10 +35,8 @@ def check_state(state: Any, layout: Layout) -> None:
     """
     check_own(state, layout)
     for f in fields(layout):
-        array = _array_of(state, f)
         # A NumPy array of the right shape is refused too: it is not sharded over the devices.
-        got = "" if array is None or isinstance(array, jax.Array) else f"a {type(array).__name__}"
-        _check_array(f, array, got)
+        _check_array(f, state, jax.Array)
 
 
 def check_own(state: Any, layout: Layout) -> None:
@@ -54,17 +52,6 @@ def check_own(state: Any, layout: Layout) -> None:
     check_not_donated(state)
     check_layout(state.tables, layout)
     check_layout(state.slots, layout)
-
-
-def check_kind(state: Any) -> None:
-    """Check that an object is a `TableState`.
-
-    Raises:
-      ValueError: it is something else.
-    """
-    if not isinstance(state, TableState):
-        got = type(state).__name__
-        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
 
 
 def check_not_donated(state: Any) -> None:
@@ -85,7 +72,9 @@ def check_tables_not_donated(state: Any) -> None:
     Raises:
       ValueError: it is not a state, or a table was donated; the message names its stack.
     """
-    check_kind(state)
+    if not isinstance(state, TableState):
+        got = type(state).__name__
+        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
     for name, table in state.tables.items():
         check_live(f"state: stack {name!r}", (table,))
 
@@ -132,43 +121,32 @@ def check_arrays(state: TableState, layout: Layout, *, slots: bool) -> None:
         check_layout(state.slots, layout)
     for f in fields(layout):
         if slots or f.slot is None:
-            _check_array(f, _array_of(state, f), "")
-    if slots:
-        _check_no_more_slots(state, layout)
-
-
-def _check_no_more_slots(state: TableState, layout: Layout) -> None:
-    """Raise `ValueError` if a stack has slots that the optimizer of this engine does not have."""
-    for stack in layout.stacks:
-        more = sorted(state.slots[stack.name].keys() - slot_shapes(stack).keys())
-        if more:
-            what, expected = f"state: stack {stack.name!r}", f"slots {sorted(slot_shapes(stack))}"
+            _check_array(f, state, object)
+    for stack in layout.stacks if slots else ():
+        wanted = slot_shapes(stack).keys()
+        if more := sorted(state.slots[stack.name].keys() - wanted):
+            what, expected = f"state: stack {stack.name!r}", f"slots {sorted(wanted)}"
             text = message(what, expected=expected, got=f"also {more}", remedy=_RESTORE)
             raise ValueError(text)
 
 
-def _array_of(state: TableState, f: Field) -> Any:
-    try:
-        return f.read(state)
-    except KeyError:
-        return None
-
-
-def _check_array(f: Field, array: Any, got: str) -> None:
-    """Raise `ValueError` unless `array` has the expected shape and dtype.
-
-    Args:
-      f: the table or slot.
-      array: what the state has for it; None if it has nothing.
-      got: a description of `array` where it is not an array, else "".
-    """
+def _check_array(f: Field, state: TableState, kind: type) -> None:
+    """Raise `ValueError` unless a state has an array of a kind, of the expected shape and dtype."""
     wanted = f.row_format.array(f.stack.physical_rows)
     # A slot that the whole stack shares has no rows: it is stored in its own shape, never packed.
     if not f.shape.per_row:
         wanted = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
     expected = f"{wanted.dtype} of shape {wanted.shape}"
-    if not got:
-        got = "none" if array is None else f"{array.dtype} of shape {array.shape}"
+    try:
+        array: Any = f.read(state)
+    except KeyError:
+        array = None
+    if array is None:
+        got = "none"
+    elif isinstance(array, kind):
+        got = f"{array.dtype} of shape {array.shape}"
+    else:
+        got = f"a {type(array).__name__}"
     if got != expected:
         what = f"state: {f.label}"
         raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))

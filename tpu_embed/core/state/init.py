@@ -15,6 +15,7 @@ Input: a random key and the stacks. Output: physical tables and slots.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from collections.abc import Callable
@@ -82,24 +83,12 @@ def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[
     Raises:
       ValueError: the call is inside a `shard_map`, or under another mesh.
     """
-    axes.check_context()
-
-    def shard(key: Array) -> tuple[dict, dict]:
-        made = {stack.name: _init_stack(key, stack) for stack in stacks}
-        tables = {name: one.table for name, one in made.items()}
-        return tables, {name: one.slots for name, one in made.items()}
-
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=state_specs(stacks, axes),
-        check_vma=False,
-    )(key)
+    return _make(_init_stack, stacks, axes, key)
 
 
-def blank_tables(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Create every table and slot filled with zeros.
+@functools.partial(jax.jit, static_argnames=("stacks", "axes"))
+def blank_arrays(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
+    """Create every table and slot filled with zeros; compiled once per layout.
 
     Args:
       stacks: the stacks.
@@ -111,15 +100,27 @@ def blank_tables(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]
     Raises:
       ValueError: the call is inside a `shard_map`, or under another mesh.
     """
+    return _make(_blank, stacks, axes)
+
+
+def _make(
+    make: Callable[..., StackShard], stacks: tuple[Stack, ...], axes: MeshAxes, *key: Array
+) -> tuple[dict, dict]:
+    """Return tables and slots, of which each device makes its shard of every stack."""
     axes.check_context()
 
-    def shard() -> tuple[dict, dict]:
-        made = {stack.name: _blank(stack) for stack in stacks}
+    def shard(*key: Array) -> tuple[dict, dict]:
+        made = {stack.name: make(stack, *key) for stack in stacks}
         tables = {name: one.table for name, one in made.items()}
         return tables, {name: one.slots for name, one in made.items()}
 
-    specs = state_specs(stacks, axes)
-    return jax.shard_map(shard, mesh=axes.mesh, in_specs=(), out_specs=specs, check_vma=False)()
+    return jax.shard_map(
+        shard,
+        mesh=axes.mesh,
+        in_specs=PartitionSpec(),
+        out_specs=state_specs(stacks, axes),
+        check_vma=False,
+    )(*key)
 
 
 def _blank(stack: Stack) -> StackShard:
@@ -134,7 +135,7 @@ def _blank(stack: Stack) -> StackShard:
     )
 
 
-def _init_stack(key: Array, stack: Stack) -> StackShard:
+def _init_stack(stack: Stack, key: Array) -> StackShard:
     """Fill this device's shard of one stack."""
     made = _blank(stack)
     if rounds_at_random(stack):

@@ -37,21 +37,20 @@ from tpu_embed.core.layout import (
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
-    slot_format,
-    slot_shapes,
-    state_specs,
+    row_formats,
+    stack_specs,
+    write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.waits import zero_after
-from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, RowGroups, slot_field
+from tpu_embed.storage import Homes, HomeTable, Room, RowField, RowGroups
 
 
 def row_fields(stack: Stack) -> dict[str, RowField]:
     """Return what a row of a stack has."""
-    formats = _formats(stack)
     return {
-        name: RowField(one.shape, storage.stored_dtype(one.dtype)) for name, one in formats.items()
+        part: RowField(one.shape, storage.stored_dtype(one.dtype))
+        for part, one in row_formats(stack).items()
     }
 
 
@@ -114,13 +113,6 @@ def check_rule(stack: Stack, table: TableSlice) -> None:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _formats(stack: Stack) -> dict[str, RowFormat]:
-    """Return how the rows of each field lie in their array."""
-    per_row = {n: slot for n, slot in slot_shapes(stack).items() if slot.per_row}
-    slots = {slot_field(n): slot_format(stack, slot) for n, slot in per_row.items()}
-    return {VALUES: stack.row_format, **slots}
-
-
 Fields = dict[str, Array]
 """Rows on the devices, `[S, m, …]` by field, in parcels."""
 
@@ -158,8 +150,7 @@ class RowMover:
 
     def _program(self, stack: Stack, function: Any, donated: Any) -> Any:
         axes = self._layout.axes
-        tables, slots = state_specs((stack,), axes)
-        held = StackShard(tables[stack.name], slots[stack.name])
+        held = stack_specs(stack, axes)
         split = axes.spec(stack.shard_axes)
 
         def run(held_arrays: StackShard, rows: Any) -> Any:
@@ -193,13 +184,15 @@ class RowMover:
             one = arrivals.get(stack.name)
             if one is None or not one.parcels.at.size:
                 continue
+            sharding = self._layout.axes.sharding(stack.shard_axes)
+            operand = functools.partial(parcel_operand, sharding=sharding)
             from_home = np.concatenate([found[table] for table in one.parcels.parts])
-            places = written = self._sent(stack, one.parcels.rows())
+            places = written = operand(one.parcels.rows())
             if not from_home.all():
-                written = self._sent(stack, one.parcels.rows(from_home))
+                written = operand(one.parcels.rows(from_home))
             some = from_home.any() if agreed is None else agreed[stack.name].from_home
             fields = one.fields if some else {}
-            fields = {name: self._sent(stack, field) for name, field in fields.items()}
+            fields = {name: operand(field) for name, field in fields.items()}
             sent[stack.name] = Sent(places, written, fields)
         return sent
 
@@ -231,9 +224,6 @@ class RowMover:
         """Return the program of `exchange`, lowered for the shapes of a stack's shard and rows."""
         return self._exchanging[stack.name].lower(held, sent)
 
-    def _sent(self, stack: Stack, array: np.ndarray) -> Any:
-        return parcel_operand(array, self._layout.axes.sharding(stack.shard_axes))
-
 
 def leaving_rooms(
     copies: Mapping[str, Fields], arrivals: Mapping[str, Arrival], mine: Mapping[str, np.ndarray]
@@ -259,25 +249,17 @@ def leaving_rooms(
 def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:
     """Return this device's copies `[1, m, …]` of local rows, given in halves `[1, 2, m]`."""
     local = open_rows(places[0], stack)
+    arrays = held.by_part()
     return {
-        name: one.unpack(dispatch.read_rows(_array(held, name), local, one))[None]
-        for name, one in _formats(stack).items()
+        part: one.unpack(dispatch.read_rows(arrays[part], local, one))[None]
+        for part, one in row_formats(stack).items()
     }
 
 
 def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, StackShard]:
     """Return copies as `_collect` does, and this device's shard with the rows that were sent."""
-    copies, written = _collect(stack, held, sent.places), {}
+    copies = _collect(stack, held, sent.places)
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
-    for name, one in _formats(stack).items():
-        array, values = _array(held, name), sent.fields[name][0]
-        written[name] = dispatch.write_ascending_rows(array, rows, values, one)
-    slots = {name: written.get(slot_field(name), slot) for name, slot in held.slots.items()}
-    return copies, StackShard(written[VALUES], slots)
-
-
-def _array(held: StackShard, field: str) -> Array:
-    if field == VALUES:
-        return held.table
-    return held.slots[field.removeprefix(slot_field(""))]
+    values = {part: field[0] for part, field in sent.fields.items()}
+    return copies, write_parts(held, rows, values, stack)

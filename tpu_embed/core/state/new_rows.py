@@ -8,8 +8,11 @@ devices: it is drawn with the random key
 where `key` is what `init` was given, which the state holds. A row of a table on the host that
 belongs to no key is drawn as `init` draws that row id (`init.py`).
 
+A batch that is only looked up brings rows of tables on the host along; with what is drawn of them
+they make small tables, which it is looked up in.
+
 Input: a state, and the new keys of each table with their rows. Output: the tables and slots with
-these rows written, in their own memory.
+these rows written, in their own memory; or the small tables.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import (
     BY_ID,
     Layout,
@@ -36,6 +39,7 @@ from tpu_embed.core.layout import (
     Parcels,
     Stack,
     TableSlice,
+    Visits,
     keeps_numbers,
     open_rows,
     parcel_operand,
@@ -51,9 +55,9 @@ from tpu_embed.core.state.init import (
 from tpu_embed.core.state.table_state import (
     StackShard,
     TableState,
-    slot_format,
     slot_shapes,
-    state_specs,
+    stack_specs,
+    write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.stochastic import row_number
@@ -91,13 +95,10 @@ def new_vocabulary(key: Array, history: Array, size: int) -> dict[str, Array]:
       history: int32 `[]`, that of states without keys.
       size: how many numbers there are of maps (`Layout.version_size`).
     """
-    data = key
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        data = jax.random.key_data(key)
-    else:
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     steps = jnp.zeros(size, jnp.int32).at[1].set(history)
-    return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": data}
+    return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": jax.random.key_data(key)}
 
 
 def new_version(
@@ -124,16 +125,22 @@ def new_version(
     return {**vocabulary, MAP_VERSION: send_lines(numbers, axes.sharding(()))}
 
 
-def random_key(vocabulary: Mapping[str, Array]) -> tuple[str, Array]:
-    """Return the kind and the data of the random key that new rows are drawn with."""
-    (key,) = (pair for pair in vocabulary.items() if pair[0] != MAP_VERSION)
-    return key
+def random_key(vocabulary: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the data of the random key that new rows are drawn with, by its kind."""
+    return {kind: data for kind, data in vocabulary.items() if kind != MAP_VERSION}
+
+
+def open_key(key: Mapping[str, Any]) -> Array:
+    """Return the key of what `random_key` returned."""
+    ((kind, data),) = key.items()
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
 
 
 class NewRowWriter:
-    """Writes the rows of new keys, for one engine.
+    """Writes the rows of new keys, for one engine; draws those of tables on the host for the host.
 
-    Each stack has a program of its own, so it does not matter which stacks get keys together.
+    Each stack has programs of its own, so it does not matter which stacks get keys together; stacks
+    that are equal may have other initializers in another engine.
 
     Args:
       layout: the engine's layout.
@@ -147,6 +154,9 @@ class NewRowWriter:
         self._programs = {
             stack: jax.jit(functools.partial(self._write, stack), donate_argnums=0)
             for stack in dict.fromkeys(stack for stack, _ in layout.living)
+        }
+        self._drawing = {
+            stack: jax.jit(functools.partial(_draw_parts, stack)) for stack in self._programs
         }
 
     def write(
@@ -165,40 +175,66 @@ class NewRowWriter:
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
         chosen = {name: one for name, one in new.items() if one.keys.size}
+        rows = {name: one.rows for name, one in chosen.items()}
+        keys = {name: one.keys for name, one in chosen.items()}
+        by_id = {name: one.by_id for name, one in chosen.items()}
         for stack in self._programs:
             least = most.get(stack.name, 0)
             if least or any(table.name in chosen for table in stack.tables):
-                rows = {t.name: chosen[t.name].rows for t in stack.tables if t.name in chosen}
-                keys = {n: one.keys for n, one in chosen.items()}
-                by_id = {n: one.by_id for n, one in chosen.items()}
                 keyed = Parcels(stack, rows, least).keyed(keys, by_id)
                 parcels[stack] = parcel_operand(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
         tables, slots = dict(state.tables), dict(state.slots)
-        kind, data = random_key(state.vocabulary)
+        key = random_key(state.vocabulary)
         for stack, parcel in parcels.items():
             held = StackShard(tables[stack.name], slots[stack.name])
-            written = call(self._programs[stack], held, {kind: data}, parcel)
+            written = call(self._programs[stack], held, key, parcel)
             tables[stack.name], slots[stack.name] = written
         return dataclasses.replace(state, tables=tables, slots=slots)
 
+    def draw(
+        self,
+        vocabulary: Mapping[str, Array],
+        table: TableSlice,
+        stack: Stack,
+        keys: np.ndarray,
+        by_id: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Return new rows of a table as they are stored, `[n, …]` by field.
+
+        Args:
+          vocabulary: `TableState.vocabulary`, which holds the random key.
+          table: the table.
+          stack: its stack.
+          keys: uint64 `[n]`.
+          by_id: bool `[n]`, which of them are ids; None: all.
+        """
+        # One shard that has them all, of which the numbers of the rows do not matter.
+        alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
+        parcels = Parcels(alone, {table.name: np.arange(keys.size)})
+        keyed = parcels.keyed({table.name: keys}, {table.name: by_id})
+        # Each process draws for itself, so the key must not be an array of all their devices.
+        key = jax.tree.map(np.asarray, random_key(vocabulary))
+        drawn = self._drawing[stack](key, keyed[0])
+        return {
+            name: parcels.unpacked(np.asarray(rows)[None])[table.name]
+            for name, rows in drawn.items()
+        }
+
     def lower(self, stack: Stack, held: StackShard, vocabulary: Any, parcels: Any) -> Any:
         """Return the program of `write`, lowered for arrays of a stack, or shapes."""
-        kind, data = random_key(vocabulary)
-        return self._programs[stack].lower(held, {kind: data}, parcels)
+        return self._programs[stack].lower(held, random_key(vocabulary), parcels)
 
     def _write(
         self, stack: Stack, held: StackShard, key: dict[str, Array], parcels: Array
     ) -> StackShard:
         self.traces += 1  # this line runs once per trace, not once per step
         axes = self._layout.axes
-        ((kind, data),) = key.items()
-        tables, slots = state_specs((stack,), axes)
-        specs = StackShard(tables[stack.name], slots[stack.name])
+        specs = stack_specs(stack, axes)
 
-        def device(held: StackShard, data: Array, parcels: Array) -> StackShard:
-            random_key = jax.random.wrap_key_data(data, impl=kind)
-            return _write_stack(held, random_key, open_keyed(parcels[0], stack), stack)
+        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> StackShard:
+            rows = open_rows(parcels[0, :2], stack)
+            return write_parts(held, rows, _draw_parts(stack, key, parcels[0]), stack)
 
         return jax.shard_map(
             device,
@@ -206,7 +242,7 @@ class NewRowWriter:
             in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
             out_specs=specs,
             check_vma=False,
-        )(held, data, parcels)
+        )(held, key, parcels)
 
 
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
@@ -242,51 +278,6 @@ def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRow
     return jax.lax.optimization_barrier(rows), lines
 
 
-class RowDrawer:
-    """Draws rows of tables on the host for the host, as `NewRowWriter` does for the devices.
-
-    Its programs are its own: stacks that are equal may have other initializers.
-
-    Args:
-      layout: the engine's layout.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self._programs = {
-            stack: jax.jit(functools.partial(_drawn_fields, stack), static_argnames="kind")
-            for stack in dict.fromkeys(stack for stack, _ in layout.on_host)
-        }
-
-    def draw(
-        self,
-        vocabulary: Mapping[str, Array],
-        table: TableSlice,
-        stack: Stack,
-        keys: np.ndarray,
-        by_id: np.ndarray | None = None,
-    ) -> dict[str, np.ndarray]:
-        """Return new rows of a table as they are stored, `[n, …]` by field.
-
-        Args:
-          vocabulary: `TableState.vocabulary`, which holds the random key.
-          table: the table.
-          stack: its stack.
-          keys: uint64 `[n]`.
-          by_id: bool `[n]`, which of them are ids; None: all.
-        """
-        kind, data = random_key(vocabulary)
-        # One shard that has them all, of which the numbers of the rows do not matter.
-        alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
-        parcels = Parcels(alone, {table.name: np.arange(keys.size)})
-        keyed = parcels.keyed({table.name: keys}, {table.name: by_id})
-        # Each process draws for itself, so the key must not be an array of all their devices.
-        drawn = self._programs[stack](np.asarray(data), keyed[0], kind=kind)
-        return {
-            name: parcels.unpacked(np.asarray(rows)[None])[table.name]
-            for name, rows in drawn.items()
-        }
-
-
 def first_rows(
     vocabulary: Mapping[str, Array], table: TableSlice, stack: Stack
 ) -> Callable[[Array], Array]:
@@ -300,28 +291,26 @@ def first_rows(
       table: the table, whose ids are row numbers.
       stack: its stack.
     """
-    kind, data = random_key(vocabulary)
-    known, number = np.asarray(data), stack.tables.index(table)
+    known, number = jax.tree.map(np.asarray, random_key(vocabulary)), stack.tables.index(table)
 
     def drawn(ids: Array) -> Array:
         # All rows are of one table, and none has a place on a device: they are only numbered.
         rows = jax.lax.iota(jnp.int32, ids.shape[0])
         same = jnp.zeros_like(rows)
         new = KeyedParcel(rows, same + number, same == 0, low=ids[:, 0], high=ids[:, 1])
-        key = jax.random.wrap_key_data(jnp.asarray(known), impl=kind)
-        return storage.encode(draw_rows(key, new, stack)[0], stack.dtype)
+        return storage.encode(draw_rows(open_key(known), new, stack)[0], stack.dtype)
 
     return drawn
 
 
-def _drawn_fields(stack: Stack, data: Array, parcel: Array, *, kind: str) -> dict[str, Array]:
-    """Return drawn rows, as they are stored, by field."""
-    new = open_keyed(parcel, stack)
-    rows, lines = draw_rows(jax.random.wrap_key_data(data, impl=kind), new, stack)
-    slots, per_row = fresh_slots(stack, rows, lines), slot_shapes(stack).items()
+def _draw_parts(stack: Stack, key: dict[str, Array], parcel: Array) -> dict[str, Array]:
+    """Return drawn rows with their slots, as they are stored, by part."""
+    rows, lines = draw_rows(open_key(key), open_keyed(parcel, stack), stack)
+    slots, shapes = fresh_slots(stack, rows, lines), slot_shapes(stack).items()
+    # A slot that all rows share (a step counter, say) is no new row's.
     return {VALUES: storage.encode(rows, stack.dtype)} | {
         slot_field(name): storage.encode(slots[name], slot.dtype)
-        for name, slot in per_row
+        for name, slot in shapes
         if slot.per_row
     }
 
@@ -341,15 +330,51 @@ def _fold_key(key: Array, low: Array, high: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(key, low), high)
 
 
-def _write_stack(held: StackShard, key: Array, new: KeyedParcel, stack: Stack) -> StackShard:
-    """Return this device's shard of a stack with new rows, `[m]`, written."""
-    rows, lines = draw_rows(key, new, stack)
-    stored = storage.encode(rows, stack.dtype)
-    table = dispatch.write_ascending_rows(held.table, new.rows, stored, stack.row_format)
-    fresh, slots = fresh_slots(stack, rows, lines), dict(held.slots)
-    for name, slot in slot_shapes(stack).items():
-        # A slot that all rows share (a step counter, say) is no new row's.
-        if slot.per_row:
-            stored, row_format = storage.encode(fresh[name], slot.dtype), slot_format(stack, slot)
-            slots[name] = dispatch.write_ascending_rows(slots[name], new.rows, stored, row_format)
-    return StackShard(table, slots)
+def visiting_tables(
+    tables: Mapping[str, Array],
+    vocabulary: Mapping[str, Array],
+    visits: Mapping[str, Visits],
+    layout: Layout,
+    small: Layout,
+) -> dict[str, Array]:
+    """Return the tables of a state with those on the host replaced by small ones; in a program.
+
+    Args:
+      tables: `TableState.tables`.
+      vocabulary: `TableState.vocabulary`, which holds the random key.
+      visits: what the small ones are made of, by stack.
+      layout: the engine's layout.
+      small: that of the small tables.
+    """
+    axes, made = layout.axes, dict(tables)
+    for large, stack in zip(layout.stacks, small.stacks, strict=True):
+        if stack.is_on_host:
+            split = axes.spec(stack.shard_axes)
+            shard = functools.partial(_small_table, large, stack)
+            made[stack.name] = jax.shard_map(
+                shard,
+                mesh=axes.mesh,
+                in_specs=(split, PartitionSpec(), split),
+                out_specs=split,
+                check_vma=False,
+            )(tables[stack.name], random_key(vocabulary), visits[stack.name])
+    return made
+
+
+def _small_table(
+    large: Stack, small: Stack, table: Array, key: dict[str, Array], all_visits: Visits
+) -> Array:
+    """Return this device's shard of a small stack, from its line `[1, …]` of what it is made of."""
+    visits: Visits = jax.tree.map(lambda line: line[0], all_visits)
+    lies, whole = small.row_format, small.row_format.array(small.num_rows)
+    array = jnp.zeros(whole.shape, whole.dtype)
+    held = lies.unpack(dispatch.read_rows(table, visits.cached, large.row_format))
+    rows = jnp.arange(small.num_rows, dtype=small.index_dtype)
+    rows = jnp.where(visits.cached >= 0, rows, PADDING_ID)
+    array = dispatch.write_ascending_rows(array, rows, held, lies)
+    places = open_rows(visits.places, small)
+    array = dispatch.write_ascending_rows(array, places, visits.stored, lies)
+    new = open_keyed(visits.drawn, small)
+    drawn, _ = draw_rows(open_key(key), new, small)
+    stored = storage.encode(drawn, small.dtype)
+    return dispatch.write_ascending_rows(array, new.rows, stored, lies)

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec
 from tpu_embed._types import Array
 from tpu_embed.core.exchange import axis_index, psum
 from tpu_embed.core.layout import Layout, MeshAxes, Stack
-from tpu_embed.core.state.row_blocks import read_rows
-from tpu_embed.core.state.table_state import TableState, rule_slots, slot_format
+from tpu_embed.core.state.table_state import TableState, read_rows, rule_slots, slot_format
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 
 TABLE = ""

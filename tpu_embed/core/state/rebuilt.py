@@ -17,12 +17,8 @@ import numpy as np
 
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.layout import Layout, MeshAxes
-from tpu_embed.core.state.init import blank_tables
 from tpu_embed.core.state.new_rows import MAP_VERSION
 from tpu_embed.vocabulary import MapStates
-
-blank_arrays = jax.jit(blank_tables, static_argnames=("stacks", "axes"))
-"""`blank_tables`, compiled once per layout and not once per call."""
 
 
 def put_everywhere(values: PyTree, axes: MeshAxes) -> PyTree:

@@ -2,7 +2,12 @@
 
 Physical means that the tables of a stack share one array, whose first axis is sharded over the
 devices and padded so that all shards are equal. The functions here say how those arrays are
-sharded, and convert between physical rows and the logical rows of one table.
+sharded, read and write rows of a shard, and convert physical rows to the logical ones of a table.
+
+`jax.grad(loss)(state)` first asks whether all leaves of the state are floats. The step is an
+integer, so JAX would say that integers have no gradients. But the gradient of a table is what
+nobody should ask for: it is as large as the table. So a state that is taken apart for this question
+raises an error that says what to do instead.
 
 Input: stacks and physical arrays. Output: shardings, logical rows, or arrays with some rows set.
 """
@@ -10,6 +15,8 @@ Input: stacks and physical arrays. Output: shardings, logical rows, or arrays wi
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,13 +25,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, keystr
 
-from tpu_embed._types import PADDING_ID, Array, Tracer
-from tpu_embed.core.exchange import collectives
+from tpu_embed._checks import message
+from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import MeshAxes, Stack, TableSlice, rounding_slots
-from tpu_embed.core.state.gradients import refuse_jax_grad
-from tpu_embed.kernels import dispatch
-from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
+from tpu_embed.storage import VALUES, slot_field
+
+_TREE_FUNCTIONS = jax.tree_util.tree_leaves.__code__.co_filename
+_ASKING = (inspect.unwrap(jax.value_and_grad).__code__.co_filename, "value_and_grad_f")
+"""File and name of the function that `jax.grad` and `jax.value_and_grad` return."""
 
 
 class StackShard(NamedTuple):
@@ -32,6 +43,10 @@ class StackShard(NamedTuple):
 
     table: Array
     slots: dict[str, Array]
+
+    def by_part(self) -> dict[str, Array]:
+        """Return its arrays by what they are of a row, see `Field.part`."""
+        return {VALUES: self.table} | {slot_field(n): slot for n, slot in self.slots.items()}
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -127,6 +142,12 @@ def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
     return tables, slots
 
 
+def stack_specs(stack: Stack, axes: MeshAxes) -> Any:
+    """Return the partition specs of the arrays of one stack, as those of a `StackShard`."""
+    tables, slots = state_specs((stack,), axes)
+    return StackShard(tables[stack.name], slots[stack.name])
+
+
 def slot_shapes(stack: Stack) -> Mapping[str, SlotShape]:
     """Return the shape of every slot of a stack, by name; nothing if it has no optimizer."""
     return {**rule_slots(stack), **rounding_slots(stack)}
@@ -144,6 +165,30 @@ def slot_format(stack: Stack, slot: SlotShape) -> RowFormat:
     return RowFormat(slot.shape, jnp.dtype(slot.dtype), stack.packing)
 
 
+def row_formats(stack: Stack) -> dict[str, RowFormat]:
+    """Return how the rows of each part lie in their array; those of no row are left out."""
+    per_row = {name: slot for name, slot in slot_shapes(stack).items() if slot.per_row}
+    slots = {slot_field(name): slot_format(stack, slot) for name, slot in per_row.items()}
+    return {VALUES: stack.row_format, **slots}
+
+
+def write_parts(
+    held: StackShard, rows: Array, values: Mapping[str, Array], stack: Stack
+) -> StackShard:
+    """Return one device's shard with rows set.
+
+    Args:
+      held: the shard.
+      rows: `[m]` local rows, ascending; `PADDING_ID` for none.
+      values: `[m, …]` by part, as they are stored.
+      stack: the stack.
+    """
+    arrays = held.by_part()
+    for part, one in row_formats(stack).items():
+        arrays[part] = dispatch.write_ascending_rows(arrays[part], rows, values[part], one)
+    return StackShard(arrays[VALUES], {name: arrays[slot_field(name)] for name in held.slots})
+
+
 def logical_rows(physical: Array, row_format: RowFormat, stack: Stack, table: TableSlice) -> Array:
     """Return a copy of the stored rows of one logical table, `[V, …]`.
 
@@ -159,37 +204,64 @@ def logical_rows(physical: Array, row_format: RowFormat, stack: Stack, table: Ta
     return row_format.unpack(logical[: table.vocabulary_size])
 
 
-def set_physical_rows(
-    physical: Array,
-    row_ids: Array,
-    values: Array,
-    row_format: RowFormat,
-    stack: Stack,
-    axes: MeshAxes,
-) -> Array:
-    """Return the physical array with `values` at physical `row_ids`, each shard writing its own.
+def row_unit(row_format: RowFormat) -> int:
+    """Return of what a block's first row and its number of rows are multiples."""
+    # Packed rows share lines of 128 words: PACKED_ROWS rows fill a whole number of lines. Not
+    # packed, a row is its own line.
+    return PACKED_ROWS if row_format.packed else 1
+
+
+def read_rows(physical: Array, start: Array, size: int, row_format: RowFormat) -> Array:
+    """Return the local rows start … start + size - 1, `[size, …]`, float32 or float64.
+
+    What passes over a whole table reads it in such blocks, so that no temporary array is as large
+    as the table, however its rows are packed.
 
     Args:
-      physical: the stack's array of `S * R` rows, sharded over its first axis.
-      row_ids: `[n]` physical rows, all different; numbers outside [0, S * R) are not written.
-      values: `[n, …]`, in the stored dtype.
+      physical: the array of one shard, for example `[R, D]`.
+      start: the first local row, a multiple of `row_unit`; `start + size` is at most R.
+      size: the number of rows, a multiple of `row_unit`.
       row_format: how the rows lie in the array.
-      stack: the stack.
-      axes: the mesh.
     """
+    unit = row_unit(row_format)
+    # Of rows of 32 words, four stand in a line, so 128 rows are 32 lines: the 128 rows from row 256
+    # on are the 32 lines from line 64 on.
+    lines = row_format.array(unit).shape[0]
+    stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
+    values = storage.decode(row_format.unpack(row_format.by_row(stored)), row_format.dtype)
+    return values.astype(jnp.float64 if values.dtype == jnp.float64 else jnp.float32)
 
-    def shard(physical: Array, row_ids: Array, values: Array) -> Array:
-        # Every device sees all n rows and writes those in its range [first, first + R).
-        first = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype) * stack.num_rows
-        local = row_ids - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        return dispatch.write_rows(physical, jnp.where(mine, local, PADDING_ID), values, row_format)
 
-    spec = axes.spec(stack.shard_axes)
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(spec, PartitionSpec(), PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
-    )(physical, row_ids, values)
+def refuse_gradient(what: str) -> None:
+    """Raise the error of a function that is asked for a gradient with respect to a state.
+
+    Args:
+      what: the function.
+
+    Raises:
+      TypeError: always.
+    """
+    raise TypeError(
+        message(
+            what,
+            expected="activations or weights to differentiate by",
+            got="a TableState",
+            remedy="give the activations' gradients to EmbeddingEngine.update; for tables that "
+            "are plain arrays there is sparse_value_and_grad",
+        )
+    )
+
+
+def refuse_jax_grad() -> None:
+    """Refuse to take a state apart if `jax.grad` asks for its leaves.
+
+    Raises:
+      TypeError: `jax.grad` or `jax.value_and_grad` is asked for such a gradient.
+    """
+    # The stack: this function, the flattening of the state, JAX's functions of trees, who asks.
+    # If a release of JAX changes them, its own error is back, and a test tells.
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == _TREE_FUNCTIONS:
+        frame = frame.f_back
+    if (frame.f_code.co_filename, frame.f_code.co_name) == _ASKING:
+        refuse_gradient("jax.grad")

@@ -35,11 +35,6 @@ class ChangedRows:
     unseen: ClassVar[None] = None
 
     @property
-    def form(self) -> str:
-        """What a table must be for this to be applied to it, for comparisons and messages."""
-        return form_of(self.vocabulary_size, self.dim, self.dtype, None)
-
-    @property
     def is_empty(self) -> bool:
         """Whether nothing changed."""
         return not self.ids.size
@@ -76,11 +71,6 @@ class ChangedKeys:
     values: np.ndarray
     lost: np.ndarray
     shared: np.ndarray
-
-    @property
-    def form(self) -> str:
-        """What a table must be for this to be applied to it, for comparisons and messages."""
-        return form_of(self.vocabulary_size, self.dim, self.dtype, self.unseen)
 
     @property
     def is_empty(self) -> bool:

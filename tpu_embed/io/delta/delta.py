@@ -148,19 +148,15 @@ def _read_tables(
         size = f.table.vocabulary_size
         ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
         kept = ids if jax.process_index() == 0 else ids[:0]
-        values = raise_on_all("export_delta", root.parent, functools.partial(_room, kept.size, f))
         rows = DeviceRows(state, engine.layout, name, [VALUES])
+        room = raise_on_all("export_delta", root.parent, functools.partial(rows.empty, kept.size))
+        values = room[VALUES]
         for some in pieces(ids.size, rows.block):
             found = rows.read(ids[some])[VALUES]
             values[some] = found[: len(kept[some])]
         kept = kept.astype(delta_files.kept_dtype(size))
         tables[name] = ChangedRows(size, f.stack.dim, f.stack.dtype, kept, values)
     return tables
-
-
-def _room(n: int, f: Field) -> np.ndarray:
-    """Return room for n rows of a table, as they are stored."""
-    return np.empty((n, f.stack.dim), storage.stored_dtype(f.stack.dtype))
 
 
 def _with_others(changes: Changes, table: TableSlice) -> tuple[Changes, np.ndarray]:

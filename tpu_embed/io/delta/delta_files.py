@@ -126,7 +126,9 @@ def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str,
     for name, form in declared.items():
         wanted = [form[part] for part in ("vocabulary_size", "dim", "dtype", "unseen")]
         expected, rows = form_of(*wanted), delta.tables.get(name)
-        got = "none" if rows is None else rows.form
+        got = "none"
+        if rows is not None:
+            got = form_of(rows.vocabulary_size, rows.dim, rows.dtype, rows.unseen)
         if got != expected:
             what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -7,6 +7,8 @@ Input: an array, ids and rows. Output: the array with these rows set.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -21,24 +23,6 @@ _NUMBERS = 2**20
 """The most numbers in a block, except that a block has at least 64 rows."""
 
 
-def block_size(vocabulary_size: int, dim: int) -> int:
-    """Return the rows per block: constant per table, so only one program compiles.
-
-    It is V rounded up to a power of two, at most `_NUMBERS / D`, and at least 64.
-    """
-    whole = 1 << (vocabulary_size - 1).bit_length()
-    return min(max(64, whole), max(64, _NUMBERS // dim))
-
-
-def padded_to(size: int, ids: np.ndarray) -> np.ndarray:
-    """Return ids `[n]` as `[size]`, padded with `PADDING_ID` at the end."""
-    return np.pad(ids, (0, size - ids.size), constant_values=PADDING_ID)
-
-
-_copied = jax.jit(dispatch.set_rows)
-_in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
-
-
 def check_numbered(array: Array) -> None:
     """Check that the index dtype can number all rows of an array.
 
@@ -51,10 +35,11 @@ def check_numbered(array: Array) -> None:
         raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
 
 
-def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
-    """Return a copy of an array with some rows set.
+def _set(write: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    """Return an array with some rows set.
 
     Args:
+      write: sets the first block.
       array: `[V, D]` or `[V]`.
       ids: `[n]`, unique.
       rows: `[n, …]`, in the array's dtype.
@@ -62,22 +47,26 @@ def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
     Raises:
       ValueError: whatever `check_numbered` refuses.
     """
-    return _set(_copied, array, ids, rows)
-
-
-def set_rows_in_place(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
-    """Set rows as `set_rows` does, but in the memory of the array, which is deleted by this."""
-    return _set(_in_place, array, ids, rows)
-
-
-def _set(
-    first_block: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray
-) -> Array:
     check_numbered(array)
-    size, write = block_size(array.shape[0], int(np.prod(array.shape[1:]))), first_block
+    # Constant per table, so that only one program compiles: V rounded up to a power of two, at most
+    # `_NUMBERS / D`, and at least 64.
+    most = max(64, _NUMBERS // math.prod(array.shape[1:]))
+    size = min(max(64, 1 << (array.shape[0] - 1).bit_length()), most)
     for first in range(0, ids.size, size):
-        block = ids[first : first + size]
-        missing = [(0, size - block.size)] + [(0, 0)] * (rows.ndim - 1)
-        array = write(array, padded_to(size, block), np.pad(rows[first : first + size], missing))
+        block, values = ids[first : first + size], rows[first : first + size]
+        missing = (0, size - block.size)
+        places = np.pad(block, missing, constant_values=PADDING_ID)
+        values = np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1))
+        array = write(array, places, values)
         write = _in_place  # from the second block on, the array is already a copy of our own
     return array
+
+
+_copied = jax.jit(dispatch.set_rows)
+_in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
+
+set_rows = functools.partial(_set, _copied)
+"""Returns a copy of an array with some rows set: of `(array, ids, rows)`, see `_set`."""
+
+set_rows_in_place = functools.partial(_set, _in_place)
+"""Sets rows as `set_rows` does, but in the memory of the array, which is deleted by this."""
