@@ -46,15 +46,21 @@ class _Save(threading.Thread):
 
     Attributes:
       error: what it has raised and nobody has been told yet.
+      ended: whether it has.
     """
 
-    error: BaseException | None = None
+    def __init__(self, save: Callable[[], None]) -> None:
+        super().__init__(target=save, name="tpu_embed_save")
+        self.error: BaseException | None = None
+        self.ended = threading.Event()
 
     def run(self) -> None:
         try:
             super().run()
         except BaseException as error:
             self.error = error
+        finally:
+            self.ended.set()
 
 
 class _NumberedCheckpoints(abc.ABC):
@@ -152,7 +158,7 @@ class _NumberedCheckpoints(abc.ABC):
                 raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
-                self._saving = _Save(target=saved, name="tpu_embed_save")
+                self._saving = _Save(saved)
                 self._saving.start()
             else:
                 saved()
@@ -230,6 +236,7 @@ class _NumberedCheckpoints(abc.ABC):
         """
         if self._saving is not None:
             self._saving.join()
+            self._saving.ended.wait()  # Python 3.11 does not join again after an interrupt
             error, self._saving.error = self._saving.error, None
             if error is not None:
                 raise error
