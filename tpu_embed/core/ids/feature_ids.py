@@ -160,7 +160,8 @@ def dense_shape(
     """
     feature, length = FeatureRules(path, config, ""), config.max_sequence_length
     if not shape:
-        raise feature.error(expected="ids of rank 1 or more", got="rank 0")
+        remedy = "give one id as [1]"
+        raise feature.error(expected="ids of rank 1 or more", got="rank 0", remedy=remedy)
     sequence = length or config.jagged
     if sequence and len(shape) != 2:
         expected, remedy = "a sequence's ids as [B, H]", "give each example one row of ids"
