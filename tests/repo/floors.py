@@ -64,6 +64,7 @@ ORDERS = {
         "engine",
     ],
     "io": [
+        "store",
         "files",
         "schema",
         "crc_json",

@@ -34,8 +34,8 @@ def test_core_has_few_rooms_and_arrows():
     trees = {PurePosixPath(p): ast.parse((ROOT / p).read_text()) for p in FILES}
     found = floors.arrows(trees, MODULES, "core")
     rooms = {room for arrow in found for room in arrow}
-    assert len(rooms) <= 9
-    assert len(found) <= 28
+    assert len(rooms) <= 10
+    assert len(found) <= 30
 
 
 def test_nothing_is_imported_in_a_circle():

@@ -12,17 +12,17 @@ import json
 import reprlib
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tpu_embed._checks import message
 from tpu_embed.io import files, schema
+from tpu_embed.io.store import Place
 
 _ENVELOPE = {"kind", "format", "crc32"}
 
 
 def write_with_crc(
-    path: Path, kind: str, version: int, value: Mapping[str, Any], *, indent: int | None = None
+    path: Place, kind: str, version: int, value: Mapping[str, Any], *, indent: int | None = None
 ) -> None:
     """Write a JSON object; it is on disk when this returns.
 
@@ -40,7 +40,7 @@ def write_with_crc(
 
 
 def read_with_crc(
-    path: Path, kind: str, version: int, form: schema.Form, remedy: str
+    path: Place, kind: str, version: int, form: schema.Form, remedy: str
 ) -> dict[str, Any]:
     """Return the object that `write_with_crc` has written, without the keys that it added.
 

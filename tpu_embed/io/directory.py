@@ -16,6 +16,7 @@ import reprlib
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io.store import Bucket, Place
 
 FORMAT = 4
 """The version of the directory format."""
@@ -93,7 +95,7 @@ def written(root: Path) -> Iterator[Path]:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def describe_file(root: Path, file: str) -> dict[str, Any]:
+def describe_file(root: Place, file: str) -> dict[str, Any]:
     """Return the description of a file for the metadata.
 
     Args:
@@ -101,6 +103,9 @@ def describe_file(root: Path, file: str) -> dict[str, Any]:
       file: the path of the file, relative to it.
     """
     path = root / file
+    if isinstance(path, Bucket):
+        size, crc32 = (path.written or {})[path.key]
+        return {"file": file, "bytes": size, "crc32": crc32}
     return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
 
 
@@ -200,7 +205,7 @@ def write_tables(
     }
 
 
-def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Write the arrays of one table; return their descriptions for the metadata.
 
     Args:
@@ -219,7 +224,7 @@ def write_arrays(root: Path, name: str, arrays: Mapping[str, np.ndarray]) -> dic
 
 
 def read_arrays(
-    root: Path,
+    root: Place,
     name: str,
     described: Mapping[str, Any],
     forms: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -247,6 +252,10 @@ def read_arrays(
         raise ValueError(message(what, expected=f"{dict(forms)}", got=f"{said}", remedy=remedy))
     arrays = {}
     for part, one in described.items():
+        if isinstance(root, Bucket):  # what its commit says of it was compared
+            data = files.read(root / _array_file(name, part), remedy)
+            arrays[part] = np.load(BytesIO(data), allow_pickle=False)
+            continue
         path = check_file(root, _array_file(name, part), one, remedy, whole=whole)
         arrays[part] = _mapped(path, *forms[part], remedy)
     return arrays

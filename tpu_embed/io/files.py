@@ -15,10 +15,12 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from tpu_embed._checks import message
+from tpu_embed.io.store import Bucket, Place
 
 _PLAIN = re.compile("[a-z0-9_][a-z0-9_-]{0,63}")
 """Names that can be used unchanged as file names on every file system."""
@@ -51,8 +53,12 @@ def file_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def create(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file for writing; when the block ends, its bytes are on disk."""
+def create(path: Place) -> Iterator[BinaryIO]:
+    """Open a new file for writing; when the block ends, its bytes are on disk, or in the bucket."""
+    if isinstance(path, Bucket):
+        yield (content := BytesIO())
+        path.put(content.getvalue(), new=True)
+        return
     with path.open("xb") as file:
         yield file
         file.flush()
@@ -92,7 +98,7 @@ def rename(path: Path, new: Path) -> None:
 
 
 @contextlib.contextmanager
-def name_errors(path: Path, remedy: str) -> Iterator[None]:
+def name_errors(path: Place, remedy: str) -> Iterator[None]:
     """Turn system errors about a file into errors that name the file and a remedy.
 
     Raises:
@@ -110,7 +116,7 @@ def name_errors(path: Path, remedy: str) -> Iterator[None]:
         raise ValueError(text) from error
 
 
-def read(path: Path, remedy: str) -> bytes:
+def read(path: Place, remedy: str) -> bytes:
     """Return the bytes of a file.
 
     Raises:
@@ -121,7 +127,7 @@ def read(path: Path, remedy: str) -> bytes:
         return path.read_bytes()
 
 
-def checksum(path: Path, remedy: str) -> int:
+def checksum(path: Place, remedy: str) -> int:
     """Return the CRC-32 of a file's bytes.
 
     Raises:
@@ -129,6 +135,8 @@ def checksum(path: Path, remedy: str) -> int:
       ValueError: the file cannot be read.
     """
     found = 0
+    if isinstance(path, Bucket):
+        return zlib.crc32(read(path, remedy))
     with name_errors(path, remedy), path.open("rb") as file:
         while block := file.read(_BLOCK):
             found = zlib.crc32(block, found)

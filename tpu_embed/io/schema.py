@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ Form = Callable[[Any], Problem | None]
 INT64_MAX = 2**63 - 1
 
 
-def check(file: Path, value: Any, form: Form, remedy: str) -> None:
+def check(file: Any, value: Any, form: Form, remedy: str) -> None:
     """Check that a value matches a schema.
 
     Args:

@@ -220,7 +220,7 @@ class Keeper:
         self.directory, self._stop, self._every = directory, stop, every
         self._manager = CheckpointManager(directory, engine, keep=keep)
         try:
-            self._lock = raise_on_all("fit", Path(directory), functools.partial(_lock, directory))
+            self._lock = raise_on_all("fit", directory, functools.partial(_lock, directory))
         except BaseException:
             self._manager.close()
             raise
@@ -245,8 +245,8 @@ class Keeper:
             text = message("fit: steps", expected=expected, got=f"{run.steps}", remedy=remedy)
             raise ValueError(text)
         model = _saved_model(run)
-        saved = Path(self.directory) / f"{latest}" / "model"
-        if model is None and saved.is_dir():  # it would be left out of the next checkpoint
+        saved = f"{self.directory}/{latest}"
+        if model is None and self._manager.has_model(latest):  # the next one would not have it
             remedy = "give the model and its optimizer as before, or another directory"
             expected = f"one, as it is in {saved}"
             raise ValueError(message("fit: model", expected=expected, got="None", remedy=remedy))
@@ -361,7 +361,8 @@ def _lock(directory: str | Path) -> int | None:
     Raises:
       RuntimeError: another run has it.
     """
-    if fcntl is None or jax.process_index():
+    in_bucket = "://" in os.fspath(directory)  # where a commit tells one of two writers
+    if in_bucket or fcntl is None or jax.process_index():
         return None
     _leave_locks_to_parents()
     opened = os.open(directory, os.O_RDONLY)

@@ -19,7 +19,6 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -56,7 +55,7 @@ class _AloneError(Exception):
     """Another process has left."""
 
 
-def raise_on_all(what: str, path: Path, function: Callable[[], _T]) -> _T:
+def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     """Return `function()`; if it raises in one process, raise in every process.
 
     All processes must call this.

@@ -20,8 +20,7 @@ import concurrent.futures
 import dataclasses
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -103,7 +102,7 @@ class Save(NamedTuple):
       marks: by table, the mark of the rows that were written at home since.
     """
 
-    path: Path
+    path: Any
     checkpoint: str
     step: int
     marks: Mapping[str, int]
@@ -343,7 +342,7 @@ class Homes:
             steps = [*self._departures]
         self._wait(steps)
 
-    def begin_save(self, path: Path, checkpoint: str, step: int) -> None:
+    def begin_save(self, path: Any, checkpoint: str, step: int) -> None:
         """Note that all rows are being saved as they are now.
 
         Args:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from tpu_embed._checks import message, message_of_many
 from tpu_embed.io import crc_json, schema
+from tpu_embed.io.store import Place
 
 _VALUE = "value.json"
 
@@ -45,7 +45,7 @@ class MismatchError(ValueError):
         self.args = (message_of_many(*self._differences, remedy=remedy),)
 
 
-def write_bound(path: Path, checkpoint: str, value: Any) -> None:
+def write_bound(path: Place, checkpoint: str, value: Any) -> None:
     """Write a JSON file of a checkpoint; the kind that it declares is its file name.
 
     Args:
@@ -56,7 +56,7 @@ def write_bound(path: Path, checkpoint: str, value: Any) -> None:
     crc_json.write_with_crc(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
 
 
-def read_bound(path: Path, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
+def read_bound(path: Place, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
     """Return the name of the checkpoint that a file belongs to, and its value.
 
     Args:
@@ -76,13 +76,13 @@ def read_bound(path: Path, form: schema.Form, checkpoint: str | None = None) -> 
     return found["checkpoint"], found["value"]
 
 
-def write_position(directory: Path, checkpoint: str, position: Any) -> None:
+def write_position(directory: Place, checkpoint: str, position: Any) -> None:
     """Write the position in the data; the first process does."""
     if jax.process_index() == 0:
         write_bound(directory / _VALUE, checkpoint, position)
 
 
-def read_position(directory: Path, checkpoint: str) -> Any:
+def read_position(directory: Place, checkpoint: str) -> Any:
     """Return the position in the data.
 
     Raises:

@@ -11,27 +11,27 @@ Input: a path, and what to write. Output: a directory, or what was found in one.
 
 from __future__ import annotations
 
-import glob
-import shutil
+import dataclasses
 import threading
 import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
-from tpu_embed._checks import local_path, message
-from tpu_embed.io import files
+from tpu_embed._checks import message
 from tpu_embed.io.checkpoint import trees
+from tpu_embed.io.commits import UNFINISHED, Parts, committer
+from tpu_embed.io.store import Bucket, Place, place_of
 from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 
 TABLES, MODEL = "tables", "model"
 LAYERS, VARIABLES = "layers", "variables"
 POSITION, TOUCHED = "position", "touched"
 
-Begin = Callable[[Path], Callable[[], None]]
+Begin = Callable[[Place], Callable[[], None]]
 """Copies what may change from now on, and returns what writes this process's files of an item.
 
 It is given the directory of the item. Neither waits for other processes.
@@ -43,31 +43,11 @@ _SAVING = threading.Lock()
 
 _SHOWN = 3
 """How many checkpoints of a directory a message names."""
-_UNFINISHED = ".orbax-checkpoint-tmp"
-"""What follows the name of a directory while it is filled, as when orbax did that."""
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint.
-
-    It is renamed first, so that an interrupted removal never leaves half a checkpoint.
-    """
-    if jax.process_index() == 0:
-        remove_unfinished(path.parent, path.name)
-        left = path.with_name(f"{path.name}{_UNFINISHED}-removed")
-        files.rename(path, left)
-        shutil.rmtree(left)
-
-
-def remove_unfinished(directory: Path, name: str | None = None) -> None:
-    """Remove the temporary directories of unfinished saves: those of one checkpoint, or all."""
-    if jax.process_index() == 0:
-        start = "*" if name is None else glob.escape(name)
-        for left in directory.glob(f"{start}{_UNFINISHED}*"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) -> Callable[[], None]:
+def begin_checkpoint(
+    path: Place, prepare: Callable[..., Mapping[str, Begin]]
+) -> Callable[[], None]:
     """Begin to write a checkpoint; return what goes on until it is complete and on disk.
 
     Args:
@@ -82,38 +62,39 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
     # One key per path, so that saves to different paths do not mix up their exchanges.
     what = f"checkpoint/{zlib.crc32(str(path).encode()):08x}"
     checkpoint = gather_from_all(what, uuid.uuid4().hex)[0]
-    temporary = path.with_name(f"{path.name}{_UNFINISHED}")
+    how = committer(path)
+    root = how.root(checkpoint[:12])
+    parts: list[Parts] = []
 
     def prepared() -> Mapping[str, Begin]:
-        if path.exists():
+        if how.find() is not None:
             remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
             raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
         items = prepare(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
-            files.make_directory(path.parent)
-            remove_unfinished(path.parent, path.name)
-            temporary.mkdir()
+            how.begin(root)
         return items
 
     def begun() -> list[Callable[[], None]]:
         # The first process made it; another one that does not see it has another file system.
-        if not temporary.is_dir():
+        if isinstance(root, Path) and not root.is_dir():
             expected, remedy = "a directory", "give a path that every process can reach"
             text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
             raise FileNotFoundError(text)
         for item in items:
-            (temporary / item).mkdir(exist_ok=True)  # every process makes it
-        return [begin(temporary / item) for item, begin in items.items()]
+            (root / item).mkdir(exist_ok=True)  # every process makes it
+        return [begin(root / item) for item, begin in items.items()]
 
     def finished() -> None:
         if jax.process_index() == 0:
             for item in items.keys() & {MODEL, VARIABLES}:
-                trees.finish(temporary / item, checkpoint)
-            files.sync_directories(temporary)
-            files.rename(temporary, path)
+                trees.finish(root / item, checkpoint)
+            how.finish(root, parts)
 
     def go_on() -> None:
         raise_on_all("save", path, lambda: [write() for write in writes])
+        if isinstance(root, Bucket):
+            parts.extend(gather_from_all(f"{what}/parts", root.written))
         raise_on_all("save", path, finished)
 
     items = raise_on_all("save", path, prepared)
@@ -121,53 +102,79 @@ def begin_checkpoint(path: Path, prepare: Callable[..., Mapping[str, Begin]]) ->
     return go_on
 
 
-def write_checkpoint(path: str | Path, prepare: Callable[..., Mapping[str, Begin]]) -> None:
+def write_checkpoint(path: Any, prepare: Callable[..., Mapping[str, Begin]]) -> None:
     """Write a checkpoint; it appears complete, and is on disk when this returns.
 
     Args:
-      path: as for `begin_checkpoint`.
+      path: as for `begin_checkpoint`, or the URL of a place in a bucket.
       prepare: as for `begin_checkpoint`.
 
     Raises:
-      ValueError: the path exists, or is a URL.
+      ValueError: the path exists, or is a URL of another scheme.
       Exception: whatever `prepare` raises; nothing has been written then.
     """
-    path = local_path(path).absolute()
+    place = place_of(path)
     with _SAVING:
-        check_same("save", f"{path}")
+        check_same("save", f"{place}")
         try:
-            begin_checkpoint(path, prepare)()
+            begin_checkpoint(place, prepare)()
         except BaseException:
-            remove_unfinished(path.parent, path.name)
+            if isinstance(place, Path):  # in a bucket there may be another writer of this name
+                sweep(place.parent, place.name)
             raise
 
 
-def _missing(path: Path, items: Sequence[str]) -> list[str]:
-    """Return the items that a directory does not have; all of them if it was never finished."""
-    return [item for item in items if _UNFINISHED in path.name or not (path / item).is_dir()]
+def remove(path: Place) -> None:
+    """Remove a checkpoint; the first process does."""
+    if jax.process_index() == 0:
+        committer(path).remove()
 
 
-def check_items(path: Path, items: Sequence[str], *, writer: str) -> None:
+def sweep(directory: Place, name: str | None = None) -> None:
+    """Remove what unfinished saves have left: those of one checkpoint, or all."""
+    if jax.process_index() == 0:
+        committer(directory).sweep(name)
+
+
+def find_checkpoint(path: Any) -> Place:
+    """Return where the parts of a checkpoint are read; all processes call this.
+
+    Args:
+      path: a path, or the URL of a place in a bucket.
+
+    Raises:
+      ValueError: the URL is of another scheme, or a commit is damaged.
+    """
+    place = place_of(path)
+    if isinstance(place, Path):
+        return place
+    found = raise_on_all("restore", place, committer(place).find)
+    return found or dataclasses.replace(place, parts={})
+
+
+def check_items(path: Place, items: Sequence[str], *, writer: str) -> None:
     """Check that a checkpoint is there, with some items.
 
     Raises:
       FileNotFoundError: it is not.
     """
-    missing = _missing(path, items)
+    unfinished = UNFINISHED in path.name
+    missing = [item for item in items if unfinished or not (path / item).is_dir()]
     if missing:
         expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
         remedy = f"give the directory that {writer} wrote, which every process can reach"
-        inside = path.iterdir() if path.is_dir() else ()
-        numbered = sorted((f"{one}" for one in inside if not _missing(one, items)), reverse=True)
-        if numbered:
-            shown = ", ".join(numbered[:_SHOWN])
+        inside = [path / name for name in committer(path).names()]
+        if isinstance(path, Path):
+            inside = [one for one in inside if all((one / item).is_dir() for item in items)]
+        if inside:
+            shown = ", ".join(sorted(map(str, inside), reverse=True)[:_SHOWN])
             remedy = f"this one has the checkpoints of a manager: give one of {shown}"
         what = f"checkpoint {path}"
         raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
 
 
 def open_checkpoint(
-    path: Path, items: Sequence[str], prepare: Callable[[], _T], *, writer: str
+    path: Place, items: Sequence[str], prepare: Callable[[], _T], *, writer: str
 ) -> _T:
     """Return what a function finds in a checkpoint before its items are read.
 

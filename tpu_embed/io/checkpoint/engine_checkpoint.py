@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
@@ -34,10 +34,12 @@ from tpu_embed.io.checkpoint.commit import (
     TABLES,
     TOUCHED,
     Begin,
+    find_checkpoint,
     open_checkpoint,
     write_checkpoint,
 )
 from tpu_embed.io.checkpoint.manifest import Wanted
+from tpu_embed.io.store import Place
 from tpu_embed.processes import raise_on_all
 from tpu_embed.touched import TouchedRows
 
@@ -146,34 +148,34 @@ def restore(
     if touched is not None:
         record_files.check_record(engine, touched)
         items.append(TOUCHED)
-    path, everywhere = local_path(path).absolute(), engine.layout.axes.sharding(())
+    root, everywhere = find_checkpoint(path), engine.layout.axes.sharding(())
 
     def prepared() -> tuple[str, PyTree]:
-        checkpoint = manifest.name_of(path / TABLES)
+        checkpoint = manifest.name_of(root / TABLES)
         if model is None:
             return checkpoint, None
         trees.check_leaves("model", model)
-        leaves = trees.read_leaves(path / MODEL, checkpoint)
+        leaves = trees.read_leaves(root / MODEL, checkpoint)
         abstract = jax.tree.map(lambda leaf: trees.abstract_leaf(leaf, everywhere), model)
         differences = trees.leaf_differences(leaves, abstract, convert=convert)
         if differences:
             remedy = "give model= as it was saved; convert=True rounds floats"
-            raise MismatchError(f"checkpoint {path / MODEL}", differences, remedy)
+            raise MismatchError(f"checkpoint {root / MODEL}", differences, remedy)
         return checkpoint, abstract
 
-    checkpoint, abstract = open_checkpoint(path, items, prepared, writer="save")
-    loaded = tables.read(path / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
+    checkpoint, abstract = open_checkpoint(root, items, prepared, writer="save")
+    loaded = tables.read(root / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
 
     def others() -> tuple[PyTree, Any, Any]:
-        record = None if touched is None else record_files.read(path / TOUCHED, checkpoint)
-        tree = None if model is None else trees.read(path / MODEL, checkpoint, abstract)
-        return tree, read_position(path / POSITION, checkpoint), record
+        record = None if touched is None else record_files.read(root / TOUCHED, checkpoint)
+        tree = None if model is None else trees.read(root / MODEL, checkpoint, abstract)
+        return tree, read_position(root / POSITION, checkpoint), record
 
-    tree, position, record = raise_on_all("restore", path, others)
+    tree, position, record = raise_on_all("restore", root, others)
     if loaded.maps is not None:  # everything has been read
         assert engine.vocabularies is not None
         engine.vocabularies.load_states(loaded.maps, loaded.homes)
-        host_rows.go_on_from(engine, path / TABLES, loaded.checkpoint)
+        host_rows.go_on_from(engine, root / TABLES, loaded.checkpoint)
     if touched is not None:
         touched.load(record)
     return Restored(loaded.state, tree, position)
@@ -197,7 +199,7 @@ def prepare_save(
     position: Any,
     touched: TouchedRows | None,
     *,
-    path: Path,
+    path: Place,
     checkpoint: str,
     copied: bool,
 ) -> Mapping[str, Begin]:

@@ -37,6 +37,7 @@ from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
 from tpu_embed.io.files import file_name
+from tpu_embed.io.store import Bucket, Place
 from tpu_embed.storage import HostRows, RowField, RowGroups, Save
 from tpu_embed.vocabulary import MapState
 
@@ -119,8 +120,8 @@ class _Base(NamedTuple):
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, path: Path, *, checkpoint: str, copied: bool
-) -> Callable[[Path], Checksums] | None:
+    engine: EmbeddingEngine, state: TableState, path: Place, *, checkpoint: str, copied: bool
+) -> Callable[[Place], Checksums] | None:
     """Return what writes the rows of a save, see `_write`; None without tables on the host.
 
     Args:
@@ -138,7 +139,7 @@ def prepare(
     if homes is None or maps is None:
         return None
     homes.flush()
-    base = _base(homes.saves)
+    base = _base(homes.saves, path)
     found = {}
     for name in homes.tables:
         found[name] = _prepare_table(engine, state, name, base, checkpoint, copied=copied)
@@ -146,7 +147,7 @@ def prepare(
     return functools.partial(_write, checkpoint, found, base)
 
 
-def go_on_from(engine: EmbeddingEngine, directory: Path, checkpoint: str | None) -> None:
+def go_on_from(engine: EmbeddingEngine, directory: Place, checkpoint: str | None) -> None:
     """Have later saves write only what changes after a restore, and link the rest.
 
     Args:
@@ -159,9 +160,11 @@ def go_on_from(engine: EmbeddingEngine, directory: Path, checkpoint: str | None)
         homes.begin_save(directory, checkpoint, maps.admitted)
 
 
-def _base(saves: Iterable[Save]) -> _Base | None:
-    """Return the newest save that was finished and still exists."""
+def _base(saves: Iterable[Save], path: Place) -> _Base | None:
+    """Return the newest save that was finished and still exists; in a bucket nothing is linked."""
     for save in reversed([*saves]):
+        if isinstance(path, Bucket) or isinstance(save.path, Bucket):
+            continue
         try:
             described = described_by(save.path, save.checkpoint, jax.process_index())
             _, _, checksums = manifest.read_described(save.path, save.checkpoint)
@@ -246,7 +249,7 @@ def _device_blocks(
 
 
 def _write(
-    checkpoint: str, tables: Mapping[str, SavedRows], base: _Base | None, directory: Path
+    checkpoint: str, tables: Mapping[str, SavedRows], base: _Base | None, directory: Place
 ) -> Checksums:
     """Write and link the segments of all tables; return the checksums of files, by directory.
 
@@ -283,7 +286,7 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str,
 
 
 def _write_segment(
-    directory: Path, table: str, fields: Mapping[str, RowField], segment: NewSegment
+    directory: Place, table: str, fields: Mapping[str, RowField], segment: NewSegment
 ) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
     ids, rows = _arrays(directory, table, segment.name, segment.ids.size, _width(fields))
@@ -299,7 +302,7 @@ def _write_segment(
     return {of_ids: write_column(ids, segment.ids), of_rows: writer.finish()}
 
 
-def _link(old: Path, new: Path) -> None:
+def _link(old: Any, new: Any) -> None:
     """Give the files of a directory a second name in a new one; copy them where that cannot be."""
     new.mkdir(parents=True)
     for file in old.iterdir():
@@ -310,7 +313,7 @@ def _link(old: Path, new: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def described_by(directory: Path, checkpoint: str | None, process: int) -> dict[str, Any]:
+def described_by(directory: Place, checkpoint: str | None, process: int) -> dict[str, Any]:
     """Return what a process has said of the tables in a directory that are saved by id, by name.
 
     Raises:
@@ -320,7 +323,7 @@ def described_by(directory: Path, checkpoint: str | None, process: int) -> dict[
 
 
 def read(
-    directory: Path,
+    directory: Place,
     table: str,
     described: Iterable[Mapping[str, Any]],
     checksums: Checksums,
@@ -343,7 +346,7 @@ def read(
 
 
 def _read_segment(
-    directory: Path,
+    directory: Place,
     table: str,
     described: Iterable[Mapping[str, Any]],
     segment: Mapping[str, Any],
@@ -383,7 +386,9 @@ def _places(table: str, segment: str) -> tuple[str, str]:
     return f"{start}/ids", f"{start}/rows"
 
 
-def _arrays(directory: Path, table: str, segment: str, n: int, w: int) -> tuple[RowArray, RowArray]:
+def _arrays(
+    directory: Place, table: str, segment: str, n: int, w: int
+) -> tuple[RowArray, RowArray]:
     """Return the arrays of ids and rows of a segment of n rows."""
     ids, rows = (directory / place for place in _places(table, segment))
     return (

@@ -19,12 +19,19 @@ from typing import Any, Self, TypeVar, final
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import check_int, local_path, message
+from tpu_embed._checks import check_int, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files
-from tpu_embed.io.checkpoint.commit import Begin, begin_checkpoint, remove, remove_unfinished
+from tpu_embed.io.checkpoint.commit import (
+    MODEL,
+    Begin,
+    begin_checkpoint,
+    find_checkpoint,
+    remove,
+    sweep,
+)
 from tpu_embed.io.checkpoint.engine_checkpoint import (
     Restored,
     check_engine_or_name_others,
@@ -32,6 +39,8 @@ from tpu_embed.io.checkpoint.engine_checkpoint import (
     restore,
 )
 from tpu_embed.io.checkpoint.module_checkpoint import prepare_modules, restore_modules
+from tpu_embed.io.commits import committer
+from tpu_embed.io.store import Bucket, Place, place_of
 from tpu_embed.processes import check_same, gather_from_all, raise_on_all
 from tpu_embed.touched import TouchedRows
 
@@ -87,7 +96,7 @@ class _NumberedCheckpoints(abc.ABC):
         keep: int | None = 3,
         in_background: bool = True,
     ) -> None:
-        self._directory = local_path(directory, "directory").absolute()
+        self._directory = place_of(directory, "directory")
         self._in_background = in_background
         self._lock = threading.Lock()  # one save or removal at a time
         self._every = check_int("every", every, minimum=1)
@@ -105,14 +114,15 @@ class _NumberedCheckpoints(abc.ABC):
         what, seen = "CheckpointManager", ""
 
         def made() -> None:
-            if jax.process_index() == 0:
+            if jax.process_index() == 0 and isinstance(self._directory, Path):
                 files.make_directory(self._directory)
 
         check_same(what, f"{self._directory}")
         raise_on_all(what, self._directory, made)
         # Another run may save while the processes look one after the other: try three times.
         for _ in range(3):
-            seen = f"steps {self.all_steps()}" if self._directory.is_dir() else "no directory"
+            there = isinstance(self._directory, Bucket) or self._directory.is_dir()
+            seen = f"steps {self.all_steps()}" if there else "no directory"
             if len(set(gather_from_all(what, seen))) == 1:
                 return
         check_same(f"{what} {self._directory}", seen)
@@ -149,7 +159,7 @@ class _NumberedCheckpoints(abc.ABC):
                 raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
             if step == last or not due:
                 return False
-            remove_unfinished(self._directory)
+            sweep(self._directory)
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
@@ -171,7 +181,7 @@ class _NumberedCheckpoints(abc.ABC):
                 if step != pinned:
                     remove(self._directory / f"{step}")
 
-    def _restore_numbered(self, step: int | None, read: Callable[[Path], _T]) -> _T:
+    def _restore_numbered(self, step: int | None, read: Callable[[Any], _T]) -> _T:
         """Return what a function reads from a checkpoint; wait for a save that is under way.
 
         Args:
@@ -212,7 +222,7 @@ class _NumberedCheckpoints(abc.ABC):
         """
         self._pinned = step
 
-    def _path_of(self, step: int | None, steps: list[int]) -> Path:
+    def _path_of(self, step: int | None, steps: list[int]) -> Place:
         """Return the directory of a checkpoint, which must be among the steps that exist."""
         if step not in steps:
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"
@@ -225,8 +235,12 @@ class _NumberedCheckpoints(abc.ABC):
 
     def all_steps(self) -> list[int]:
         """Return the numbers of all finished checkpoints, ascending."""
-        found = [path.name for path in self._directory.iterdir() if _NUMBER.fullmatch(path.name)]
-        return sorted(int(name) for name in found if (self._directory / name).is_dir())
+        found = committer(self._directory).names()
+        return sorted(int(name) for name in found if _NUMBER.fullmatch(name))
+
+    def has_model(self, step: int) -> bool:
+        """Return whether a checkpoint has a network, or what else was given as `model`."""
+        return (find_checkpoint(self._directory / f"{step}") / MODEL).is_dir()
 
     def wait(self) -> None:
         """Wait until the save that is under way has finished.

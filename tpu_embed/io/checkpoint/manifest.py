@@ -35,6 +35,7 @@ from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
 from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
+from tpu_embed.io.store import Place
 
 _MANIFEST, _CHECKSUMS = "tables.json", "checksums.{}.json"
 
@@ -123,7 +124,7 @@ class Wanted:
     layer: str = ""
     checkpoint: str | None = None
 
-    def label(self, directory: Path) -> str:
+    def label(self, directory: Place) -> str:
         """Return how messages name the tables in a directory."""
         return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
 
@@ -164,7 +165,7 @@ class SavedTables:
 
 
 def write(
-    directory: Path,
+    directory: Place,
     checkpoint: str,
     manifest: dict[str, Any],
     checksums: dict[str, dict[str, int]],
@@ -183,7 +184,7 @@ def write(
         write_bound(directory / _MANIFEST, checkpoint, manifest)
 
 
-def name_of(directory: Path) -> str:
+def name_of(directory: Place) -> str:
     """Return the name of the checkpoint that tables belong to.
 
     Raises:
@@ -193,7 +194,7 @@ def name_of(directory: Path) -> str:
     return read_bound(directory / _MANIFEST, _FORM)[0]
 
 
-def read(directory: Path, wanted: Wanted) -> SavedTables:
+def read(directory: Place, wanted: Wanted) -> SavedTables:
     """Return the description of the tables in a directory, after a check of every field.
 
     Raises:
@@ -221,7 +222,7 @@ def read(directory: Path, wanted: Wanted) -> SavedTables:
 
 
 def read_described(
-    directory: Path, checkpoint: str | None
+    directory: Place, checkpoint: str | None
 ) -> tuple[str, dict[str, Any], dict[str, dict[str, int]]]:
     """Return the name of a checkpoint, the manifest, and the checksums; see `SavedTables`.
 

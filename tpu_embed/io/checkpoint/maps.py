@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -30,6 +29,7 @@ from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.files import file_name
+from tpu_embed.io.store import Place
 from tpu_embed.vocabulary import (
     DynamicVocabulary,
     MapState,
@@ -110,7 +110,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     return described, maps
 
 
-def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
+def write(directory: Place, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
     """Write the maps; one process does. Return the checksums of files, by directory.
 
     Args:
@@ -129,7 +129,7 @@ def write(directory: Path, checkpoint: str, saved: SavedMaps) -> dict[str, dict[
 
 
 def read(
-    directory: Path,
+    directory: Place,
     checkpoint: str,
     checksums: Mapping[str, dict[str, int]],
     engine: EmbeddingEngine,
@@ -180,7 +180,7 @@ def read(
     return FoundMaps(states, key, moves)
 
 
-def read_description(directory: Path, checkpoint: str) -> dict[str, Any] | None:
+def read_description(directory: Place, checkpoint: str) -> dict[str, Any] | None:
     """Return what is written of all maps, see `SavedMaps`; None if no vocabulary lives.
 
     Raises:
@@ -197,7 +197,7 @@ def _living(engine: EmbeddingEngine) -> dict[str, tuple[TableSlice, DynamicVocab
     return {t.name: (t, t.key_rules) for _, t in living if t.key_rules is not None}
 
 
-def read_key(directory: Path, checkpoint: str) -> Array:
+def read_key(directory: Place, checkpoint: str) -> Array:
     """Return the random key that rows which nobody has trained are drawn with.
 
     Raises:
@@ -208,7 +208,7 @@ def read_key(directory: Path, checkpoint: str) -> Array:
 
 
 def read_state(
-    directory: Path,
+    directory: Place,
     name: str,
     saved: Mapping[str, Any],
     step: int,
@@ -242,6 +242,6 @@ def _place(name: str, field: str) -> str:
     return f"{file_name(name)}/map/{field}"
 
 
-def _array(directory: Path, name: str, field: str, size: int) -> RowArray:
+def _array(directory: Place, name: str, field: str, size: int) -> RowArray:
     dtype = np.dtype(np.uint64 if field.endswith("keys") else np.int64)
     return RowArray(directory / _place(name, field), 1, size, True, (), dtype)

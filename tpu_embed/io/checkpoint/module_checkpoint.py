@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
@@ -41,12 +41,14 @@ from tpu_embed.io.checkpoint.commit import (
     POSITION,
     VARIABLES,
     Begin,
+    find_checkpoint,
     open_checkpoint,
     write_checkpoint,
 )
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.modules import Modules, take_apart
 from tpu_embed.io.files import file_name
+from tpu_embed.io.store import Place
 from tpu_embed.processes import raise_on_all
 
 _LAYERS = "layers.json"
@@ -124,13 +126,13 @@ def restore_modules(
       FileNotFoundError: there is no checkpoint, or one of its files is missing.
       TypeError: `modules` is not a mapping of names to flax objects.
     """
-    path, leave_out = local_path(path).absolute(), tuple(leave_out)
+    root, leave_out = find_checkpoint(path), tuple(leave_out)
 
     def prepared() -> tuple[str, Modules, dict[str, Wanted], dict[str, Any]]:
         whole = take_apart(modules)
-        checkpoint, on_disk = read_paths(path / LAYERS)
-        leaves = trees.read_leaves(path / VARIABLES, checkpoint)
-        _check_left_out(path, leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
+        checkpoint, on_disk = read_paths(root / LAYERS)
+        leaves = trees.read_leaves(root / VARIABLES, checkpoint)
+        _check_left_out(root, leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
         chosen, wanted = whole.without(leave_out), {}
         for name, layer in chosen.layers.items():
             # New rows are made from the key and the name of their table. Tables of different
@@ -142,39 +144,39 @@ def restore_modules(
         trees.check_leaves("modules", arrays)
         here = [layer for layer in on_disk if not trees.is_left_out(layer, leave_out)]
         differences = [
-            *_layer_differences(path / LAYERS, here, wanted),
+            *_layer_differences(root / LAYERS, here, wanted),
             *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
         ]
         lists = schema.sequence(schema.sequence(schema.text))
-        saved = chosen.shared_of(read_bound(path / LAYERS / _SHARED, lists, checkpoint)[1])
+        saved = chosen.shared_of(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
         if saved != (shared := chosen.shared_of(whole.shared)):
             what = "layers and variables of several paths"
             differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
         if differences:
             remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
             remedy += "takes paths, or those above them"
-            raise MismatchError(f"checkpoint {path}", differences, remedy)
+            raise MismatchError(f"checkpoint {root}", differences, remedy)
         return checkpoint, chosen, wanted, arrays
 
     items = (LAYERS, VARIABLES, POSITION)
     checkpoint, chosen, wanted, arrays = open_checkpoint(
-        path, items, prepared, writer="save_modules"
+        root, items, prepared, writer="save_modules"
     )
-    found = {name: tables.read(directory_of(path, name), one) for name, one in wanted.items()}
+    found = {name: tables.read(directory_of(root, name), one) for name, one in wanted.items()}
 
     def others() -> tuple[Any, Any]:
-        variables = trees.read(path / VARIABLES, checkpoint, arrays)
-        return variables, read_position(path / POSITION, checkpoint)
+        variables = trees.read(root / VARIABLES, checkpoint, arrays)
+        return variables, read_position(root / POSITION, checkpoint)
 
-    variables, position = raise_on_all("restore", path, others)
+    variables, position = raise_on_all("restore", root, others)
     chosen.fill(found, variables)
     for name, layer in chosen.layers.items():
-        host_rows.go_on_from(layer.engine, directory_of(path, name), found[name].checkpoint)
+        host_rows.go_on_from(layer.engine, directory_of(root, name), found[name].checkpoint)
     return position
 
 
 def prepare_modules(
-    modules: Mapping[str, Any], position: Any, *, path: Path, checkpoint: str, copied: bool
+    modules: Mapping[str, Any], position: Any, *, path: Place, checkpoint: str, copied: bool
 ) -> Mapping[str, Begin]:
     """Return what a checkpoint of modules is written with, by item.
 
@@ -202,7 +204,7 @@ def prepare_modules(
             raise ValueError(f"layer {name!r}: {error}") from error
     position = as_json(position)
 
-    def write(directory: Path) -> None:
+    def write(directory: Place) -> None:
         for name, layer in prepared.items():
             place = directory / file_name(name)
             place.mkdir(exist_ok=True)  # every process makes it
@@ -218,12 +220,12 @@ def prepare_modules(
     }
 
 
-def directory_of(checkpoint: Path, layer: str) -> Path:
+def directory_of(checkpoint: Place, layer: str) -> Place:
     """Return the directory of the tables of a layer, given its path, in a checkpoint."""
     return checkpoint / LAYERS / file_name(layer)
 
 
-def read_paths(directory: Path) -> tuple[str, list[str]]:
+def read_paths(directory: Place) -> tuple[str, list[str]]:
     """Return the name of the checkpoint, and the paths of its layers.
 
     Raises:
@@ -234,7 +236,7 @@ def read_paths(directory: Path) -> tuple[str, list[str]]:
 
 
 def _layer_differences(
-    directory: Path, found: Collection[str], wanted: Mapping[str, Wanted]
+    directory: Place, found: Collection[str], wanted: Mapping[str, Wanted]
 ) -> list[str]:
     """Return one message per layer that differs from what was saved.
 
@@ -260,7 +262,7 @@ def _layer_differences(
     return messages
 
 
-def _check_left_out(path: Path, leave_out: Sequence[str], known: Collection[str]) -> None:
+def _check_left_out(path: Place, leave_out: Sequence[str], known: Collection[str]) -> None:
     """Check that every path in `leave_out` names something.
 
     Raises:

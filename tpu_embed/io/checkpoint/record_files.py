@@ -12,7 +12,6 @@ Input: a `TouchedRows` and a state. Output: files, or what they hold.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.io import directory, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
+from tpu_embed.io.store import Place
 from tpu_embed.touched import SavedMarks, SavedRecord, TouchedRows, Version, merge_records
 
 _FILE = "touched.{}.json"
@@ -63,7 +63,7 @@ def check_record(engine: EmbeddingEngine, touched: Any) -> None:
         raise ValueError(message("touched", expected=expected, got=got))
 
 
-def write(root: Path, checkpoint: str, saved: SavedRecord) -> None:
+def write(root: Place, checkpoint: str, saved: SavedRecord) -> None:
     """Write what this process has recorded.
 
     Args:
@@ -93,7 +93,7 @@ def write(root: Path, checkpoint: str, saved: SavedRecord) -> None:
     write_bound(root / _FILE.format(process), checkpoint, described)
 
 
-def read(root: Path, checkpoint: str) -> SavedRecord:
+def read(root: Place, checkpoint: str) -> SavedRecord:
     """Return what all processes have recorded.
 
     Raises:
@@ -104,7 +104,7 @@ def read(root: Path, checkpoint: str) -> SavedRecord:
     return merge_records([_read(root, checkpoint, p) for p in range(first["processes"])])
 
 
-def _read(root: Path, checkpoint: str, process: int) -> SavedRecord:
+def _read(root: Place, checkpoint: str, process: int) -> SavedRecord:
     found = read_bound(root / _FILE.format(process), _FORM, checkpoint)[1]
     tables = {name: _marks(root / f"{process}", name, one) for name, one in found["tables"].items()}
     moments = Version(**found["version"]), Version(**found["start"])
@@ -112,7 +112,7 @@ def _read(root: Path, checkpoint: str, process: int) -> SavedRecord:
     return SavedRecord(*moments, ancestors, dict(found["known"]), tables)
 
 
-def _marks(root: Path, name: str, table: Mapping[str, Any]) -> SavedMarks:
+def _marks(root: Place, name: str, table: Mapping[str, Any]) -> SavedMarks:
     described = table["files"]
     forms: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part, dtype in _DTYPES.items():

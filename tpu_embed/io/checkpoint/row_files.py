@@ -21,7 +21,6 @@ import dataclasses
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ import tensorstore as ts
 from tpu_embed._checks import message
 from tpu_embed.core.rows import BLOCK, Grid, Ids
 from tpu_embed.io import files
+from tpu_embed.io.store import Bucket, Place, wait
 
 AT_ONCE = 4
 """The number of blocks that may be waiting to be written."""
@@ -37,7 +37,7 @@ AT_ONCE = 4
 _LEAST_RUN = 64
 """Rows that follow each other are read together if runs have about so many of them at least."""
 
-Place = tuple[Any, Any]
+Part = tuple[Any, Any]
 """A part of an array: of its first two dimensions (shards and rows, in either order) a slice or an
 array of numbers."""
 
@@ -62,7 +62,7 @@ class RowArray:
       dtype: the logical dtype, for example bfloat16.
     """
 
-    path: Path
+    path: Place
     shards: int
     rows_per_shard: int
     alternate: bool
@@ -100,7 +100,7 @@ class RowArray:
         grid = {"name": "regular", "configuration": {"chunk_shape": (*chunk, *self.row)}}
         metadata = self._metadata() | {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
         options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
-        return ts.open(self._spec() | {"metadata": metadata} | options).result()
+        return self._opened({"metadata": metadata} | options)
 
     def open(self) -> ts.TensorStore:
         """Open the array for reading.
@@ -110,7 +110,7 @@ class RowArray:
         """
         options = {"metadata": self._metadata(), "fill_missing_data_reads": False}
         try:
-            return ts.open(self._spec() | options).result()
+            return self._opened(options)
         except ValueError as error:
             expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
             got = _described(self.path / _METADATA)
@@ -121,9 +121,12 @@ class RowArray:
     def _metadata(self) -> dict[str, Any]:
         return {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
 
-    def _spec(self) -> dict[str, Any]:
-        kvstore = {"driver": "file", "path": f"{self.path}/"}
-        return {"driver": "zarr3", "kvstore": kvstore}
+    def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
+        kvstore, context = {"driver": "file", "path": f"{self.path}/"}, None
+        if isinstance(self.path, Bucket):
+            kvstore, context = self.path.spec, self.path.context
+        spec = {"driver": "zarr3", "kvstore": kvstore, **options}
+        return wait(ts.open(spec, context=context), self.path)
 
 
 class RowWriter:
@@ -140,7 +143,7 @@ class RowWriter:
         metadata = files.checksum(array.path / _METADATA, "")
         self._checksums = {_METADATA: metadata}
 
-    def write(self, place: Place, rows: np.ndarray) -> None:
+    def write(self, place: Part, rows: np.ndarray) -> None:
         """Start to write a chunk; wait for an earlier one first if `AT_ONCE` are under way.
 
         Args:
@@ -161,8 +164,8 @@ class RowWriter:
 
     def _finish_one(self) -> None:
         name, future = self._writing.popleft()
-        future.result()
         path = self._array.path / name
+        wait(future, path)
         self._checksums[name] = _stored_sum(path, _chunk_bytes(self._store))
 
 
@@ -224,12 +227,12 @@ class RowReader:
             rows[at] = self._read(where).reshape(-1, *array.row)
         return rows
 
-    def _read(self, place: Place) -> np.ndarray:
+    def _read(self, place: Part) -> np.ndarray:
         """Return a part of the array, after checking the chunks that hold it."""
         for name in _chunk_names(self._store, place):
             if name not in self._checked:
                 self._check(name, _stored_sum(self.array.path / name, _chunk_bytes(self._store)))
-        return np.asarray(self._store[place].read().result())
+        return np.asarray(wait(self._store[place].read(), self.array.path))
 
     def _check(self, name: str, found: int) -> None:
         """Check that the checksum of a file is the recorded one."""
@@ -253,16 +256,16 @@ def _runs(ids: Ids) -> list[tuple[slice, range]]:
     ]
 
 
-def _described(path: Path) -> str:
+def _described(path: Place) -> str:
     """Return what the metadata of an array say of it, in words."""
     try:
-        said = json.loads(path.read_text())
+        said = json.loads(path.read_bytes())
         return f"{said['data_type']}{said['shape']}"
     except (OSError, ValueError, KeyError):
         return "other metadata"
 
 
-def _chunk_names(store: ts.TensorStore, place: Place) -> list[str]:
+def _chunk_names(store: ts.TensorStore, place: Part) -> list[str]:
     """Return the file names of the chunks that a place touches.
 
     With chunks of 4 rows and 2 shards, rows 3 to 8 of shards 0 and 1 are in c.0.0.0, c.1.0.0 and
@@ -290,13 +293,16 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _stored_sum(path: Path, size: int) -> int:
+def _stored_sum(path: Place, size: int) -> int:
     """Return the CRC-32C at the end of a chunk's file.
 
     Raises:
       FileNotFoundError: the file is missing.
       ValueError: the file does not have this size.
     """
+    if isinstance(path, Bucket):  # its reader finds it cut short: the sum does not fit
+        with files.name_errors(path, ""):
+            return int.from_bytes(path.last_bytes(_SUM_BYTES), "little")
     with files.name_errors(path, ""), path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size
         file.seek(-min(found, _SUM_BYTES), os.SEEK_END)

@@ -8,8 +8,6 @@ Input: a state. Output: blocks of logical rows, written to a `RowArray`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import numpy as np
 
@@ -17,6 +15,7 @@ from tpu_embed.core.layout import Layout
 from tpu_embed.core.rows import DeviceRows
 from tpu_embed.core.state import Field, TableState
 from tpu_embed.io.checkpoint.row_files import RowArray, RowWriter
+from tpu_embed.io.store import Place
 
 
 class LocalShards:
@@ -59,7 +58,7 @@ class LocalShards:
         return rows.view(np.dtype(self.field.shape.dtype))
 
 
-def row_array(path: Path, field: Field) -> RowArray:
+def row_array(path: Place, field: Field) -> RowArray:
     """Return where and in which shape a field is saved; the layout decides."""
     stack, table = field.stack, field.table
     return RowArray(

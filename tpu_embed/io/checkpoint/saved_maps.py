@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import message
 from tpu_embed.io.checkpoint import manifest, maps
-from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items
+from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items, find_checkpoint
 from tpu_embed.io.checkpoint.module_checkpoint import directory_of, read_paths
 from tpu_embed.vocabulary import COUNTERS, KeyScores
 
@@ -41,7 +41,7 @@ def read_maps(path: str | Path) -> dict[str, SavedMap]:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
       ValueError: a file is damaged, or no table has a living vocabulary.
     """
-    root, found = local_path(path), {}
+    root, found = find_checkpoint(path), {}
     if (root / LAYERS).is_dir():
         layers = read_paths(root / LAYERS)[1]
         parts = {f"{layer}: ": directory_of(root, layer) for layer in layers}

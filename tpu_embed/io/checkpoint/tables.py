@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -47,6 +46,7 @@ from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
 from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.io.files import file_name
+from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
@@ -72,11 +72,11 @@ class Prepared:
     manifest: dict[str, Any]
     parts: list[tuple[Field, LocalShards | np.ndarray]]
     maps: maps.SavedMaps | None = None
-    homes: Callable[[Path], host_rows.Checksums] | None = None
+    homes: Callable[[Place], host_rows.Checksums] | None = None
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, path: Path, *, checkpoint: str, copied: bool
+    engine: EmbeddingEngine, state: TableState, path: Place, *, checkpoint: str, copied: bool
 ) -> Prepared:
     """Collect what must be written from a state.
 
@@ -105,7 +105,7 @@ def prepare(
     return Prepared(checkpoint, manifest.describe(engine, state), parts, found, homes)
 
 
-def write(directory: Path, prepared: Prepared) -> None:
+def write(directory: Place, prepared: Prepared) -> None:
     """Write this process's part of the tables.
 
     Args:
@@ -127,7 +127,7 @@ def write(directory: Path, prepared: Prepared) -> None:
     manifest.write(directory, prepared.checkpoint, prepared.manifest, checksums)
 
 
-def _whole(path: Path, form: dict[str, Any]) -> RowArray:
+def _whole(path: Place, form: dict[str, Any]) -> RowArray:
     """Return the array of a field without rows, such as a step count: one row `[1, 1, …]`."""
     return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
 
@@ -154,7 +154,7 @@ class FoundTables(NamedTuple):
     checkpoint: str | None
 
 
-def read(directory: Path, wanted: Wanted) -> FoundTables:
+def read(directory: Place, wanted: Wanted) -> FoundTables:
     """Return what the files in a directory hold for an engine.
 
     Raises:
@@ -193,7 +193,7 @@ class _Restore:
       by_id: what `read_by_id` says of those that are saved by id.
     """
 
-    directory: Path
+    directory: Place
     found: SavedTables
     wanted: Wanted
     by_id: Mapping[str, list[dict[str, Any]]]
@@ -440,7 +440,7 @@ class _Restore:
         return state
 
 
-def read_by_id(directory: Path, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def read_by_id(directory: Place, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:

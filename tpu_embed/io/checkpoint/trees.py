@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
+from tpu_embed.io.store import Bucket, Place
 
 _LEAVES, _SUMS = "leaves.json", "checksums.json"
 
 
-def begin(directory: Path, checkpoint: str, tree: PyTree) -> Callable[[], None]:
+def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]:
     """Copy a tree to the host, and return what writes it.
 
     Orbax keeps no arrays of size 0: they are made anew, as `leaves.json` describes them.
@@ -40,6 +42,8 @@ def begin(directory: Path, checkpoint: str, tree: PyTree) -> Callable[[], None]:
       checkpoint: the name of the checkpoint.
       tree: arrays and numbers that `check_leaves` lets pass.
     """
+    if isinstance(directory, Bucket):
+        return _begin_in_bucket(directory, checkpoint, tree)
     handler, futures = ocp.PyTreeCheckpointHandler(), []
     saved = jax.tree.map(_as_array, _with_numbers(tree))
     if jax.tree.leaves(saved):
@@ -55,13 +59,15 @@ def begin(directory: Path, checkpoint: str, tree: PyTree) -> Callable[[], None]:
     return written
 
 
-def finish(directory: Path, checkpoint: str) -> None:
+def finish(directory: Place, checkpoint: str) -> None:
     """Let orbax finish, put its files on the disk, and write their checksums, in one process.
 
     Args:
       directory: that of a tree which all processes have written.
       checkpoint: the name of the checkpoint.
     """
+    if isinstance(directory, Bucket):
+        return
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         handler.finalize(epath.Path(directory))
     for file in _files(directory):
@@ -69,7 +75,7 @@ def finish(directory: Path, checkpoint: str) -> None:
     write_bound(directory / _SUMS, checkpoint, _sums(directory))
 
 
-def read(directory: Path, checkpoint: str, tree: PyTree) -> PyTree:
+def read(directory: Place, checkpoint: str, tree: PyTree) -> PyTree:
     """Return a tree, after a check of its files.
 
     Args:
@@ -81,6 +87,8 @@ def read(directory: Path, checkpoint: str, tree: PyTree) -> PyTree:
       FileNotFoundError: the file of the checksums is missing.
       ValueError: a file is damaged, missing, or of another checkpoint.
     """
+    if isinstance(directory, Bucket):
+        return _read_from_bucket(directory, checkpoint, tree)
     _check_sums(directory, checkpoint)
     numbers = _with_numbers(tree)
     if not jax.tree.leaves(numbers):
@@ -90,6 +98,63 @@ def read(directory: Path, checkpoint: str, tree: PyTree) -> PyTree:
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         found = handler.restore(epath.Path(directory), args=wanted)
     return jax.tree.map(lambda leaf, new: _made_empty(leaf) if new is None else new, tree, found)
+
+
+# -- in a bucket, where orbax does not tell one of two writers: an object per shard of a leaf ------
+
+
+def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callable[[], None]:
+    """Copy this process's shards of a tree to the host, and return what writes them."""
+    pieces: dict[str, bytes] = {}
+    for i, leaf in enumerate(jax.tree.leaves(tree)):
+        for index, data in _shards(leaf):
+            # Rows 0 to 7 and columns 4 to 7 of the third leaf are the object 2@0-8,4-8.
+            ends = [one.indices(n) for one, n in zip(index, np.shape(leaf), strict=True)]
+            place = ",".join(f"{first}-{last}" for first, last, _ in ends)
+            pieces[f"{i}@{place}"] = np.asarray(data).tobytes()
+
+    def written() -> None:
+        for name, content in pieces.items():
+            (directory / name).put(content)
+        _write_leaves(directory, checkpoint, tree)
+
+    return written
+
+
+def _shards(leaf: Any) -> list[tuple[tuple[slice, ...], Any]]:
+    """Return the parts of a leaf that this process saves, and where they are in it."""
+    if isinstance(leaf, jax.Array):
+        return [(one.index, one.data) for one in leaf.addressable_shards if one.replica_id == 0]
+    return [(tuple(map(slice, np.shape(leaf))), leaf)] if jax.process_index() == 0 else []
+
+
+def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTree:
+    """Return a tree whose shards are objects, which a commit names with their sums."""
+    forms = read_leaves(directory, checkpoint)
+    numbers = {name: i for i, name in enumerate(forms)}
+    pieces: dict[int, list[Bucket]] = {}
+    for key in directory.parts or ():
+        number, at, _ = key.removeprefix(f"{directory.key}/").partition("@")
+        if at and number.isdecimal():
+            pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
+
+    def read_leaf(path: Any, leaf: Any) -> Any:
+        form, python = forms[_name(path)], isinstance(leaf, int | float)
+        dtype = np.asarray(leaf).dtype if python else np.dtype(form["dtype"])
+        whole = np.zeros(form["shape"], dtype)
+        for piece in pieces.get(numbers[_name(path)], []):
+            ends = [one.split("-") for one in piece.name.partition("@")[2].split(",") if one]
+            at = tuple(slice(int(first), int(last)) for first, last in ends)
+            data = np.frombuffer(piece.read_bytes(), dtype)
+            whole[at] = data.reshape(whole[at].shape)
+        if python:
+            return type(leaf)(whole)
+        whole = whole.astype(leaf.dtype)
+        if isinstance(leaf, np.ndarray):
+            return whole
+        return jax.make_array_from_callback(whole.shape, leaf.sharding, whole.__getitem__)
+
+    return jax.tree_util.tree_map_with_path(read_leaf, tree)
 
 
 def _files(directory: Path) -> list[Path]:
@@ -198,12 +263,12 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_leaves(directory: Path, checkpoint: str, tree: PyTree) -> None:
+def _write_leaves(directory: Place, checkpoint: str, tree: PyTree) -> None:
     if jax.process_index() == 0:
         write_bound(directory / _LEAVES, checkpoint, _leaves(tree))
 
 
-def read_leaves(directory: Path, checkpoint: str) -> dict[str, Any]:
+def read_leaves(directory: Place, checkpoint: str) -> dict[str, Any]:
     """Return shape and dtype of the leaves that are in a directory, by name.
 
     Raises:

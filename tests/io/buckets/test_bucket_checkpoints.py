@@ -1,0 +1,277 @@
+"""Checkpoints in buckets: whole or not there, whatever the network does; nothing on the disk."""
+
+import contextlib
+import os
+
+import jax
+import numpy as np
+import pytest
+from bucket_servers import fake_gcs, moto_s3, proxy, set_environment
+from facade_cases import mesh
+from flax import nnx
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import optimizers as o
+from tpu_embed.io import store
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def upstream(request):
+    with fake_gcs() if request.param == "gs" else moto_s3() as server:
+        address = server if request.param == "s3" else server.server_address
+        yield request.param, address
+
+
+@pytest.fixture
+def bucket(upstream, monkeypatch, tmp_path, request):
+    """The URL of an empty place in a bucket, and the proxy before its server."""
+    scheme, address = upstream
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        store, "_RETRIES", {"max_retries": 3, "initial_delay": "10ms", "max_delay": "100ms"}
+    )
+    monkeypatch.setattr(store, "DEADLINE", 20.0)
+    with proxy(address) as server:
+        set_environment(monkeypatch, scheme, server.server_address)
+        yield f"{scheme}://bucket/{abs(hash(request.node.name))}/run", server
+    assert not os.listdir(tmp_path)  # nothing is ever written elsewhere
+
+
+def engine(devices=2, placement="mod", size=50):
+    living = DynamicVocabulary(admit_after=1)
+    tables = {
+        "static": TableConfig(size, 6, name="static", placement=placement),
+        "keys": TableConfig(20, 4, name="keys", vocabulary=living),
+        "home": TableConfig(40, 4, name="home", storage=HostStorage(device_rows=16)),
+    }
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(devices))
+
+
+def trained(made, state, steps):
+    for step in range(steps):
+        rng = np.random.default_rng(step)
+        ids = {
+            "static": rng.integers(0, 50, (8, 2)),
+            "keys": rng.integers(0, 30, (8, 1)),
+            "home": rng.integers(0, 40, (8, 1)),
+        }
+        state, batch = made.admit(state, made.place(ids))
+        ones = jax.tree.map(np.ones_like, made.lookup(state, batch))
+        state = made.update(state, batch, ones)
+    return state
+
+
+def rows(made, state):
+    keys = made.vocabularies.keys("keys")[0]
+    found = [made.rows(state, "static", np.arange(50)), made.rows(state, "home", np.arange(40))]
+    return [*found, keys, made.rows(state, "keys", keys=keys), int(state.step)]
+
+
+def same(one, two):
+    return all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+MODEL = {
+    "kernel": jax.device_put(
+        np.arange(24, dtype=np.float32).reshape(8, 3),
+        jax.sharding.NamedSharding(mesh(4), jax.sharding.PartitionSpec("d")),
+    ),
+    "layers": [{"bias": np.arange(3, dtype=np.int8)}, {"scale": 2.5, "n": 7}],
+    "none": np.zeros((0, 2), np.float32),
+}
+
+
+def test_a_run_is_restored_on_other_devices(bucket):
+    url, server = bucket
+    made = engine()
+    state = trained(made, made.init(jax.random.key(0)), 2)
+    touched = io.TouchedRows(made, step=2)
+    io.save(f"{url}/20", made, state, model=MODEL, position={"epoch": 1}, touched=touched)
+    other = engine(8, "div")
+    again = io.TouchedRows(other)
+    server.seen.clear()
+    found = io.restore(f"{url}/20", other, model=MODEL, touched=again)
+    assert not [path for _, path, _ in server.seen if "list-type" in path or path.endswith("/o")]
+    assert same(rows(other, found.state), rows(made, state))
+    assert found.position == {"epoch": 1}
+    for leaf, wanted in zip(*map(jax.tree.leaves, (found.model, MODEL)), strict=True):
+        assert type(leaf) is type(wanted)
+        np.testing.assert_array_equal(leaf, wanted)
+    assert found.model["kernel"].sharding == MODEL["kernel"].sharding
+    with pytest.raises(ValueError, match="expected no file"):
+        io.save(f"{url}/20", made, state)
+    with pytest.raises(FileNotFoundError, match=f"give one of {url}/20"):
+        io.restore(url, made)
+    with pytest.raises(FileNotFoundError, match="expected a directory with tables, position"):
+        io.restore(f"{url}/30", made)
+    # It goes on as the one that was not interrupted.
+    assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
+
+
+def test_a_manager_keeps_the_last_ones(bucket):
+    url, _ = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    with io.CheckpointManager(url, made, keep=2) as manager:
+        for step in (1, 2, 3):
+            state = trained(made, state, 1)
+            assert manager.save(step, state, model=MODEL, position=step)
+            manager.wait()
+        assert manager.all_steps() == [2, 3]
+        with pytest.raises(FileNotFoundError, match="one of"):
+            manager.restore(1)
+        assert manager.restore(2, model=MODEL).position == 2
+        manager.remove(3)
+    place = store.place_of(url)
+    assert [name.partition("/")[0].partition("~")[0] for name in place.names()].count("2") > 3
+    assert {name.partition("/")[0].partition("~")[0] for name in place.names()} == {"2", "commits"}
+
+
+def test_modules_are_restored(bucket):
+    url, _ = bucket
+    make = lambda seed: nnx.Dict(  # noqa: E731
+        rows=tpu_embed.nn.Embed(20, 3, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(seed)),
+        head=nnx.Linear(3, 2, rngs=nnx.Rngs(seed)),
+    )
+    one, two = make(0), make(1)
+    io.save_modules(f"{url}/m", {"model": one}, position=[1])
+    assert io.restore_modules(f"{url}/m", {"model": two}) == [1]
+    np.testing.assert_array_equal(one.rows.embedding, two.rows.embedding)
+    np.testing.assert_array_equal(one.head.kernel[...], two.head.kernel[...])
+
+
+def test_fit_goes_on_from_a_bucket(bucket):
+    url, _ = bucket
+    table = TableConfig(30, 2, name="t")
+    source = [{"features": np.arange(8) % 30, "labels": np.ones(8, np.float32)}] * 8
+    loss = lambda rows, labels: ((rows.sum(-1) - labels) ** 2).mean()  # noqa: E731
+
+    def run(steps, directory):
+        made = tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(2))
+        options = {"steps": steps, "directory": directory, "save_every": 2, "progress": False}
+        items = [(one["features"], one["labels"]) for one in source]
+        result = tpu_embed.fit(made, loss, items, **options)
+        return made.rows(result.state, "t", np.arange(30))
+
+    run(4, url)
+    with io.CheckpointManager(
+        url, tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(2))
+    ) as manager:
+        assert manager.latest_step() == 4
+    np.testing.assert_array_equal(run(8, url), run(8, None))
+
+
+def nth(n, fault, matches=lambda method, path: True):
+    """Return a rule that has a fault at the n-th request that matches, once."""
+    seen = iter(range(10**9))
+
+    def rule(method, path, body):
+        return fault if matches(method, path) and next(seen) == n else None
+
+    return rule
+
+
+FAULTS = ["reset", "delay", "cut", "lose", 429, 503]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.quick(3)
+def test_faults_are_healed(bucket, fault):
+    url, server = bucket
+    made = engine()
+    state = trained(made, made.init(jax.random.key(0)), 1)
+    server.rule = lambda method, path, body: fault if len(server.seen) % 7 == 3 else None
+    io.save(f"{url}/1", made, state, model=MODEL)
+    other = engine(4, "div")
+    found = io.restore(f"{url}/1", other, model=MODEL)
+    assert sum(1 for *_, one in server.seen if one == fault) > 3
+    assert same(rows(other, found.state), rows(made, state))
+
+
+@pytest.mark.parametrize("stage", ["save", "restore"])
+def test_what_is_forbidden_is_refused_by_name(bucket, stage):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    if stage == "restore":
+        io.save(f"{url}/1", made, state)
+    server.rule = lambda method, path, body: 403
+    with pytest.raises((OSError, ValueError), match=r"://bucket/.*(403|PERMISSION|denied)"):
+        io.save(f"{url}/2", made, state) if stage == "save" else io.restore(f"{url}/1", made)
+    server.rule = lambda *_: None
+    with io.CheckpointManager(url, made) as manager:
+        assert manager.all_steps() == ([1] if stage == "restore" else [])
+
+
+def test_a_save_that_fails_at_any_request_is_not_there(bucket):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    io.save(f"{url}/0", made, state, model=MODEL)
+    requests, failed = len(server.seen), 0
+    for first in range(0, requests, max(1, requests // 8)):
+        server.seen.clear()
+        server.rule = lambda *_, first=first: 403 if len(server.seen) >= first else None
+        with contextlib.suppress(OSError, ValueError):
+            io.save(f"{url}/1", made, state, model=MODEL)
+            failed -= 1
+        failed += 1
+        server.rule = lambda *_: None
+        with io.CheckpointManager(url, engine()) as manager:
+            for step in manager.all_steps():
+                manager.restore(step, model=MODEL)
+                if step:
+                    manager.remove(step)
+    assert failed > 4
+    with io.CheckpointManager(url, made, every=1) as manager:
+        assert manager.save(2, state)  # sweeps what was left
+    place = store.place_of(url)
+    assert {name.partition("/")[0].partition("~")[0] for name in place.names()} == {
+        "0",
+        "2",
+        "commits",
+    }
+
+
+@pytest.mark.parametrize("what", ["commits/1.json", "tables.json", "c.0", "leaves.json", "@"])
+@pytest.mark.quick(3)
+def test_a_flipped_byte_is_refused(bucket, what):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    io.save(f"{url}/1", made, state, model=MODEL)
+    quoted = what.replace("/", "%2F") if url.startswith("gs") else what.replace("@", "%40")
+    matches = lambda path: what in path or quoted in path  # noqa: E731
+    server.rule = lambda method, path, body: "flip" if matches(path) else None
+    with pytest.raises((OSError, ValueError)) as error:
+        io.restore(f"{url}/1", engine(), model=MODEL)
+    assert "://bucket/" in str(error.value)
+    assert any(fault == "flip" for *_, fault in server.seen)
+
+
+def test_one_of_two_writers_is_told(bucket):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    begun = []
+
+    def rule(method, path, body):
+        if not begun and "commits" in path and method in ("PUT", "POST"):
+            begun.append(path)
+            with io.CheckpointManager(url, made, in_background=False) as manager:
+                manager.save(1, state, position="first")
+        return
+
+    server.rule = rule
+    with pytest.raises(FileExistsError, match="one of another writer"):
+        io.save(f"{url}/1", made, state, position="second")
+    server.rule = lambda *_: None
+    assert io.restore(f"{url}/1", engine()).position == "first"
+
+
+def test_other_schemes_are_refused():
+    for url in ("az://bucket/run", "gs://bucket", "gs:/bucket/run", "http://a/b"):
+        with pytest.raises(ValueError, match="path: expected one of a file system"):
+            store.place_of(url)

@@ -1,0 +1,175 @@
+"""Directories that are there as a whole or not at all, on a disk and in a bucket.
+
+What is to be in a place is written under another name. On a disk it is renamed when all of it is
+written; in a bucket, where nothing can be renamed, a commit says what it consists of: one object,
+written last, and only if it is not there yet.
+
+    on a disk     run/20.orbax-checkpoint-tmp/…     until it is renamed: run/20/…
+    in a bucket   run/20~1f0c…/…                    as run/begun/20~1f0c… says
+                  run/commits/20.json               its root, and sizes and sums of its parts
+
+Input: the place that something is to have. Output: the place of its parts while they are written,
+or when they are read.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import glob
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from tpu_embed._checks import message
+from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io.store import Bucket, Place
+
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""What follows the name of a directory while it is filled, as when orbax did that."""
+
+_BEGUN, _COMMITS = "begun", "commits"
+_KIND, _FORMAT = "commit", 1
+_REMEDY = "this commit is damaged: remove it, and take another one"
+_FORM = schema.record(root=schema.text, parts=schema.mapping(schema.sequence(schema.integer())))
+
+Parts = Mapping[str, Any]
+"""Size and CRC-32 by key, of what a process has put into a bucket."""
+
+
+class Committer(abc.ABC):
+    """How something appears in a place; one process calls what changes anything."""
+
+    @abc.abstractmethod
+    def root(self, token: str) -> Place:
+        """Return where parts are written, under a token that nobody else uses."""
+
+    @abc.abstractmethod
+    def begin(self, root: Place) -> None:
+        """Make room for the parts."""
+
+    @abc.abstractmethod
+    def finish(self, root: Place, parts: Sequence[Parts]) -> None:
+        """Have it appear, given what all processes have put there.
+
+        Raises:
+          FileExistsError: another writer was first.
+        """
+
+    @abc.abstractmethod
+    def find(self) -> Place | None:
+        """Return where its parts are read; None if it is not there."""
+
+    @abc.abstractmethod
+    def remove(self) -> None:
+        """Remove it, so that an interrupted removal leaves no half of it."""
+
+    @abc.abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of what has appeared inside of the place."""
+
+    @abc.abstractmethod
+    def sweep(self, name: str | None = None) -> None:
+        """Remove what unfinished writers have left inside of the place: of one name, or all."""
+
+
+def committer(place: Place) -> Committer:
+    """Return how something appears in a place."""
+    return _InBucket(place) if isinstance(place, Bucket) else _OnDisk(place)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _OnDisk(Committer):
+    place: Path
+
+    def root(self, token: str) -> Path:
+        return self.place.with_name(f"{self.place.name}{UNFINISHED}")
+
+    def begin(self, root: Any) -> None:
+        files.make_directory(self.place.parent)
+        committer(self.place.parent).sweep(self.place.name)
+        root.mkdir()
+
+    def finish(self, root: Any, parts: Sequence[Parts]) -> None:
+        files.sync_directories(root)
+        files.rename(root, self.place)
+
+    def find(self) -> Path | None:
+        return self.place if self.place.exists() else None
+
+    def remove(self) -> None:
+        committer(self.place.parent).sweep(self.place.name)
+        left = self.place.with_name(f"{self.place.name}{UNFINISHED}-removed")
+        files.rename(self.place, left)
+        shutil.rmtree(left)
+
+    def names(self) -> list[str]:
+        inside = self.place.iterdir() if self.place.is_dir() else ()
+        return sorted(one.name for one in inside if one.is_dir() and UNFINISHED not in one.name)
+
+    def sweep(self, name: str | None = None) -> None:
+        start = "*" if name is None else glob.escape(name)
+        for left in self.place.glob(f"{start}{UNFINISHED}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class _InBucket(Committer):
+    place: Bucket
+
+    def root(self, token: str) -> Bucket:
+        return self._beside(f"{self.place.name}~{token}", written={})
+
+    def begin(self, root: Place) -> None:
+        self._begun(root).put(b"")
+
+    def finish(self, root: Place, parts: Sequence[Parts]) -> None:
+        if not self._begun(root).exists():
+            remedy = "one writer per directory: give another one"
+            text = message(f"{root}", expected="its parts", got="none any more", remedy=remedy)
+            raise OSError(text)
+        start = f"{self._beside(root.name).key}/"
+        names = {key.removeprefix(start): said for mine in parts for key, said in mine.items()}
+        value = {"root": root.name, "parts": names}
+        crc_json.write_with_crc(self._commit, _KIND, _FORMAT, value)
+        self._begun(root).remove()
+        # Other writers of this name have lost, so what they have left is no use any more.
+        _InBucket(self.place.parent).sweep(self.place.name)
+
+    def find(self) -> Bucket | None:
+        try:
+            found = crc_json.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
+        except FileNotFoundError:
+            return None
+        start = self._beside(found["root"]).key
+        parts = {f"{start}/{name}": said for name, said in found["parts"].items()}
+        return self._beside(found["root"], parts=parts)
+
+    def remove(self) -> None:
+        root = self.find()
+        self._commit.remove()
+        if root is not None:
+            root.remove()
+
+    def names(self) -> list[str]:
+        return [name.removesuffix(".json") for name in (self.place / _COMMITS).names()]
+
+    def sweep(self, name: str | None = None) -> None:
+        for begun in (self.place / _BEGUN).names():
+            if name in (None, begun.rpartition("~")[0]):
+                (self.place / begun).remove()
+                (self.place / _BEGUN / begun).remove()
+
+    @property
+    def _commit(self) -> Bucket:
+        return self._beside(f"{_COMMITS}/{self.place.name}.json")
+
+    def _begun(self, root: Place) -> Bucket:
+        return self._beside(f"{_BEGUN}/{root.name}")
+
+    def _beside(self, name: str, **noted: Any) -> Bucket:
+        bare = dataclasses.replace(self.place.parent / name, parts=None, written=None)
+        return dataclasses.replace(bare, **noted)

@@ -1,0 +1,233 @@
+"""Places in buckets: objects of gs:// and s3://, by tensorstore's key-value stores.
+
+A bucket has no folders: a folder is but the first part of the names of objects, and nothing can be
+renamed. So what consists of several objects is written under a name of its own, and exists from the
+moment that its commit is there: one object, written last, and only if it is not there yet.
+
+    run/20~1f0c…/tables/tables.json     parts of step 20
+    run/begun/20~1f0c…                  they are being written: left-overs are found by this
+    run/commits/20.json                 step 20 is there: its root, and sizes and sums of its parts
+
+A `Bucket` has what a `Path` has, as far as the two are used alike; it is no `os.PathLike`, so that
+nothing can take it for a local folder named `gs:`.
+
+Input: a URL, names, bytes. Output: objects, or their bytes, which are checked if a commit names
+their sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from tpu_embed._checks import local_path, message
+
+DRIVERS = {"gs": "gcs", "s3": "s3"}
+
+DEADLINE = 100.0
+"""Seconds after which a request that was neither answered nor refused counts as failed."""
+
+_RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
+"""Together about half a minute; tensorstore's own take a quarter of an hour."""
+
+_NEW = b"\x02"
+"""The generation of an object that is not there."""
+
+_REMEDY = "check the network, the credentials, and what they may do in the bucket"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A place in a bucket.
+
+    Attributes:
+      bucket: the URL of the bucket, such as gs://models.
+      key: the names of its objects, or the first part of them.
+      context: tensorstore's context: retries and credentials.
+      parts: size and CRC-32 by key, of what a commit names; None: nothing is known.
+      written: collects the same of what is put here; None: nobody asks.
+    """
+
+    bucket: str
+    key: str
+    context: ts.Context = dataclasses.field(compare=False, repr=False)
+    parts: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False)
+    written: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        """Return the URL."""
+        return f"{self.bucket}/{self.key}"
+
+    def __truediv__(self, name: str) -> Bucket:
+        """Return the place of a name in this one."""
+        return dataclasses.replace(self, key=f"{self.key}/{name}" if self.key else name)
+
+    @property
+    def name(self) -> str:
+        """The last part of the key."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Bucket:
+        """The place above."""
+        return dataclasses.replace(self, key=self.key.rpartition("/")[0])
+
+    def absolute(self) -> Bucket:
+        """Return itself."""
+        return self
+
+    def mkdir(self, **_: Any) -> None:
+        """Do nothing: there are no folders."""
+
+    def is_dir(self) -> bool:
+        """Return whether a commit names something in this place."""
+        return any(key.startswith(f"{self.key}/") for key in self.parts or ())
+
+    def exists(self) -> bool:
+        """Return whether there is an object of this name; what a commit names is not asked for."""
+        return self.key in self.parts if self.parts is not None else self._get() is not None
+
+    def read_bytes(self) -> bytes:
+        """Return the bytes of the object.
+
+        Raises:
+          FileNotFoundError: there is none.
+          OSError: no answer; other bytes than a commit says.
+        """
+        found = self._get()
+        if found is None:
+            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
+        said = (self.parts or {}).get(self.key)
+        if said is not None and _sum(found) != [*said]:
+            expected, got = f"size and CRC-32 {said}, as its commit says", f"{_sum(found)}"
+            raise OSError(message(f"{self}", expected=expected, got=got))
+        return found
+
+    def last_bytes(self, n: int) -> bytes:
+        """Return the last n bytes of the object.
+
+        Raises:
+          FileNotFoundError, OSError: as for `read_bytes`.
+        """
+        found = self._get(byte_range=slice(-n, None))
+        if found is None:
+            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
+        return found
+
+    def put(self, data: bytes, *, new: bool = False) -> None:
+        """Write the object.
+
+        Args:
+          data: its bytes.
+          new: whether it must not be there yet.
+
+        Raises:
+          FileExistsError: another writer has put it there.
+          OSError: no answer.
+        """
+        condition = {"if_equal": _NEW} if new else {}
+        stamp = wait(self._store.write(self.key, data, **condition), self)
+        # An answer may be lost, and the request is repeated: then our own bytes are there.
+        if new and not stamp.generation and self._get() != data:
+            remedy = "one writer per directory: give another one, or another step"
+            text = message(f"{self}", expected="none", got="one of another writer", remedy=remedy)
+            raise FileExistsError(text)
+        if self.written is not None:
+            self.written[self.key] = _sum(data)
+
+    def names(self) -> list[str]:
+        """Return the names of the objects in this place, sorted."""
+        found = wait(self._store.list(self._inside, strip_prefix_length=len(self.key) + 1), self)
+        return sorted(name.decode() for name in found)
+
+    def remove(self) -> None:
+        """Remove all objects in this place, and that of its name."""
+        wait(self._store.delete_range(self._inside), self)
+        wait(self._store.write(self.key, None), self)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What tensorstore needs to know of this place."""
+        return {**self._root, "path": f"{self.key}/"}
+
+    @property
+    def _root(self) -> dict[str, Any]:
+        scheme, _, bucket = self.bucket.partition("://")
+        spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket}
+        if scheme == "s3":
+            names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+            endpoint = next((os.environ[name] for name in names if os.environ.get(name)), None)
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            given = {"endpoint": endpoint, "aws_region": region}
+            spec |= {name: value for name, value in given.items() if value}
+        return spec
+
+    @property
+    def _store(self) -> ts.KvStore:
+        return wait(ts.KvStore.open(self._root, context=self.context), self)
+
+    @property
+    def _inside(self) -> ts.KvStore.KeyRange:
+        # "0" is the character after "/".
+        return ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
+
+    def _get(self, **options: Any) -> bytes | None:
+        found = wait(self._store.read(self.key, **options), self)
+        return found.value if found.state == "value" else None
+
+
+Place = Path | Bucket
+"""Where something is written or read."""
+
+
+def place_of(path: Any, what: str = "path") -> Place:
+    """Return the place of a path or URL.
+
+    Args:
+      path: a path of a file system, or a URL of gs:// or s3://.
+      what: the argument, for messages.
+
+    Raises:
+      ValueError: a URL of another scheme, or without a name in the bucket.
+    """
+    if isinstance(path, Bucket):
+        return path
+    found = re.fullmatch(r"(gs|s3)://([^/]+)/(.+?)/*", os.fspath(path))
+    if found is None:
+        return local_path(path, what).absolute()
+    scheme, bucket, key = found.groups()
+    emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+    if emulator and scheme == "gs":  # tensorstore asks for another name
+        url = emulator if "://" in emulator else f"http://{emulator}"
+        os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)
+    context = ts.Context({f"{DRIVERS[scheme]}_request_retries": _RETRIES})
+    return Bucket(f"{scheme}://{bucket}", key, context)
+
+
+def wait(future: ts.Future, place: Place) -> Any:
+    """Return the result of a request of tensorstore.
+
+    Raises:
+      OSError: of a bucket, no answer, or a refusal.
+      Exception: of a file system, whatever tensorstore raises.
+    """
+    if isinstance(place, Path):
+        return future.result()
+    try:
+        return future.result(timeout=DEADLINE)
+    except TimeoutError:
+        got = f"none in {DEADLINE:.0f} s"
+    except Exception as error:
+        got = f"{error}"
+    raise OSError(message(f"{place}", expected="an answer", got=got, remedy=_REMEDY))
+
+
+def _sum(data: bytes) -> list[int]:
+    return [len(data), zlib.crc32(data)]
