@@ -211,8 +211,13 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
     return value
 
 
+def is_url(text: str) -> bool:
+    """Return whether a path is a URL, which `Path` would take for a folder named "gs:"."""
+    return re.match(r"[A-Za-z][\w+.-]+:/", text) is not None
+
+
 def local_path(path: str | os.PathLike[str], what: str = "path") -> Path:
-    """Return a path of a file system; refuse a URL, which `Path` takes for a folder named "gs:".
+    """Return a path of a file system; refuse a URL.
 
     Raises:
       ValueError: it is a URL.
@@ -222,7 +227,7 @@ def local_path(path: str | os.PathLike[str], what: str = "path") -> Path:
       '20'
     """
     text = os.fspath(path)
-    if re.match(r"[A-Za-z][\w+.-]+:/", text):
+    if is_url(text):
         remedy = "use a disk, and copy whole folders to the bucket and from it"
         expected = "one of a file system"
         raise ValueError(message(what, expected=expected, got=repr(text), remedy=remedy))

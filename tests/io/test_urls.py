@@ -1,4 +1,4 @@
-"""Whatever takes a path refuses a URL, which Python takes for a folder named "gs:"."""
+"""A URL is one of a bucket, or refused: Python would take it for a folder named "gs:"."""
 
 import importlib
 import inspect
@@ -15,7 +15,9 @@ from tpu_embed import HostStorage, fit, io, planning
 from tpu_embed.io.checkpoint import read_maps
 from tpu_embed.vocabulary_report import statistics_of
 
-URLS = ["gs://bucket/run", "s3://bucket", "gs:/bucket", "abfs+x://a@b/c", PurePosixPath("gs://b/c")]
+URLS = ["s3://bucket", "gs:///run", "gs:/bucket", "abfs+x://a@b/c", PurePosixPath("gs://b/c")]
+ON_DISKS = ("HostStorage.__init__", "count_hits")
+"""What takes no bucket."""
 
 
 def served(name, path):
@@ -60,8 +62,11 @@ OURS = {"ServedModel.prepare", "HostPlan.__init__"}
 @pytest.mark.parametrize("call", CALLS)
 def test_a_url_is_refused_and_nothing_is_written(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for url in URLS:
-        with pytest.raises(ValueError, match=r": expected one of a file system, got '\w.*; use a"):
+    said = "a path, or a URL such as gs://bucket/name or s3://bucket/name, got '"
+    if call in ON_DISKS:
+        said = r"one of a file system, got '\w.*; use a disk"
+    for url in URLS + ["gs://bucket/run"] * (call in ON_DISKS):
+        with pytest.raises(ValueError, match=f": expected {said}"):
             CALLS[call](url)
     assert not [path for path in tmp_path.iterdir() if path.name != "model"]
 

@@ -15,6 +15,7 @@ or when they are read.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import glob
 import shutil
@@ -24,7 +25,7 @@ from typing import Any, final
 
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
-from tpu_embed.io.store import Bucket, Place
+from tpu_embed.io.store import Bucket, Place, place_of
 
 UNFINISHED = ".orbax-checkpoint-tmp"
 """What follows the name of a directory while it is filled, as when orbax did that."""
@@ -58,6 +59,10 @@ class Committer(abc.ABC):
         """
 
     @abc.abstractmethod
+    def abandon(self, root: Place) -> None:
+        """Remove what has been written, after an error."""
+
+    @abc.abstractmethod
     def find(self) -> Place | None:
         """Return where its parts are read; None if it is not there."""
 
@@ -79,6 +84,52 @@ def committer(place: Place) -> Committer:
     return _InBucket(place) if isinstance(place, Bucket) else _OnDisk(place)
 
 
+def find(path: Any) -> Place:
+    """Return where the parts of something are read.
+
+    Raises:
+      FileNotFoundError: it is not there.
+      ValueError: its commit is damaged, or there is no answer.
+    """
+    place = place_of(path)
+    if isinstance(place, Path):
+        return place
+    root = committer(place).find()
+    if root is None:
+        remedy = "give the URL that it was written to"
+        raise FileNotFoundError(message(f"{place}", expected="a commit", got="none", remedy=remedy))
+    return root
+
+
+def download(root: Bucket, folder: Path) -> Path:
+    """Return a directory with all parts of something, which is kept in a folder.
+
+    Args:
+      root: where its parts are read.
+      folder: the folder, in which it gets a name that nothing else has.
+
+    Raises:
+      OSError: no answer; other bytes than the commit says.
+    """
+    place = folder / root.name
+    how = committer(place)
+    if (kept := how.find()) is not None:
+        return Path(f"{kept}")
+    temporary = how.root("")
+    how.begin(temporary)
+    try:
+        for key in root.parts or ():
+            file = Path(f"{temporary}") / key.removeprefix(f"{root.key}/")
+            files.make_directory(file.parent)
+            with files.create(file) as opened:
+                opened.write(dataclasses.replace(root, key=key).read_bytes())
+        how.finish(temporary, [])
+    except BaseException:
+        how.abandon(temporary)
+        raise
+    return place
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class _OnDisk(Committer):
@@ -95,6 +146,9 @@ class _OnDisk(Committer):
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
         files.sync_directories(root)
         files.rename(root, self.place)
+
+    def abandon(self, root: Any) -> None:
+        shutil.rmtree(root, ignore_errors=True)
 
     def find(self) -> Path | None:
         return self.place if self.place.exists() else None
@@ -138,6 +192,11 @@ class _InBucket(Committer):
         self._begun(root).remove()
         # Other writers of this name have lost, so what they have left is no use any more.
         _InBucket(self.place.parent).sweep(self.place.name)
+
+    def abandon(self, root: Any) -> None:
+        with contextlib.suppress(OSError):  # then a later save removes it
+            root.remove()
+            self._begun(root).remove()
 
     def find(self) -> Bucket | None:
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import reprlib
-import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from io import BytesIO
@@ -24,6 +23,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io.commits import committer
 from tpu_embed.io.store import Bucket, Place
 
 FORMAT = 4
@@ -60,35 +60,39 @@ VERSION = schema.record(
 """The schema of a `Version`."""
 
 
-def check_free(root: Path) -> None:
+def check_free(root: Place) -> None:
     """Check that nothing exists at a path.
 
     Raises:
       FileExistsError: something does.
     """
-    if root.exists() or root.is_symlink():
+    if committer(root).find() is not None or (isinstance(root, Path) and root.is_symlink()):
         remedy = "remove it, or give each version a directory of its own"
         raise FileExistsError(message(f"{root}", expected="nothing", got="a file", remedy=remedy))
 
 
 @contextlib.contextmanager
-def written(root: Path) -> Iterator[Path]:
-    """Yield a new temporary directory beside `root`; rename it to `root` at the end.
+def written(root: Place) -> Iterator[Place]:
+    """Yield a new temporary directory beside `root`; it appears as `root` at the end.
 
     After an error the temporary directory is removed instead. Files are synced when they are
-    written, and directories before the renaming, so that everything is on disk when this ends.
+    written, and directories before the renaming, so that everything is on disk when this ends; in a
+    bucket a commit makes it appear.
     """
-    parent = root.absolute().parent
-    files.make_directory(parent)
-    temporary = parent / f".{root.name[:40]}.{uuid.uuid4().hex}"
-    temporary.mkdir()
+    how, token = committer(root), uuid.uuid4().hex
+    if isinstance(root, Bucket):
+        temporary = how.root(token)
+        how.begin(temporary)
+    else:
+        files.make_directory(root.absolute().parent)
+        temporary = root.absolute().parent / f".{root.name[:40]}.{token}"
+        temporary.mkdir()
     try:
         yield temporary
         check_free(root)
-        files.sync_directories(temporary)
-        files.rename(temporary, root)
+        how.finish(temporary, [temporary.written or {}] if isinstance(temporary, Bucket) else [])
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        how.abandon(temporary)
         raise
 
 
@@ -110,8 +114,8 @@ def describe_file(root: Place, file: str) -> dict[str, Any]:
 
 
 def check_file(
-    root: Path, file: str, described: Mapping[str, Any], remedy: str, *, whole: bool = True
-) -> Path:
+    root: Place, file: str, described: Mapping[str, Any], remedy: str, *, whole: bool = True
+) -> Any:
     """Check that a file is as the metadata describes it, and return its path.
 
     Args:
@@ -129,6 +133,8 @@ def check_file(
     if described["file"] != file:
         what, got = f"{root / METADATA}: file", reprlib.repr(described["file"])
         raise ValueError(message(what, expected=repr(file), got=got, remedy=remedy))
+    if isinstance(path, Bucket):
+        return path  # whoever reads it compares the sum that the commit has
     with files.name_errors(path, remedy):
         size = path.stat().st_size
     if size != described["bytes"]:
@@ -141,9 +147,11 @@ def check_file(
     return path
 
 
-def _inside(root: Path, file: str, remedy: str) -> Path:
+def _inside(root: Any, file: str, remedy: str) -> Any:
     """Return the path of a file, after checking that no link leads out of the directory."""
     path = root / file
+    if isinstance(path, Bucket):
+        return path
     found = os.path.realpath(path)
     if not Path(found).is_relative_to(os.path.realpath(root)):
         expected, got = f"a file inside {root}", f"a link to {found}"
@@ -154,12 +162,12 @@ def _inside(root: Path, file: str, remedy: str) -> Path:
 # -- metadata --------------------------------------------------------------------------------------
 
 
-def write_metadata(root: Path, kind: str, value: Mapping[str, Any]) -> None:
+def write_metadata(root: Place, kind: str, value: Mapping[str, Any]) -> None:
     """Write the metadata of a kind of directory."""
     crc_json.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
 
 
-def read_metadata(root: Path, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
+def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
     """Return the metadata of a directory.
 
     Args:
@@ -183,7 +191,7 @@ def _array_file(name: str, part: str) -> str:
 
 
 def write_tables(
-    root: Path, tables: Mapping[str, tuple[Any, Mapping[str, np.ndarray]]]
+    root: Place, tables: Mapping[str, tuple[Any, Mapping[str, np.ndarray]]]
 ) -> dict[str, Any]:
     """Write the arrays of all tables; return the descriptions of the tables for the metadata.
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import is_url, message
 
 DRIVERS = {"gs": "gcs", "s3": "s3"}
 
@@ -199,9 +199,13 @@ def place_of(path: Any, what: str = "path") -> Place:
     """
     if isinstance(path, Bucket):
         return path
-    found = re.fullmatch(r"(gs|s3)://([^/]+)/(.+?)/*", os.fspath(path))
+    text = os.fspath(path)
+    found = re.fullmatch(r"(gs|s3)://([^/]+)/([^/].*?)/*", text)
+    if found is None and is_url(text):
+        expected = "a path, or a URL such as gs://bucket/name or s3://bucket/name"
+        raise ValueError(message(what, expected=expected, got=repr(text)))
     if found is None:
-        return local_path(path, what).absolute()
+        return Path(text).absolute()
     scheme, bucket, key = found.groups()
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
     if emulator and scheme == "gs":  # tensorstore asks for another name

@@ -263,9 +263,7 @@ class Homes:
         Raises:
           RuntimeError: some were lost; see `check`.
         """
-        with self._lock:
-            oldest = sorted(self._departures)[: -_MOST_ON_THEIR_WAY + 1]
-        self._wait(oldest)
+        self._wait(sorted(self._pending())[: -_MOST_ON_THEIR_WAY + 1])
 
     def send(
         self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
@@ -283,25 +281,31 @@ class Homes:
         if not leaving:
             return
         with self._lock:
-            arrived = self._writer.submit(self._write, step, leaving, read)
+            arrived = self._writer.submit(self._write, leaving, read)
             self._departures[step] = _Departure(leaving, arrived)
             for name, some in leaving.items():
                 self._counts[name]["sent"] += some.size
 
     def _write(
-        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
+        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
     ) -> None:
+        # Without the lock: Ctrl-C may have left it with the thread that was about to use it.
         rooms = read()
         for name, some in keys.items():
             self._rows[name].write(some, *rooms[name])
+
+    def _pending(self) -> dict[int, _Departure]:
+        """Return the departures whose rows have not arrived, by step, and forget the others."""
         with self._lock:
-            self._departures.pop(step, None)  # `exchange` may have taken it
+            for step, one in [*self._departures.items()]:
+                if one.arrived.done() and one.arrived.exception() is None:
+                    del self._departures[step]
+            return dict(self._departures)
 
     def _on_their_way(self, name: str) -> list[tuple[int, np.ndarray]]:
         """Return the steps whose displaced rows of a table have not arrived, with their keys."""
-        with self._lock:
-            pairs = self._departures.items()
-            return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
+        pairs = self._pending().items()
+        return [(step, one.keys[name]) for step, one in pairs if name in one.keys]
 
     def ids(self, name: str) -> np.ndarray:
         """Return the ids of a table whose rows are at home or on their way, uint64 `[n]`."""
@@ -310,8 +314,7 @@ class Homes:
         return np.unique(np.concatenate([*coming, self._rows[name].ids()]))
 
     def _wait(self, steps: Collection[int]) -> None:
-        with self._lock:
-            coming = [one.arrived for step, one in self._departures.items() if step in steps]
+        coming = [one.arrived for step, one in self._pending().items() if step in steps]
         concurrent.futures.wait(coming)
         self.check()
 
@@ -321,9 +324,7 @@ class Homes:
         Raises:
           RuntimeError: some were; the cause is the error that kept them from being written.
         """
-        with self._lock:
-            departures = dict(self._departures)
-        for step, one in departures.items():
+        for step, one in self._pending().items():
             error = one.arrived.exception() if one.arrived.done() else None
             if error is not None:
                 expected = f"rows of {sorted(one.keys)} written at home"
@@ -338,9 +339,7 @@ class Homes:
         Raises:
           RuntimeError: some were lost; see `check`.
         """
-        with self._lock:
-            steps = [*self._departures]
-        self._wait(steps)
+        self._wait(self._pending())
 
     def begin_save(self, path: Any, checkpoint: str, step: int) -> None:
         """Note that all rows are being saved as they are now.

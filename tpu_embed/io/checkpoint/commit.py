@@ -11,11 +11,12 @@ Input: a path, and what to write. Output: a directory, or what was found in one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,6 +92,16 @@ def begin_checkpoint(
                 trees.finish(root / item, checkpoint)
             how.finish(root, parts)
 
+    @contextlib.contextmanager
+    def abandoned_on_error() -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if jax.process_index() == 0:
+                how.abandon(root)
+            raise
+
+    @abandoned_on_error()
     def go_on() -> None:
         raise_on_all("save", path, lambda: [write() for write in writes])
         if isinstance(root, Bucket):
@@ -98,7 +109,8 @@ def begin_checkpoint(
         raise_on_all("save", path, finished)
 
     items = raise_on_all("save", path, prepared)
-    writes = raise_on_all("save", path, begun)
+    with abandoned_on_error():
+        writes = raise_on_all("save", path, begun)
     return go_on
 
 
@@ -116,12 +128,7 @@ def write_checkpoint(path: Any, prepare: Callable[..., Mapping[str, Begin]]) -> 
     place = place_of(path)
     with _SAVING:
         check_same("save", f"{place}")
-        try:
-            begin_checkpoint(place, prepare)()
-        except BaseException:
-            if isinstance(place, Path):  # in a bucket there may be another writer of this name
-                sweep(place.parent, place.name)
-            raise
+        begin_checkpoint(place, prepare)()
 
 
 def remove(path: Place) -> None:

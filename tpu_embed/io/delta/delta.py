@@ -9,24 +9,25 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.rows import DeviceRows, pieces
 from tpu_embed.core.state import Field, TableState, check_state, field
 from tpu_embed.io import directory
+from tpu_embed.io.commits import find
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges
 from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.quantize import QuantizedTable
+from tpu_embed.io.store import Place, place_of
 from tpu_embed.kernels import storage
 from tpu_embed.processes import check_same, gather_bytes, gather_from_all, raise_on_all
 from tpu_embed.storage import VALUES
@@ -82,8 +83,8 @@ def export_delta(
       >>> version.step, np.array_equal(published, engine.tables(state)["item"])
       (1, True)
     """
-    root = local_path(path)
-    check_same("export_delta", str(root.absolute()))
+    root = place_of(path)
+    check_same("export_delta", f"{root.absolute()}")
 
     def prepared() -> tuple[Version, Version, dict[str, Changes]]:
         if jax.process_index() == 0:
@@ -134,7 +135,7 @@ def _check_alike(since: Version, version: Version) -> None:
 
 
 def _read_tables(
-    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Path
+    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Place
 ) -> dict[str, TableChanges]:
     """Return what changed in all processes, with values; only the first process keeps rows."""
     tables: dict[str, TableChanges] = {}
@@ -241,7 +242,7 @@ def apply_delta(
       ValueError: the path is a URL; a file is damaged; the delta is of another run, or begins after
         the step of the version; the delta lacks a table, or has it with another shape or dtype.
     """
-    root = local_path(path)
+    root = find(path)
     delta = delta_files.read(root)
     given = {name: _arrays(table) for name, table in tables.items()}
     absent = set(given) - set(delta.tables)

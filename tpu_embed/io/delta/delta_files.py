@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.io import directory, schema
 from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges, form_of
+from tpu_embed.io.store import Place
 from tpu_embed.touched import Lineage, Version
 
 KIND = "delta"
@@ -63,7 +63,7 @@ class Delta:
         return any(one.unseen is not None for one in self.tables.values())
 
 
-def follows(delta: Delta, path: Path, version: Version | None) -> bool:
+def follows(delta: Delta, path: Place, version: Version | None) -> bool:
     """Return whether a delta must be applied to tables of a version; False if they are newer.
 
     A delta with `since` 100 and step 120 fits tables of steps 100 to 120. Versions of the same step
@@ -112,7 +112,7 @@ def follows(delta: Delta, path: Path, version: Version | None) -> bool:
     return is_new
 
 
-def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str, Any]]) -> None:
+def check_declared(delta: Delta, path: Place, declared: Mapping[str, Mapping[str, Any]]) -> None:
     """Check that a delta has some tables, with the declared shapes and dtypes.
 
     Args:
@@ -137,7 +137,7 @@ def check_declared(delta: Delta, path: Path, declared: Mapping[str, Mapping[str,
 # -- files -----------------------------------------------------------------------------------------
 
 
-def write(root: Path, delta: Delta) -> None:
+def write(root: Place, delta: Delta) -> None:
     """Write all files of a delta.
 
     Args:
@@ -154,7 +154,7 @@ def write(root: Path, delta: Delta) -> None:
     directory.write_metadata(root, KIND, described)
 
 
-def read(root: Path) -> Delta:
+def read(root: Place) -> Delta:
     """Return the delta of a directory, after checking every byte.
 
     Raises:
@@ -167,7 +167,7 @@ def read(root: Path) -> Delta:
     return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
 
 
-def _read_changes(root: Path, name: str, table: Mapping[str, Any]) -> TableChanges:
+def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> TableChanges:
     """Return what changed in one table."""
     parts = ("vocabulary_size", "dim", "dtype", "unseen", "files")
     size, dim, dtype, unseen, described = (table[part] for part in parts)

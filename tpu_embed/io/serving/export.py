@@ -30,7 +30,7 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, check_int, local_path, message
+from tpu_embed._checks import check_choice, check_int, message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import Structure, dense_shape, structure
@@ -42,6 +42,7 @@ from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_h
 from tpu_embed.io.serving.model_files import WrittenTable
 from tpu_embed.io.serving.served_tables import with_room
 from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
+from tpu_embed.io.store import place_of
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
@@ -100,7 +101,7 @@ def export_model(
     chosen = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     for platform in chosen or (None,):
         check_choice("platforms: each", platform, ("cpu", "cuda", "rocm", "tpu"))
-    directory.check_free(root := local_path(path))
+    directory.check_free(root := place_of(path))
     declared = structure.flatten(feature_config)
     drawn = tables_on_host(declared, given := stored_tables(tables, declared))
     keys = all_keys(vocabularies, declared)

@@ -16,7 +16,6 @@ read back and checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import directory, files, schema
+from tpu_embed.io.store import Place
 
 KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
@@ -94,7 +94,7 @@ def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
 
 
 def write(
-    root: Path,
+    root: Place,
     program: bytes,
     tables: Mapping[str, WrittenTable],
     first_rows: Mapping[str, bytes],
@@ -121,14 +121,14 @@ def write(
     directory.write_metadata(root, KIND, metadata)
 
 
-def _write_file(root: Path, name: str, content: bytes) -> dict[str, Any]:
+def _write_file(root: Place, name: str, content: bytes) -> dict[str, Any]:
     """Write a file, and return its description."""
     with files.create(root / name) as file:
         file.write(content)
     return directory.describe_file(root, name)
 
 
-def read_metadata(root: Path) -> dict[str, Any]:
+def read_metadata(root: Place) -> dict[str, Any]:
     """Return the `metadata.json` of a model.
 
     Raises:
@@ -138,7 +138,7 @@ def read_metadata(root: Path) -> dict[str, Any]:
     return directory.read_metadata(root, KIND, _FORM, _REMEDY)
 
 
-def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
+def read_program(root: Place, metadata: Mapping[str, Any]) -> bytes:
     """Return the serialized program.
 
     Raises:
@@ -148,7 +148,7 @@ def read_program(root: Path, metadata: Mapping[str, Any]) -> bytes:
     return _read_file(root, PROGRAM, metadata["program"])
 
 
-def _read_file(root: Path, name: str, described: Mapping[str, Any]) -> bytes:
+def _read_file(root: Place, name: str, described: Mapping[str, Any]) -> bytes:
     return files.read(directory.check_file(root, name, described, _REMEDY), _REMEDY)
 
 
@@ -156,7 +156,7 @@ def _first_file(name: str) -> str:
     return f"tables/{files.file_name(name)}.first.stablehlo"
 
 
-def read_first_rows(root: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def read_first_rows(root: Place, metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the serialized programs that draw rows nobody has trained, by table.
 
     Raises:
@@ -172,7 +172,7 @@ def read_first_rows(root: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]
 
 
 def read_tables(
-    root: Path, metadata: Mapping[str, Any], *, check: bool
+    root: Place, metadata: Mapping[str, Any], *, check: bool
 ) -> dict[str, dict[str, np.ndarray]]:
     """Return the arrays of all tables by name and part, memory-mapped.
 

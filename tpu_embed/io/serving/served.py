@@ -36,10 +36,12 @@ from tpu_embed.core.ids import (
     read_ids,
     structure,
 )
+from tpu_embed.io.commits import download, find
 from tpu_embed.io.delta import SHARED_ROW, delta_files
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, prepare, write
 from tpu_embed.io.serving.stored import FIRST
+from tpu_embed.io.store import Bucket
 from tpu_embed.kernels import storage
 from tpu_embed.storage import HostStorage
 from tpu_embed.touched import Version
@@ -133,7 +135,7 @@ class ServedModel:
           ValueError: as for `apply`.
         """
         self._check_there()
-        root, described = local_path(path), self.metadata["tables"]
+        root, described = find(path), self.metadata["tables"]
         delta = delta_files.read(root)
         if not delta_files.follows(delta, root, self.version):
             return None
@@ -209,14 +211,21 @@ class ServedModel:
         return self._program(tables, ids, numbers, *jax.tree.map(snapshot, inputs))
 
 
-def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedModel:
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    check: bool = True,
+    cache: str | os.PathLike[str] | None = None,
+) -> ServedModel:
     """Load a model that `export_model` wrote. Its program runs here, so load only what you trust.
 
     Tables are memory-mapped. On CPU, rows are read from the files as they are needed, and processes
     on one machine share the memory; on other platforms tables are copied to the default device.
 
     Args:
-      path: the directory.
+      path: the directory; or the URL of a place in a bucket.
+      cache: a folder that keeps what is downloaded from a bucket, so that files are there to be
+        memory-mapped, and a model is downloaded once.
       check: whether to read every byte of the tables once, for their checksums. With False only
         sizes, shapes and dtypes are compared: a table with a damaged byte, or one that was put in
         the place of another of the same shape, is served as it is. All other files are always
@@ -224,11 +233,17 @@ def load_model(path: str | os.PathLike[str], *, check: bool = True) -> ServedMod
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: the path is a URL; a file is damaged, in the place of another, or of another
-        format.
+      ValueError: a URL of another scheme, or without a cache; a file is damaged, in the place of
+        another, or of another format.
       ImportError: flatbuffers is missing.
     """
-    root = local_path(path)
+    root = find(path)
+    if isinstance(root, Bucket):
+        if cache is None:
+            remedy = "give a folder on a disk, in which models are kept"
+            text = message("cache", expected="a folder, for a URL", got="None", remedy=remedy)
+            raise ValueError(text)
+        root = download(root, local_path(cache, "cache"))
     metadata = model_files.read_metadata(root)
     program = model_files.read_program(root, metadata)
     tables = model_files.read_tables(root, metadata, check=check)

@@ -1,0 +1,30 @@
+"""Places in buckets of this machine, behind a proxy that can be told to be faulty."""
+
+import os
+
+import pytest
+from bucket_servers import fake_gcs, moto_s3, proxy, set_environment
+
+from tpu_embed.io import store
+
+
+@pytest.fixture(scope="module", params=["gs", "s3"])
+def upstream(request):
+    with fake_gcs() if request.param == "gs" else moto_s3() as server:
+        address = server if request.param == "s3" else server.server_address
+        yield request.param, address
+
+
+@pytest.fixture
+def bucket(upstream, monkeypatch, tmp_path, request):
+    """The URL of an empty place in a bucket, and the proxy before its server."""
+    scheme, address = upstream
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        store, "_RETRIES", {"max_retries": 3, "initial_delay": "10ms", "max_delay": "100ms"}
+    )
+    monkeypatch.setattr(store, "DEADLINE", 20.0)
+    with proxy(address) as server:
+        set_environment(monkeypatch, scheme, server.server_address)
+        yield f"{scheme}://bucket/{abs(hash(request.node.name))}/run", server
+    assert not os.listdir(tmp_path)  # nothing is ever written elsewhere

@@ -1,0 +1,62 @@
+"""Exports and deltas in buckets: a server downloads a model once, and reads deltas into memory."""
+
+import jax
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
+from tpu_embed import optimizers as o
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
+    url, server = bucket
+    living = {"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}
+    config = FeatureConfig(TableConfig(40, 3, name="t", **living))
+    made = tpu_embed.EmbeddingEngine(config, o.SGD(0.5), mesh=mesh(2))
+    state, touched = made.init(jax.random.key(0)), io.TouchedRows(made)
+
+    def train(state, ids):
+        state, batch = made.admit(state, made.place(ids))
+        touched.record(batch, int(state.step) + 1)
+        ones = np.ones_like(made.lookup(state, batch))
+        return made.update(state, batch, ones)
+
+    def table(state):
+        name = made.table_configs["t"] if not keys else "t"
+        return {name: made.tables(state)["t"]}
+
+    state = train(state, np.arange(8))
+    version = touched.version(state)
+    cache = tmp_path_factory.mktemp("cache")
+    options = {"version": version, "vocabularies": made.vocabularies}
+    model = lambda rows: rows  # noqa: E731
+    io.export_model(f"{url}/model", model, table(state), config, np.arange(8), **options)
+    with pytest.raises(FileExistsError):
+        io.export_model(f"{url}/model", model, table(state), config, np.arange(8), **options)
+    with pytest.raises(ValueError, match="cache: expected a folder, for a URL"):
+        io.load_model(f"{url}/model")
+    served = io.FollowingModel(io.load_model(f"{url}/model", cache=cache))
+    server.seen.clear()
+    io.load_model(f"{url}/model", cache=cache)
+    assert len(server.seen) < 4  # it is there already
+    for step in range(2):
+        state = train(state, np.arange(4 + step, 12 + step))
+        version = io.export_delta(f"{url}/delta-{step}", made, state, touched, since=version)
+        served.apply(f"{url}/delta-{step}")
+    ids = np.arange(13)
+    wanted = io.serving_lookup(table(state), ids, config, vocabularies=made.vocabularies)
+    np.testing.assert_array_equal(served(ids), wanted)
+    if not keys:
+        whole, found = np.array(made.tables(state)["t"]), np.array(made.tables(state)["t"])
+        found[4:13] = 0
+        first = io.Version(version.run, 1, 0, 0)
+        io.apply_delta({"t": found}, f"{url}/delta-0", first)
+        assert not np.array_equal(whole, found)
+    server.rule = lambda method, path, body: "flip" if "values" in path else None
+    with pytest.raises((OSError, ValueError), match="://bucket/"):
+        served.apply(f"{url}/delta-0")
+    with pytest.raises((OSError, ValueError), match="://bucket/"):
+        io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
