@@ -121,7 +121,7 @@ class Proxy(Handler):
             self.answer(fault, b"no")
             return
         if fault == "delay":
-            time.sleep(1)
+            time.sleep(0.1)
         connection = http.client.HTTPConnection(*upstream, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         connection.request(self.command, self.path, body, headers)

@@ -68,6 +68,7 @@ ORDERS = {
         "files",
         "schema",
         "crc_json",
+        "commits",
         "directory",
         "quantize",
         "checkpoint",

@@ -72,7 +72,7 @@ def save(
     When there are several processes, all call this, and an error in one is raised in all.
 
     Args:
-      path: a directory that does not exist yet.
+      path: a directory that does not exist yet, or a URL of `gs://` or `s3://`.
       engine: the engine that made the state.
       state: tables and slots. Only a few blocks of rows are copied at a time.
       model: a container (not a single leaf) of arrays and Python numbers.
@@ -80,7 +80,7 @@ def save(
       touched: the record of touched rows, if deltas are to go on after a restart.
 
     Raises:
-      ValueError: the path exists, or is a URL; the state is not this engine's; the model has no
+      ValueError: the path exists, or is a bad URL; the state is not this engine's; the model has no
         arrays; the position is not JSON; `touched` lacks an update of the state.
       TypeError: `engine` is not an `EmbeddingEngine`.
 
@@ -135,7 +135,7 @@ def restore(
         replaced, and its run is a new one.
 
     Raises:
-      ValueError: the path is a URL; a table, slot, leaf, shape or dtype differs from what was
+      ValueError: the path is a bad URL; a table, slot, leaf, shape or dtype differs from what was
         saved; a file is damaged, or belongs to another checkpoint, table, slot or place.
       FileNotFoundError: there is no checkpoint, it has no model or no record of touched rows, or
         one of its files is missing.

@@ -85,7 +85,7 @@ class _NumberedCheckpoints(abc.ABC):
       in_background: whether a save returns before the files are written.
 
     Raises:
-      ValueError: a number is below 1; the directory is a URL, or differs between processes.
+      ValueError: a number is below 1; the directory is a bad URL, or differs between processes.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ class CheckpointManager(_NumberedCheckpoints):
       in_background: whether `save` returns before the files are written.
 
     Raises:
-      ValueError: a number is below 1; the directory is a URL, or differs between processes.
+      ValueError: a number is below 1; the directory is a bad URL, or differs between processes.
       TypeError: `engine` is not an `EmbeddingEngine`.
     """
 
@@ -384,7 +384,7 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
       in_background: whether `save` returns before the files are written.
 
     Raises:
-      ValueError: a number is below 1; the directory is a URL, or differs between processes.
+      ValueError: a number is below 1; the directory is a bad URL, or differs between processes.
     """
 
     def save(

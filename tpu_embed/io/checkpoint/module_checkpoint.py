@@ -64,13 +64,13 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
     all call this, and an error in one is raised in all.
 
     Args:
-      path: a directory that does not exist yet.
+      path: a directory that does not exist yet, or a URL of `gs://` or `s3://`.
       modules: nnx modules, optimizers, metrics, `Rngs`, states or variables, by name.
       position: a JSON value with string keys, for example the state of the data iterator.
 
     Raises:
-      ValueError: the path exists, or is a URL; an array was donated, or could not be replaced by a
-        restore; two arrays have the same path; the position is not JSON.
+      ValueError: the path exists, or is a bad URL; an array was donated, or could not be replaced by
+        a restore; two arrays have the same path; the position is not JSON.
       TypeError: `modules` is not a mapping of names to flax objects.
 
     Example:
@@ -121,8 +121,8 @@ def restore_modules(
       The position, or None.
 
     Raises:
-      ValueError: the path is a URL; a layer, table, slot, array, shape or dtype differs from what
-        was saved; a file is damaged, or belongs to another checkpoint, layer, table, slot or place.
+      ValueError: the path is a bad URL; a layer, table, slot, array, shape or dtype differs from
+        what was saved; a file is damaged, or belongs to another checkpoint, layer, table, slot or place.
       FileNotFoundError: there is no checkpoint, or one of its files is missing.
       TypeError: `modules` is not a mapping of names to flax objects.
     """

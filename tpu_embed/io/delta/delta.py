@@ -63,8 +63,8 @@ def export_delta(
 
     Raises:
       FileExistsError: something exists at `path`.
-      ValueError: the path is a URL; an update was not recorded; `since` is before recording began,
-        after the state, or of another run.
+      ValueError: the path is a bad URL; an update was not recorded; `since` is before recording
+        began, after the state, or of another run.
       Exception: an error in another process.
 
     Example:
@@ -239,8 +239,8 @@ def apply_delta(
 
     Raises:
       FileNotFoundError: a file is missing.
-      ValueError: the path is a URL; a file is damaged; the delta is of another run, or begins after
-        the step of the version; the delta lacks a table, or has it with another shape or dtype.
+      ValueError: the path is a bad URL; a file is damaged; the delta is of another run, or begins
+        after the step of the version; the delta lacks a table, or has it with another shape or dtype.
     """
     root = find(path)
     delta = delta_files.read(root)

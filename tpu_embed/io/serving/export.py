@@ -92,7 +92,7 @@ def export_model(
     Raises:
       ImportError: flatbuffers is missing.
       FileExistsError: something exists at `path`.
-      ValueError: the path is a URL; ids are not dense; a first dimension is not the batch size;
+      ValueError: the path is a bad URL; ids are not dense; a first dimension is not the batch size;
         the model needs several devices; the results are not in dicts, lists and tuples; a platform
         is unknown; whatever `serving_lookup` refuses about tables; `version` is not that of
         `vocabularies`.
