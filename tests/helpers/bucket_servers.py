@@ -154,10 +154,17 @@ class Proxy(Handler):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
+class Server(ThreadingHTTPServer):
+    """Answers several requests at a time, and does not mind clients that are killed."""
+
+    def handle_error(self, *_):
+        pass
+
+
 @contextlib.contextmanager
 def serving(handler, **attributes):
     """Yield a server on a port of its own."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = Server(("127.0.0.1", 0), handler)
     vars(server).update(attributes)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -1,16 +1,16 @@
 """Train a small model from its latest checkpoint, saving as it goes; the tests kill it.
 
-    python killed.py DIRECTORY STEPS CACHE
+    python killed.py DIRECTORY STEPS CACHE LAST
 
-Prints one line after resuming, one per step and one at the end; then `DIRECTORY/last.npz` has
-everything that was trained. There are two emulated devices with tables on both, one of them with a
-living vocabulary whose keys come and go, one on the host, a network, and a position: the state of
-the generator that draws the batches. A batch is always placed ahead, also while a save begins.
+Prints one line after resuming, one per step and one at the end; then the file LAST has everything
+that was trained. DIRECTORY is that of the checkpoints, or a URL. There are two emulated devices
+with tables on both, one of them with a living vocabulary whose keys come and go, one on the host, a
+network, and a position: the state of the generator that draws the batches. A batch is always placed
+ahead, also while a save begins.
 """
 
 import functools
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def draw(rng):
     return {name: rng.integers(0, rows, (BATCH, 3)) for name, rows in sizes.items()}
 
 
-def main(directory, steps, cache):
+def main(directory, steps, cache, last_file):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_compilation_cache_dir", cache)
@@ -104,9 +104,9 @@ def main(directory, steps, cache):
         for slot in (None, slots.get(name, "accumulators"))
     ]
     last = jax.tree.leaves((rows, query, model, rng.random(3)))
-    np.savez(Path(directory) / "last.npz", *[np.asarray(x, np.float32) for x in last])
+    np.savez(last_file, *[np.asarray(x, np.float32) for x in last])
     print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

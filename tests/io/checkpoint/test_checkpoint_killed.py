@@ -9,16 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bucket_servers import environment, fake_gcs
+
+from tpu_embed.io.commits import committer
+from tpu_embed.io.store import Bucket, place_of
 
 SCRIPT, ROOT = Path(__file__).with_name("killed.py"), Path(__file__).resolve().parents[3]
 EVERY, KEEP = 2, 2
 
 
 class Runs:
-    """A child after the other in one directory."""
+    """A child after the other in one directory, or at one URL."""
 
-    def __init__(self, directory, steps, cache):
+    def __init__(self, directory, steps, cache, url=None):
         self.directory, self.steps, self.cache = directory, steps, cache
+        self.place, self.last = url or directory, directory.with_suffix(".npz")
         self.resumed, self.left = [], 0
         self.errors = directory.with_suffix(".txt")
 
@@ -30,10 +35,10 @@ class Runs:
 
     def start(self):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        command = [sys.executable, str(SCRIPT), str(self.directory), str(self.steps)]
+        command = [sys.executable, str(SCRIPT), str(self.place), str(self.steps)]
         with self.errors.open("a") as errors:
             child = subprocess.Popen(
-                [*command, str(self.cache)],
+                [*command, str(self.cache), str(self.last)],
                 env=environment | {"PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -51,20 +56,24 @@ class Runs:
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        self.left += any(self.directory.glob("*.orbax-checkpoint-tmp*"))
+        if isinstance(place := place_of(self.place), Bucket):
+            self.left += bool((place / "begun").names())
+        else:
+            self.left += any(place.glob("*.orbax-checkpoint-tmp*"))
         return last
 
     def finished(self):
         """Start a child, let it end; return all that was trained."""
         out, _ = self.start().communicate()
         assert out.endswith("done\n"), self.errors.read_text()
-        with np.load(self.directory / "last.npz") as last:
+        with np.load(self.last) as last:
             return [last[name] for name in last.files]
 
 
-def check_kills(tmp_path, kills, steps):
+def check_kills(tmp_path, kills, steps, url=None):
     undisturbed = Runs(tmp_path / "undisturbed", steps, tmp_path / "cache").finished()
-    rng, runs = np.random.default_rng(kills), Runs(tmp_path / "runs", steps, tmp_path / "cache")
+    rng = np.random.default_rng(kills)
+    runs = Runs(tmp_path / "runs", steps, tmp_path / "cache", url)
     for _ in range(kills):
         last = runs.killed(int(rng.integers(1, 7)), rng.uniform(0, 0.05))
         assert last < steps, "it came to its end before it was killed"
@@ -73,7 +82,7 @@ def check_kills(tmp_path, kills, steps):
     assert runs.resumed == sorted(runs.resumed)
     assert all(step % EVERY == 0 for step in runs.resumed)
     assert runs.resumed[-1] > 0
-    left = {path.name for path in runs.directory.iterdir() if path.is_dir()}
+    left = set(committer(place_of(url or runs.directory)).names())
     assert left == {f"{steps - n * EVERY}" for n in range(KEEP)}
     print(f"{kills} kills, {runs.left} of them while a save was under way; resumed {runs.resumed}")
     assert len(last) == len(undisturbed)
@@ -89,3 +98,14 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path):
 @pytest.mark.whole
 def test_many_kills_end_with_the_same_bits(tmp_path):
     check_kills(tmp_path, kills=60, steps=400)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kills", [4, 50])
+def test_kills_leave_whole_checkpoints_in_a_bucket(tmp_path, kills, monkeypatch):
+    with fake_gcs() as server:
+        for name, value in environment("gs", server.server_address).items():
+            monkeypatch.setenv(name, value)
+        check_kills(tmp_path, kills, steps=7 * kills + 10, url="gs://bucket/run")
+        roots = {name.split("/")[1].partition("~")[0] for name in server.objects}
+        assert len(roots - {"commits"}) == KEEP  # whatever was left has been swept

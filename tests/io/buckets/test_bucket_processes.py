@@ -1,0 +1,24 @@
+"""Several processes save together in a bucket, and are told together."""
+
+import bucket_processes
+import numpy as np
+import pytest
+from process_runs import run
+
+from tpu_embed.io.store import place_of
+
+
+@pytest.mark.quick(1)
+def test_two_processes_save_together(bucket, tmp_path_factory):
+    url, _ = bucket
+    calls = [(bucket_processes.saved_and_restored, url)]
+    for ((rows, whole, position, steps, told),) in run(2, tmp_path_factory.mktemp("two"), calls):
+        for before, after in zip(rows[:2], rows[2:], strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert whole
+        assert position == 3
+        assert steps == [2, 3]
+        assert "no space left" in told
+    place = place_of(url)
+    left = {name.partition("/")[0].partition("~")[0] for name in place.names()}
+    assert left == {"2", "3", "commits"}
