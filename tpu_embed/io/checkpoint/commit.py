@@ -108,8 +108,8 @@ def begin_checkpoint(
             parts.extend(gather_from_all(f"{what}/parts", root.written))
         raise_on_all("save", path, finished)
 
-    items = raise_on_all("save", path, prepared)
     with abandoned_on_error():
+        items = raise_on_all("save", path, prepared)
         writes = raise_on_all("save", path, begun)
     return go_on
 
