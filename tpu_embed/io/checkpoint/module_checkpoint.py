@@ -69,8 +69,8 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
       position: a JSON value with string keys, for example the state of the data iterator.
 
     Raises:
-      ValueError: the path exists, or is a bad URL; an array was donated, or could not be replaced by
-        a restore; two arrays have the same path; the position is not JSON.
+      ValueError: the path exists, or is a bad URL; an array was donated, or could not be replaced
+        by a restore; two arrays have the same path; the position is not JSON.
       TypeError: `modules` is not a mapping of names to flax objects.
 
     Example:
@@ -122,7 +122,8 @@ def restore_modules(
 
     Raises:
       ValueError: the path is a bad URL; a layer, table, slot, array, shape or dtype differs from
-        what was saved; a file is damaged, or belongs to another checkpoint, layer, table, slot or place.
+        what was saved; a file is damaged, or belongs to another checkpoint, layer, table, slot or
+        place.
       FileNotFoundError: there is no checkpoint, or one of its files is missing.
       TypeError: `modules` is not a mapping of names to flax objects.
     """

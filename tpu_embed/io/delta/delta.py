@@ -240,7 +240,8 @@ def apply_delta(
     Raises:
       FileNotFoundError: a file is missing.
       ValueError: the path is a bad URL; a file is damaged; the delta is of another run, or begins
-        after the step of the version; the delta lacks a table, or has it with another shape or dtype.
+        after the step of the version; the delta lacks a table, or has it with another shape or
+        dtype.
     """
     root = find(path)
     delta = delta_files.read(root)

@@ -105,8 +105,8 @@ class ServedModel:
         Raises:
           FileNotFoundError: a file is missing.
           ValueError: the path is a bad URL; a file is damaged; the version of the model is unknown,
-            of another run, or before the first step of the delta; the delta lacks a table, or has it
-            with another shape or dtype; with keys, the model is not older than the delta.
+            of another run, or before the first step of the delta; the delta lacks a table, or has
+            it with another shape or dtype; with keys, the model is not older than the delta.
         """
         prepared = self.prepare(path)
         return self if prepared is None else self._with(prepared, frozenset())
