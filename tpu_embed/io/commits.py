@@ -31,8 +31,12 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """What follows the name of a directory while it is filled, as when orbax did that."""
 
 _BEGUN, _COMMITS = "begun", "commits"
+_SWEEPING = b"sweeping"
+"""What the mark of a writer says when its parts are being removed."""
+
 _KIND, _FORMAT = "commit", 1
 _REMEDY = "this commit is damaged: remove it, and take another one"
+_ONE_WRITER = "one writer per directory: give another one"
 _FORM = schema.record(root=schema.text, parts=schema.mapping(schema.sequence(schema.integer())))
 
 Parts = Mapping[str, Any]
@@ -76,7 +80,10 @@ class Committer(abc.ABC):
 
     @abc.abstractmethod
     def sweep(self, name: str | None = None) -> None:
-        """Remove what unfinished writers have left inside of the place: of one name, or all."""
+        """Remove what unfinished writers have left inside of the place: of one name, or all.
+
+        In a bucket, all are those whose names are numbers: others may be about to export there.
+        """
 
 
 def committer(place: Place) -> Committer:
@@ -112,14 +119,20 @@ def download(root: Bucket, folder: Path) -> Path:
       OSError: no answer; other bytes than the commit says.
     """
     place = folder / root.name
-    how = committer(place)
-    if (kept := how.find()) is not None:
-        return Path(f"{kept}")
+    how = _OnDisk(place)
     temporary = how.root("")
+    files.make_directory(folder)
+    with files.locked(folder / ".lock"):  # other processes wait, and find it there
+        if how.find() is None:
+            _download(root, how, temporary)
+    return place
+
+
+def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
     how.begin(temporary)
     try:
         for key in root.parts or ():
-            file = Path(f"{temporary}") / key.removeprefix(f"{root.key}/")
+            file = temporary / key.removeprefix(f"{root.key}/")
             files.make_directory(file.parent)
             with files.create(file) as opened:
                 opened.write(dataclasses.replace(root, key=key).read_bytes())
@@ -127,7 +140,6 @@ def download(root: Bucket, folder: Path) -> Path:
     except BaseException:
         how.abandon(temporary)
         raise
-    return place
 
 
 @final
@@ -169,6 +181,10 @@ class _OnDisk(Committer):
             shutil.rmtree(left, ignore_errors=True)
 
 
+def _swept(root: Place) -> str:
+    return message(f"{root}", expected="its parts", got="none any more", remedy=_ONE_WRITER)
+
+
 @final
 @dataclasses.dataclass(frozen=True)
 class _InBucket(Committer):
@@ -180,23 +196,35 @@ class _InBucket(Committer):
     def begin(self, root: Place) -> None:
         self._begun(root).put(b"")
 
-    def finish(self, root: Place, parts: Sequence[Parts]) -> None:
-        if not self._begun(root).exists():
-            remedy = "one writer per directory: give another one"
-            text = message(f"{root}", expected="its parts", got="none any more", remedy=remedy)
-            raise OSError(text)
+    def finish(self, root: Any, parts: Sequence[Parts]) -> None:
+        if not self._is_begun(root):
+            if self._commit.exists():
+                text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
+                raise FileExistsError(text)
+            raise OSError(_swept(root))
         start = f"{self._beside(root.name).key}/"
         names = {key.removeprefix(start): said for mine in parts for key, said in mine.items()}
-        value = {"root": root.name, "parts": names}
-        crc_json.write_with_crc(self._commit, _KIND, _FORMAT, value)
-        self._begun(root).remove()
-        # Other writers of this name have lost, so what they have left is no use any more.
-        _InBucket(self.place.parent).sweep(self.place.name)
+        root.written[self._commit.key] = []  # from now on it may be there
+        try:
+            value = {"root": root.name, "parts": names}
+            crc_json.write_with_crc(self._commit, _KIND, _FORMAT, value)
+        except FileExistsError:
+            del root.written[self._commit.key]
+            raise
+        # Who sweeps changes the mark, then looks for a commit: one of the two sees the other.
+        if not self._is_begun(root):
+            self._commit.remove()
+            raise OSError(_swept(root))
+        with contextlib.suppress(OSError):  # a later save removes what is left
+            self._begun(root).remove()
+            # Other writers of this name have lost, so what they have left is no use any more.
+            _InBucket(self.place.parent).sweep(self.place.name)
 
     def abandon(self, root: Any) -> None:
-        with contextlib.suppress(OSError):  # then a later save removes it
-            root.remove()
-            self._begun(root).remove()
+        # A commit whose answer was lost may be there, or come yet: a later save looks for it.
+        if self._commit.key not in root.written:
+            with contextlib.suppress(OSError):
+                self._clear(root.name)
 
     def find(self) -> Bucket | None:
         try:
@@ -208,19 +236,45 @@ class _InBucket(Committer):
         return self._beside(found["root"], parts=parts)
 
     def remove(self) -> None:
-        root = self.find()
+        roots = self._named()
+        for root in roots:  # where this is interrupted, a later save goes on
+            (self._beside(_BEGUN) / root).put(_SWEEPING)
         self._commit.remove()
-        if root is not None:
-            root.remove()
+        for root in roots:
+            self._clear(root)
 
     def names(self) -> list[str]:
         return [name.removesuffix(".json") for name in (self.place / _COMMITS).names()]
 
     def sweep(self, name: str | None = None) -> None:
         for begun in (self.place / _BEGUN).names():
-            if name in (None, begun.rpartition("~")[0]):
-                (self.place / begun).remove()
-                (self.place / _BEGUN / begun).remove()
+            writer = begun.rpartition("~")[0]
+            if writer == name or (name is None and writer.isdecimal()):
+                _InBucket(self.place / writer)._clear(begun)
+
+    def _clear(self, root: str) -> None:
+        """Remove the parts of a writer, unless a commit names them; its mark goes last."""
+        mark = self._beside(_BEGUN) / root
+        mark.put(_SWEEPING)
+        if root not in self._named():
+            self._beside(root).remove()
+        mark.remove()
+
+    def _named(self) -> list[str]:
+        """Return the root that the commit names; all of this name if the commit is damaged."""
+        try:
+            found = self.find()
+            return [] if found is None else [found.name]
+        except ValueError:
+            every = {name.partition("/")[0] for name in self.place.parent.names()}
+            return sorted(one for one in every if one.rpartition("~")[0] == self.place.name)
+
+    def _is_begun(self, root: Bucket) -> bool:
+        """Return whether nobody has swept away what a writer has begun."""
+        try:
+            return self._begun(root).read_bytes() != _SWEEPING
+        except FileNotFoundError:
+            return False
 
     @property
     def _commit(self) -> Bucket:

@@ -22,6 +22,11 @@ from typing import BinaryIO
 from tpu_embed._checks import message
 from tpu_embed.io.store import Bucket, Place
 
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None
+
 _PLAIN = re.compile("[a-z0-9_][a-z0-9_-]{0,63}")
 """Names that can be used unchanged as file names on every file system."""
 
@@ -71,6 +76,16 @@ def make_directory(path: Path) -> None:
         make_directory(path.parent)
         path.mkdir(exist_ok=True)
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other callers waiting, in this process and in others, by the system's lock of a file."""
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):  # some file systems have none
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync(path: Path) -> None:

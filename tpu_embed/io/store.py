@@ -144,7 +144,8 @@ class Bucket:
 
     def names(self) -> list[str]:
         """Return the names of the objects in this place, sorted."""
-        found = wait(self._store.list(self._inside, strip_prefix_length=len(self.key) + 1), self)
+        start = len(f"{self.key}/".encode())
+        found = wait(self._store.list(self._inside, strip_prefix_length=start), self)
         return sorted(name.decode() for name in found)
 
     def remove(self) -> None:
@@ -227,6 +228,7 @@ def wait(future: ts.Future, place: Place) -> Any:
     try:
         return future.result(timeout=DEADLINE)
     except TimeoutError:
+        future.cancel()
         got = f"none in {DEADLINE:.0f} s"
     except Exception as error:
         got = f"{error}"

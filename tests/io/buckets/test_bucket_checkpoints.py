@@ -12,6 +12,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
+from tpu_embed.io.commits import committer
 
 
 def engine(devices=2, placement="mod", size=50):
@@ -209,6 +210,91 @@ def test_a_save_that_fails_at_any_request_is_not_there(bucket):
         "2",
         "commits",
     }
+
+
+@pytest.mark.parametrize("stage", ["mark", "commit"])
+def test_what_a_commit_names_is_never_removed(bucket, stage):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+    asked = []
+
+    def rule(method, path, body):
+        if stage == "mark":  # it cannot be removed
+            return 403 if "begun" in path and method == "DELETE" else None
+        if "commits" in path and method in ("PUT", "POST"):
+            asked.append(path)
+            return "lose"
+        return 503 if "commits" in path and asked else None
+
+    server.rule = rule
+    if stage == "mark":
+        io.save(f"{url}/1", made, state)
+    else:  # no answer arrives, so nobody knows whether it is there
+        with pytest.raises(OSError, match=r"commits/1\.json"):
+            io.save(f"{url}/1", made, state)
+    server.rule = lambda *_: None
+    for step in (2, 3):  # sweeps what is left
+        io.restore(f"{url}/1", engine())
+        with io.CheckpointManager(url, made, keep=None) as manager:
+            manager.save(step, state)
+
+
+def test_a_sweep_and_a_commit_at_one_time_leave_none_without_parts(bucket):
+    url, server = bucket
+    made = engine()
+    state = made.init(jax.random.key(0))
+
+    def rule(method, path, body):
+        if "commits" in path and method in ("PUT", "POST"):
+            server.rule = lambda *_: None
+            committer(store.place_of(url)).sweep()
+        return
+
+    server.rule = rule
+    with pytest.raises(OSError, match="one writer per directory"):
+        io.save(f"{url}/1", made, state)
+    assert not store.place_of(url).names()
+
+
+def test_others_may_write_beside_a_manager(bucket):
+    url, _ = bucket
+    made = engine()
+    how = committer(store.place_of(f"{url}/model"))
+    root = how.root("one")
+    how.begin(root)
+    with io.CheckpointManager(url, made) as manager:
+        manager.save(1, made.init(jax.random.key(0)))
+    how.finish(root, [{}])
+    assert how.find() == root
+    how.begin(root)
+    committer(store.place_of(url)).sweep("model")
+    with pytest.raises(FileExistsError, match="expected none, got a commit"):
+        how.finish(root, [{}])
+
+
+def test_a_damaged_commit_can_be_removed(bucket):
+    url, _ = bucket
+    made = engine()
+    with io.CheckpointManager(url, made) as manager:
+        manager.save(1, made.init(jax.random.key(0)))
+        manager.wait()
+        store.place_of(f"{url}/commits/1.json").put(b"{}")
+        with pytest.raises(ValueError, match=r"commits/1\.json"):
+            manager.restore()
+        manager.remove(1)
+        assert manager.all_steps() == []
+    assert not store.place_of(url).names()
+
+
+def test_names_may_be_of_any_alphabet(bucket):
+    url, _ = bucket
+    made = engine()
+    for _ in range(2):
+        with io.CheckpointManager(f"{url}/ü", made) as manager:
+            manager.save(1, made.init(jax.random.key(0)))
+            manager.wait()
+            assert manager.all_steps() == [1]
 
 
 @pytest.mark.parametrize("what", ["commits/1.json", "tables.json", "c.0", "leaves.json", "@"])

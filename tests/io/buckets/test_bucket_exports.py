@@ -1,5 +1,7 @@
 """Exports and deltas in buckets: a server downloads a model once, and reads deltas into memory."""
 
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
+from tpu_embed.io import store
+from tpu_embed.io.commits import committer, download, find
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -60,3 +64,28 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
         served.apply(f"{url}/delta-0")
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
+
+
+def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory):
+    url, server = bucket
+    how = committer(store.place_of(f"{url}/model"))
+    root = how.root("one")
+    how.begin(root)
+    for name in ("a", "b", "c"):
+        (root / name).put(name.encode())
+    how.finish(root, [root.written])
+    cache, meanwhile = tmp_path_factory.mktemp("cache"), []
+
+    def load():
+        return download(find(f"{url}/model"), cache)
+
+    with ThreadPoolExecutor() as pool:
+
+        def rule(method, path, body):
+            if "model~one" in path and not meanwhile:
+                meanwhile.append(pool.submit(load))
+                wait(meanwhile, 0.3)
+
+        server.rule = rule
+        assert load() == meanwhile[0].result()
+    assert sorted(one.name for one in load().iterdir()) == ["a", "b", "c"]

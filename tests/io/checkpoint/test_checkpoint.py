@@ -1,5 +1,6 @@
 """Checkpoints from both APIs: tables, network and position together; odd input; refusals."""
 
+import asyncio
 import functools
 import subprocess
 import sys
@@ -311,6 +312,17 @@ def test_paths(tmp_path, monkeypatch):
             ValueError, match=r"path: expected a path, or a URL such as gs://bucket/"
         ):
             save(address, small_engine(), small_state())
+
+
+def test_a_running_event_loop_does_not_matter(tmp_path):
+    """A notebook runs one."""
+    model = {"kernel": jax.numpy.arange(3.0)}
+
+    async def saved_and_restored():
+        save(tmp_path / "one", small_engine(), small_state(), model=model)
+        return restore(tmp_path / "one", small_engine(), model=model).model
+
+    np.testing.assert_array_equal(asyncio.run(saved_and_restored())["kernel"], [0, 1, 2])
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -44,16 +45,21 @@ def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]
     """
     if isinstance(directory, Bucket):
         return _begin_in_bucket(directory, checkpoint, tree)
-    handler, futures = ocp.PyTreeCheckpointHandler(), []
+    handler, loop, futures = ocp.PyTreeCheckpointHandler(), asyncio.new_event_loop(), []
     saved = jax.tree.map(_as_array, _with_numbers(tree))
     if jax.tree.leaves(saved):
-        arguments = ocp.args.PyTreeSave(saved)
-        futures = asyncio.run(handler.async_save(epath.Path(directory), args=arguments))
+        copied = handler.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(saved))
+        # In a thread, because a loop may be running here, as in a notebook.
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            futures = pool.submit(loop.run_until_complete, copied).result()
 
     def written() -> None:
-        for future in futures or ():
-            future.result()
-        handler.close()
+        try:
+            for future in futures or ():
+                future.result()
+        finally:
+            loop.close()  # not before: what is being written reports to it
+            handler.close()
         _write_leaves(directory, checkpoint, tree)
 
     return written
