@@ -66,6 +66,7 @@ def begin_checkpoint(
     how = committer(path)
     root = how.root(checkpoint[:12])
     parts: list[Parts] = []
+    writes: list[Callable[[], None]] = []
 
     def prepared() -> Mapping[str, Begin]:
         if how.find() is not None:
@@ -76,15 +77,26 @@ def begin_checkpoint(
             how.begin(root)
         return items
 
-    def begun() -> list[Callable[[], None]]:
+    def begun() -> None:
         # The first process made it; another one that does not see it has another file system.
         if isinstance(root, Path) and not root.is_dir():
             expected, remedy = "a directory", "give a path that every process can reach"
             text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
             raise FileNotFoundError(text)
-        for item in items:
+        for item, begin in items.items():
             (root / item).mkdir(exist_ok=True)  # every process makes it
-        return [begin(root / item) for item, begin in items.items()]
+            writes.append(begin(root / item))
+
+    def written() -> None:
+        # All end, whichever fails: nobody writes any more when the directory is removed.
+        errors: list[Exception] = []
+        while writes:
+            try:
+                writes.pop(0)()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def finished() -> None:
         if jax.process_index() == 0:
@@ -96,21 +108,24 @@ def begin_checkpoint(
     def abandoned_on_error() -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # Ctrl-C waits for nobody
+                with contextlib.suppress(Exception):
+                    written()
             if jax.process_index() == 0:
                 how.abandon(root)
             raise
 
     @abandoned_on_error()
     def go_on() -> None:
-        raise_on_all("save", path, lambda: [write() for write in writes])
+        raise_on_all("save", path, written)
         if isinstance(root, Bucket):
             parts.extend(gather_from_all(f"{what}/parts", root.written))
         raise_on_all("save", path, finished)
 
     with abandoned_on_error():
         items = raise_on_all("save", path, prepared)
-        writes = raise_on_all("save", path, begun)
+        raise_on_all("save", path, begun)
     return go_on
 
 
