@@ -2,6 +2,7 @@
 
 import contextlib
 
+import bucket_fixtures
 import jax
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
 from tpu_embed.io.commits import committer
+
+bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
 def engine(devices=2, placement="mod", size=50):

@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import bucket_fixtures
 import jax
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
 from tpu_embed.io.commits import committer, download, find
+
+bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
 @pytest.mark.parametrize("keys", [False, True])

@@ -1,11 +1,14 @@
 """Several processes save together in a bucket, and are told together."""
 
+import bucket_fixtures
 import bucket_processes
 import numpy as np
 import pytest
 from process_runs import run
 
 from tpu_embed.io.store import place_of
+
+bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
 @pytest.mark.quick(1)
