@@ -111,12 +111,14 @@ def test_modules_are_restored(bucket):
     make = lambda seed: nnx.Dict(  # noqa: E731
         rows=tpu_embed.nn.Embed(20, 3, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(seed)),
         head=nnx.Linear(3, 2, rngs=nnx.Rngs(seed)),
+        drop=nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
     )
     one, two = make(0), make(1)
     io.save_modules(f"{url}/m", {"model": one}, position=[1])
     assert io.restore_modules(f"{url}/m", {"model": two}) == [1]
     np.testing.assert_array_equal(one.rows.embedding, two.rows.embedding)
     np.testing.assert_array_equal(one.head.kernel[...], two.head.kernel[...])
+    assert one.drop.rngs.key[...] == two.drop.rngs.key[...]
 
 
 def test_fit_goes_on_from_a_bucket(bucket):
@@ -140,14 +142,20 @@ def test_fit_goes_on_from_a_bucket(bucket):
     np.testing.assert_array_equal(run(8, url), run(8, None))
 
 
-def nth(n, fault, matches=lambda method, path: True):
-    """Return a rule that has a fault at the n-th request that matches, once."""
-    seen = iter(range(10**9))
+def test_a_bucket_that_fails_hides_no_error_of_fit(bucket):
+    url, server = bucket
+    made = tpu_embed.EmbeddingEngine(FeatureConfig(TableConfig(9, 2, name="t")), o.SGD(0.5))
 
-    def rule(method, path, body):
-        return fault if matches(method, path) and next(seen) == n else None
+    def source():
+        yield np.arange(8), np.ones(8, np.float32)
+        server.rule = lambda *_: 403
+        raise KeyError("a file of the source")
 
-    return rule
+    loss = lambda rows, labels: ((rows.sum(-1) - labels) ** 2).mean()  # noqa: E731
+    with pytest.raises(KeyError, match="a file of the source") as error:
+        tpu_embed.fit(made, loss, source(), steps=5, directory=url, progress=False)
+    assert "does not tell its checkpoints" in "".join(error.value.__notes__)
+    server.rule = lambda *_: None
 
 
 FAULTS = ["reset", "delay", "cut", "lose", 429, 503]
