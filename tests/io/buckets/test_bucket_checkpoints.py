@@ -87,6 +87,18 @@ def test_a_run_is_restored_on_other_devices(bucket):
     assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
 
 
+def test_no_chunk_is_read_twice(bucket):
+    url, server = bucket
+    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement="div"))
+    made = tpu_embed.EmbeddingEngine(features, mesh=mesh(8))
+    io.save(f"{url}/1", made, made.init(jax.random.key(0)))
+    server.seen.clear()
+    io.restore(f"{url}/1", made)
+    seen = [path.partition("?")[0].replace("%2F", "/") for _, path, _ in server.seen]
+    reads = [seen.count(path) for path in {*seen} if "/table/c." in path]
+    assert reads == [2] * 8  # its sum, then all of it
+
+
 def test_a_manager_keeps_the_last_ones(bucket):
     url, _ = bucket
     made = engine()
