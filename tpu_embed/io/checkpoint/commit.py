@@ -66,6 +66,7 @@ def begin_checkpoint(
     how = committer(path)
     root = how.root(checkpoint[:12])
     parts: list[Parts] = []
+    made: list[Place] = []
 
     def prepared() -> Mapping[str, Begin]:
         if how.find() is not None:
@@ -74,6 +75,7 @@ def begin_checkpoint(
         items = prepare(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
             how.begin(root)
+            made.append(root)
         return items
 
     def begun() -> list[Callable[[], None]]:
@@ -97,8 +99,8 @@ def begin_checkpoint(
         try:
             yield
         except BaseException:
-            if jax.process_index() == 0:
-                how.abandon(root)
+            for one in made:
+                how.abandon(one)
             raise
 
     @abandoned_on_error()
@@ -108,8 +110,8 @@ def begin_checkpoint(
             parts.extend(gather_from_all(f"{what}/parts", root.written))
         raise_on_all("save", path, finished)
 
-    items = raise_on_all("save", path, prepared)
     with abandoned_on_error():
+        items = raise_on_all("save", path, prepared)
         writes = raise_on_all("save", path, begun)
     return go_on
 
