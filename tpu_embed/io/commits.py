@@ -135,7 +135,7 @@ def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
             file = temporary / key.removeprefix(f"{root.key}/")
             files.make_directory(file.parent)
             with files.create(file) as opened:
-                opened.write(dataclasses.replace(root, key=key).read_bytes())
+                opened.writelines(dataclasses.replace(root, key=key).blocks())
         how.finish(temporary, [])
     except BaseException:
         how.abandon(temporary)
