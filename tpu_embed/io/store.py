@@ -35,7 +35,7 @@ DEADLINE = 100.0
 """Seconds after which a request that was neither answered nor refused counts as failed."""
 
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
-"""Together about half a minute; tensorstore's own take a quarter of an hour."""
+"""Together about a quarter of a minute; tensorstore's own take a quarter of an hour."""
 
 _BLOCK = 2**26
 """Bytes of an object that are read at a time where it is not wanted whole."""
