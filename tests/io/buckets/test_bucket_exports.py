@@ -91,3 +91,14 @@ def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypa
         assert load() == meanwhile[0].result()
     found = {one.name: one.read_bytes() for one in load().iterdir()}
     assert found == {"a": b"aaaaa", "b": b"bbbbb", "c": b"ccccc"}
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/a", "b/../../a"])
+def test_a_commit_leads_nowhere_else(bucket, name):
+    url, _ = bucket
+    how = committer(store.place_of(f"{url}/model"))
+    root = how.root("one")
+    how.begin(root)
+    how.finish(root, [{f"{root.key}/{name}": [0, 0]}])
+    with pytest.raises(ValueError, match="expected names that lead nowhere else"):
+        find(f"{url}/model")
