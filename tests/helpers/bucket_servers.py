@@ -20,6 +20,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request after the other, and logs nothing."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))

@@ -135,7 +135,7 @@ def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
             file = temporary / key.removeprefix(f"{root.key}/")
             files.make_directory(file.parent)
             with files.create(file) as opened:
-                opened.write(dataclasses.replace(root, key=key).read_bytes())
+                opened.writelines(dataclasses.replace(root, key=key).blocks())
         how.finish(temporary, [])
     except BaseException:
         how.abandon(temporary)
@@ -231,6 +231,10 @@ class _InBucket(Committer):
             found = crc_json.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
         except FileNotFoundError:
             return None
+        for name in (found["root"], *found["parts"]):
+            if not {"", ".", ".."}.isdisjoint(name.split("/")) or "/" in found["root"]:
+                what, expected = f"{self._commit}", "names that lead nowhere else"
+                raise ValueError(message(what, expected=expected, got=repr(name), remedy=_REMEDY))
         start = self._beside(found["root"]).key
         parts = {f"{start}/{name}": said for name, said in found["parts"].items()}
         return self._beside(found["root"], parts=parts)

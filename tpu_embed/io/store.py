@@ -21,7 +21,7 @@ import dataclasses
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,10 @@ DEADLINE = 100.0
 """Seconds after which a request that was neither answered nor refused counts as failed."""
 
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
-"""Together about half a minute; tensorstore's own take a quarter of an hour."""
+"""Together about a quarter of a minute; tensorstore's own take a quarter of an hour."""
+
+_BLOCK = 2**26
+"""Bytes of an object that are read at a time where it is not wanted whole."""
 
 _NEW = b"\x02"
 """The generation of an object that is not there."""
@@ -101,14 +104,29 @@ class Bucket:
           FileNotFoundError: there is none.
           OSError: no answer; other bytes than a commit says.
         """
-        found = self._get()
-        if found is None:
-            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
-        said = (self.parts or {}).get(self.key)
-        if said is not None and _sum(found) != [*said]:
-            expected, got = f"size and CRC-32 {said}, as its commit says", f"{_sum(found)}"
-            raise OSError(message(f"{self}", expected=expected, got=got))
+        found = self._read()
+        self._check(_sum(found))
         return found
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes of an object that a commit names, some at a time.
+
+        Raises:
+          FileNotFoundError, OSError: as for `read_bytes`, perhaps after all of them.
+        """
+        size, crc32 = (self.parts or {})[self.key][0], 0
+        for first in range(0, size, _BLOCK):
+            some = self._read(byte_range=slice(first, min(first + _BLOCK, size)))
+            crc32 = zlib.crc32(some, crc32)
+            yield some
+        self._check([size, crc32])
+
+    def _check(self, found: list[int]) -> None:
+        """Compare size and CRC-32 of the object with what a commit says of it."""
+        said = (self.parts or {}).get(self.key)
+        if said is not None and found != [*said]:
+            expected, got = f"size and CRC-32 {said}, as its commit says", f"{found}"
+            raise OSError(message(f"{self}", expected=expected, got=got))
 
     def last_bytes(self, n: int) -> bytes:
         """Return the last n bytes of the object.
@@ -116,10 +134,7 @@ class Bucket:
         Raises:
           FileNotFoundError, OSError: as for `read_bytes`.
         """
-        found = self._get(byte_range=slice(-n, None))
-        if found is None:
-            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
-        return found
+        return self._read(byte_range=slice(-n, None))
 
     def put(self, data: bytes, *, new: bool = False) -> None:
         """Write the object.
@@ -178,6 +193,11 @@ class Bucket:
     def _inside(self) -> ts.KvStore.KeyRange:
         # "0" is the character after "/".
         return ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
+
+    def _read(self, **options: Any) -> bytes:
+        if (found := self._get(**options)) is None:
+            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
+        return found
 
     def _get(self, **options: Any) -> bytes | None:
         found = wait(self._store.read(self.key, **options), self)

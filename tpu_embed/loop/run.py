@@ -236,7 +236,7 @@ class Keeper:
           ValueError: the checkpoint has more steps than the run is to have, or is not one of `fit`;
             or whatever `restore` refuses.
         """
-        latest = self._manager.latest_step()
+        latest = raise_on_all("fit", self.directory, self._manager.latest_step)
         if latest is None:
             return False
         if run.steps is not None and run.steps < latest:
@@ -263,7 +263,8 @@ class Keeper:
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         run.carry, run.step, run.position = carry, position["step"], position["data"]
         run.best = position.get("best", {})
-        if run.best_step not in (None, *self._manager.all_steps()):
+        steps = raise_on_all("fit", self.directory, self._manager.all_steps)
+        if run.best_step not in (None, *steps):
             run.best = {}  # somebody has removed that checkpoint
         run.ended = position.get("ended") == [run.steps]
         if run.left != 0:  # else nothing is left to read
@@ -325,7 +326,11 @@ class Keeper:
         except Exception as second:
             if second is not error:  # a loss that is not finite
                 error.add_note(f"fit: step {run.step} could not be saved: {second}")
-        last = self._manager.latest_step()
+        try:
+            last = self._manager.latest_step()
+        except (OSError, ValueError) as second:
+            error.add_note(f"fit: {self.directory} does not tell its checkpoints: {second}")
+            return
         if last is None:
             error.add_note(f"fit: there is no checkpoint in {self.directory}.")
         else:

@@ -1,6 +1,7 @@
 """Checkpoints in buckets: whole or not there, whatever the network does; nothing on the disk."""
 
 import contextlib
+import functools
 
 import bucket_fixtures
 import jax
@@ -27,6 +28,18 @@ def engine(devices=2, placement="mod", size=50):
     }
     features = {name: FeatureConfig(table) for name, table in tables.items()}
     return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(devices))
+
+
+@functools.cache
+def plain(devices=2, placement="mod"):
+    """Return an engine of one static table."""
+    table = TableConfig(50, 6, name="static", placement=placement)
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(devices))
+
+
+@functools.cache
+def plain_state():
+    return plain().init(jax.random.key(0))
 
 
 def trained(made, state, steps):
@@ -90,6 +103,18 @@ def test_a_run_is_restored_on_other_devices(bucket):
     assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
 
 
+def test_no_chunk_is_read_twice(bucket):
+    url, server = bucket
+    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement="div"))
+    made = tpu_embed.EmbeddingEngine(features, mesh=mesh(8))
+    io.save(f"{url}/1", made, made.init(jax.random.key(0)))
+    server.seen.clear()
+    io.restore(f"{url}/1", made)
+    seen = [path.partition("?")[0].replace("%2F", "/") for _, path, _ in server.seen]
+    reads = [seen.count(path) for path in {*seen} if "/table/c." in path]
+    assert reads == [2] * 8  # its sum, then all of it
+
+
 def test_a_manager_keeps_the_last_ones(bucket):
     url, _ = bucket
     made = engine()
@@ -114,12 +139,14 @@ def test_modules_are_restored(bucket):
     make = lambda seed: nnx.Dict(  # noqa: E731
         rows=tpu_embed.nn.Embed(20, 3, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(seed)),
         head=nnx.Linear(3, 2, rngs=nnx.Rngs(seed)),
+        drop=nnx.Dropout(0.5, rngs=nnx.Rngs(seed)),
     )
     one, two = make(0), make(1)
     io.save_modules(f"{url}/m", {"model": one}, position=[1])
     assert io.restore_modules(f"{url}/m", {"model": two}) == [1]
     np.testing.assert_array_equal(one.rows.embedding, two.rows.embedding)
     np.testing.assert_array_equal(one.head.kernel[...], two.head.kernel[...])
+    assert one.drop.rngs.key[...] == two.drop.rngs.key[...]
 
 
 def test_fit_goes_on_from_a_bucket(bucket):
@@ -143,14 +170,20 @@ def test_fit_goes_on_from_a_bucket(bucket):
     np.testing.assert_array_equal(run(8, url), run(8, None))
 
 
-def nth(n, fault, matches=lambda method, path: True):
-    """Return a rule that has a fault at the n-th request that matches, once."""
-    seen = iter(range(10**9))
+def test_a_bucket_that_fails_hides_no_error_of_fit(bucket):
+    url, server = bucket
+    made = tpu_embed.EmbeddingEngine(FeatureConfig(TableConfig(9, 2, name="t")), o.SGD(0.5))
 
-    def rule(method, path, body):
-        return fault if matches(method, path) and next(seen) == n else None
+    def source():
+        yield np.arange(8), np.ones(8, np.float32)
+        server.rule = lambda *_: 403
+        raise KeyError("a file of the source")
 
-    return rule
+    loss = lambda rows, labels: ((rows.sum(-1) - labels) ** 2).mean()  # noqa: E731
+    with pytest.raises(KeyError, match="a file of the source") as error:
+        tpu_embed.fit(made, loss, source(), steps=5, directory=url, progress=False)
+    assert "does not tell its checkpoints" in "".join(error.value.__notes__)
+    server.rule = lambda *_: None
 
 
 FAULTS = ["reset", "delay", "cut", "lose", 429, 503]
@@ -173,8 +206,8 @@ def test_faults_are_healed(bucket, fault):
 @pytest.mark.parametrize("stage", ["save", "restore"])
 def test_what_is_forbidden_is_refused_by_name(bucket, stage):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
     if stage == "restore":
         io.save(f"{url}/1", made, state)
     server.rule = lambda method, path, body: 403
@@ -187,8 +220,8 @@ def test_what_is_forbidden_is_refused_by_name(bucket, stage):
 
 def test_a_save_that_fails_at_any_request_is_not_there(bucket):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
     io.save(f"{url}/0", made, state, model=MODEL)
     requests, failed = len(server.seen), 0
     for first in range(0, requests, max(1, requests // 8)):
@@ -199,7 +232,7 @@ def test_a_save_that_fails_at_any_request_is_not_there(bucket):
             failed -= 1
         failed += 1
         server.rule = lambda *_: None
-        with io.CheckpointManager(url, engine()) as manager:
+        with io.CheckpointManager(url, plain()) as manager:
             for step in manager.all_steps():
                 manager.restore(step, model=MODEL)
                 if step:
@@ -218,8 +251,8 @@ def test_a_save_that_fails_at_any_request_is_not_there(bucket):
 @pytest.mark.parametrize("stage", ["mark", "commit"])
 def test_what_a_commit_names_is_never_removed(bucket, stage):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
     asked = []
 
     def rule(method, path, body):
@@ -238,15 +271,15 @@ def test_what_a_commit_names_is_never_removed(bucket, stage):
             io.save(f"{url}/1", made, state)
     server.rule = lambda *_: None
     for step in (2, 3):  # sweeps what is left
-        io.restore(f"{url}/1", engine())
+        io.restore(f"{url}/1", plain())
         with io.CheckpointManager(url, made, keep=None) as manager:
             manager.save(step, state)
 
 
 def test_a_sweep_and_a_commit_at_one_time_leave_none_without_parts(bucket):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
 
     def rule(method, path, body):
         if "commits" in path and method in ("PUT", "POST"):
@@ -262,12 +295,12 @@ def test_a_sweep_and_a_commit_at_one_time_leave_none_without_parts(bucket):
 
 def test_others_may_write_beside_a_manager(bucket):
     url, _ = bucket
-    made = engine()
+    made = plain()
     how = committer(store.place_of(f"{url}/model"))
     root = how.root("one")
     how.begin(root)
     with io.CheckpointManager(url, made) as manager:
-        manager.save(1, made.init(jax.random.key(0)))
+        manager.save(1, plain_state())
     how.finish(root, [{}])
     assert how.find() == root
     how.begin(root)
@@ -278,9 +311,9 @@ def test_others_may_write_beside_a_manager(bucket):
 
 def test_a_damaged_commit_can_be_removed(bucket):
     url, _ = bucket
-    made = engine()
+    made = plain()
     with io.CheckpointManager(url, made) as manager:
-        manager.save(1, made.init(jax.random.key(0)))
+        manager.save(1, plain_state())
         manager.wait()
         store.place_of(f"{url}/commits/1.json").put(b"{}")
         with pytest.raises(ValueError, match=r"commits/1\.json"):
@@ -292,10 +325,10 @@ def test_a_damaged_commit_can_be_removed(bucket):
 
 def test_names_may_be_of_any_alphabet(bucket):
     url, _ = bucket
-    made = engine()
+    made = plain()
     for _ in range(2):
         with io.CheckpointManager(f"{url}/ü", made) as manager:
-            manager.save(1, made.init(jax.random.key(0)))
+            manager.save(1, plain_state())
             manager.wait()
             assert manager.all_steps() == [1]
 
@@ -304,22 +337,22 @@ def test_names_may_be_of_any_alphabet(bucket):
 @pytest.mark.quick(3)
 def test_a_flipped_byte_is_refused(bucket, what):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
     io.save(f"{url}/1", made, state, model=MODEL)
     quoted = what.replace("/", "%2F") if url.startswith("gs") else what.replace("@", "%40")
     matches = lambda path: what in path or quoted in path  # noqa: E731
     server.rule = lambda method, path, body: "flip" if matches(path) else None
     with pytest.raises((OSError, ValueError)) as error:
-        io.restore(f"{url}/1", engine(), model=MODEL)
+        io.restore(f"{url}/1", plain(), model=MODEL)
     assert "://bucket/" in str(error.value)
     assert any(fault == "flip" for *_, fault in server.seen)
 
 
 def test_one_of_two_writers_is_told(bucket):
     url, server = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
+    made = plain()
+    state = plain_state()
     begun = []
 
     def rule(method, path, body):
@@ -333,7 +366,7 @@ def test_one_of_two_writers_is_told(bucket):
     with pytest.raises(FileExistsError, match="one of another writer"):
         io.save(f"{url}/1", made, state, position="second")
     server.rule = lambda *_: None
-    assert io.restore(f"{url}/1", engine()).position == "first"
+    assert io.restore(f"{url}/1", plain()).position == "first"
 
 
 def test_other_schemes_are_refused():

@@ -69,13 +69,14 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
         io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
 
 
-def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory):
+def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(store, "_BLOCK", 2)  # bytes of a file that are in memory at a time
     url, server = bucket
     how = committer(store.place_of(f"{url}/model"))
     root = how.root("one")
     how.begin(root)
     for name in ("a", "b", "c"):
-        (root / name).put(name.encode())
+        (root / name).put(5 * name.encode())
     how.finish(root, [root.written])
     cache, meanwhile = tmp_path_factory.mktemp("cache"), []
 
@@ -91,4 +92,16 @@ def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory):
 
         server.rule = rule
         assert load() == meanwhile[0].result()
-    assert sorted(one.name for one in load().iterdir()) == ["a", "b", "c"]
+    found = {one.name: one.read_bytes() for one in load().iterdir()}
+    assert found == {"a": b"aaaaa", "b": b"bbbbb", "c": b"ccccc"}
+
+
+@pytest.mark.parametrize("name", ["../a", "/tmp/a", "b/../../a"])
+def test_a_commit_leads_nowhere_else(bucket, name):
+    url, _ = bucket
+    how = committer(store.place_of(f"{url}/model"))
+    root = how.root("one")
+    how.begin(root)
+    how.finish(root, [{f"{root.key}/{name}": [0, 0]}])
+    with pytest.raises(ValueError, match="expected names that lead nowhere else"):
+        find(f"{url}/model")

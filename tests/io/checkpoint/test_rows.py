@@ -1,6 +1,7 @@
 """Rows on disk: in logical order for any shards, in blocks, from the host or from devices."""
 
 import re
+import weakref
 
 import jax
 import numpy as np
@@ -145,3 +146,14 @@ def test_devices_give_a_block_at_a_time(tmp_path, monkeypatch, packing, dtype, c
     np.testing.assert_array_equal(reader.read(range(13)), wanted)
     assert max(moved) <= 4
     assert len(moved) >= 4
+
+
+def test_rows_that_were_copied_let_the_state_go():
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(9, 2, name="t")), mesh=mesh(2))
+    state = engine.init(jax.random.key(0))
+    (f,), held = fields(engine.layout), [weakref.ref(leaf) for leaf in state.tables.values()]
+    expected = np.asarray(engine.tables(state)["t"])
+    shards = LocalShards(state, engine.layout, f, copied=True)
+    del state
+    assert [one() for one in held] == [None]
+    np.testing.assert_array_equal(shards.block([0, 1], 0, 5).reshape(-1, 2)[:9], expected)

@@ -12,6 +12,7 @@ Input: a state, row ids, rows. Output: rows as they are stored; or a state.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -83,9 +84,10 @@ class DeviceRows:
             yield below(ids, limit)
 
     def keep(self, shards: Sequence[int]) -> None:
-        """Copy the rows of some shards to the host, so that the state may be donated."""
+        """Copy the rows of some shards to the host, so that the state may be donated, or go."""
         every = {shard: self.grid.ids([shard], 0, self.grid.size) for shard in shards}
         self._kept = {shard: self.read_here(ids) for shard, ids in every.items()}
+        self.state = dataclasses.replace(self.state, tables={}, slots={})
 
     def read(self, ids: Ids) -> dict[str, np.ndarray]:
         """Return rows `[n, …]` by part.

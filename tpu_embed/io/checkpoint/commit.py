@@ -67,6 +67,7 @@ def begin_checkpoint(
     root = how.root(checkpoint[:12])
     parts: list[Parts] = []
     writes: list[Callable[[], None]] = []
+    made: list[Place] = []
 
     def prepared() -> Mapping[str, Begin]:
         if how.find() is not None:
@@ -75,6 +76,7 @@ def begin_checkpoint(
         items = prepare(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
             how.begin(root)
+            made.append(root)
         return items
 
     def begun() -> None:
@@ -112,8 +114,8 @@ def begin_checkpoint(
             if isinstance(error, Exception):  # Ctrl-C waits for nobody
                 with contextlib.suppress(Exception):
                     written()
-            if jax.process_index() == 0:
-                how.abandon(root)
+            for one in made:
+                how.abandon(one)
             raise
 
     @abandoned_on_error()

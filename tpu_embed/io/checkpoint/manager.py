@@ -104,7 +104,8 @@ class _NumberedCheckpoints(abc.ABC):
         self._pinned: int | None = None
         self._saving: _Save | None = None
         self._open()
-        self._last = self.latest_step()  # counts a save that is still being written
+        # Counts a save that is still being written.
+        self._last = max(self._steps_on_all("CheckpointManager"), default=None)
 
     def _open(self) -> None:
         """Make the directory, and check that all processes see the same one.
@@ -112,6 +113,10 @@ class _NumberedCheckpoints(abc.ABC):
         Two directories of the same path are told apart by the steps in them.
         """
         what, seen = "CheckpointManager", ""
+
+        def look() -> str:
+            there = isinstance(self._directory, Bucket) or self._directory.is_dir()
+            return f"steps {self.all_steps()}" if there else "no directory"
 
         def made() -> None:
             if jax.process_index() == 0 and isinstance(self._directory, Path):
@@ -121,8 +126,7 @@ class _NumberedCheckpoints(abc.ABC):
         raise_on_all(what, self._directory, made)
         # Another run may save while the processes look one after the other: try three times.
         for _ in range(3):
-            there = isinstance(self._directory, Bucket) or self._directory.is_dir()
-            seen = f"steps {self.all_steps()}" if there else "no directory"
+            seen = raise_on_all(what, self._directory, look)
             if len(set(gather_from_all(what, seen))) == 1:
                 return
         check_same(f"{what} {self._directory}", seen)
@@ -152,14 +156,15 @@ class _NumberedCheckpoints(abc.ABC):
             if not due and (self._last is None or step > self._last):
                 return False
             self.wait()
-            last = self._last = self.latest_step()  # the save may have failed
+            # The save may have failed.
+            last = self._last = max(self._steps_on_all("save"), default=None)
             if last is not None and step < last:
                 remedy = "restore that one, or remove those after the one you go on from"
                 expected = f"at least {last}, the last one in {self._directory}"
                 raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
             if step == last or not due:
                 return False
-            sweep(self._directory)
+            raise_on_all("sweep", self._directory, lambda: sweep(self._directory))
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
@@ -193,8 +198,7 @@ class _NumberedCheckpoints(abc.ABC):
           FileNotFoundError: there is no such checkpoint, or `read` misses a file of it.
         """
         self.wait()
-        # Another run may save now: all processes use the list that the first one sees.
-        steps = gather_from_all("restore", self.all_steps())[0]
+        steps = self._steps_on_all("restore")
         path = self._path_of(steps[-1] if steps and step is None else step, steps)
         try:
             return read(path)
@@ -209,8 +213,7 @@ class _NumberedCheckpoints(abc.ABC):
           FileNotFoundError: there is no such checkpoint.
         """
         self.wait()
-        # Agree on the list first: the first process may remove the step before another one looks.
-        path = self._path_of(step, gather_from_all("remove", self.all_steps())[0])
+        path = self._path_of(step, self._steps_on_all("remove"))
         with self._lock:
             raise_on_all("remove", path, lambda: remove(path))
 
@@ -228,6 +231,12 @@ class _NumberedCheckpoints(abc.ABC):
             what, expected = f"step {step} in {self._directory}", f"one of {steps}"
             raise FileNotFoundError(message(what, expected=expected, got="none"))
         return self._directory / f"{step}"
+
+    def _steps_on_all(self, what: str) -> list[int]:
+        """Return the numbers of the checkpoints that the first process sees; all call this."""
+        # Another run may save now, or the first process may be the first to remove one.
+        mine = raise_on_all(what, self._directory, self.all_steps)
+        return gather_from_all(f"{what}: steps", mine)[0]
 
     def latest_step(self) -> int | None:
         """Return the number of the latest finished checkpoint, or None."""

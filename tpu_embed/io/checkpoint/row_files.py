@@ -102,15 +102,19 @@ class RowArray:
         options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
         return self._opened({"metadata": metadata} | options)
 
-    def open(self) -> ts.TensorStore:
+    def open(self, runs: int) -> ts.TensorStore:
         """Open the array for reading.
+
+        Args:
+          runs: how many runs of rows are read in turn, of each the last chunk is kept.
 
         Raises:
           ValueError: the array does not exist, or has another shape or dtype.
         """
         options = {"metadata": self._metadata(), "fill_missing_data_reads": False}
+        cache = {"cache_pool": {"total_bytes_limit": (runs + 1) * BLOCK}}
         try:
-            return self._opened(options)
+            return self._opened(options | {"recheck_cached_data": "open"}, cache)
         except ValueError as error:
             expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
             got = _described(self.path / _METADATA)
@@ -121,12 +125,13 @@ class RowArray:
     def _metadata(self) -> dict[str, Any]:
         return {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
 
-    def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
-        kvstore, context = {"driver": "file", "path": f"{self.path}/"}, None
+    def _opened(self, options: dict[str, Any], context: Any = None) -> ts.TensorStore:
+        kvstore, above = {"driver": "file", "path": f"{self.path}/"}, None
         if isinstance(self.path, Bucket):
-            kvstore, context = self.path.spec, self.path.context
+            kvstore, above = self.path.spec, self.path.context
         spec = {"driver": "zarr3", "kvstore": kvstore, **options}
-        return wait(ts.open(spec, context=context), self.path)
+        # A context of its own: what one restore has read is not what another one gets.
+        return wait(ts.open(spec, context=ts.Context(context or {}, above)), self.path)
 
 
 class RowWriter:
@@ -191,6 +196,7 @@ class RowReader:
     Args:
       array: the array.
       checksums: the checksums of its files, by file name.
+      runs: how many runs of rows are read in turn; then no file is read twice.
 
     Attributes:
       array: the array.
@@ -200,11 +206,11 @@ class RowReader:
       ValueError: a file is not the one that was written; the array has another shape or dtype.
     """
 
-    def __init__(self, array: RowArray, checksums: dict[str, int]) -> None:
+    def __init__(self, array: RowArray, checksums: dict[str, int], runs: int = 1) -> None:
         self.array, self._checksums = array, checksums
         self._checked: set[str] = set()
         self._check(_METADATA, files.checksum(array.path / _METADATA, ""))
-        self._store = array.open()
+        self._store = array.open(runs)
 
     def read(self, ids: Ids) -> np.ndarray:
         """Return rows `[n, …]` of ids, which ascend."""

@@ -252,12 +252,13 @@ class _Restore:
     def _fill_whole(self, state: TableState, f: Field) -> TableState:
         """Return the state with a field read that is saved whole."""
         layout, name = self.wanted.engine.layout, f.table.name
-        reader = self._reader(f)
         if not f.shape.per_row:
-            value = reader.read(range(1))[0].astype(np.dtype(f.shape.dtype))
+            value = self._reader(f).read(range(1))[0].astype(np.dtype(f.shape.dtype))
             stored = np.asarray(storage.encode(jnp.asarray(value), f.shape.dtype))
             return f.write(state, put_everywhere(stored, layout.axes))
         rows = DeviceRows(state, layout, name, [f.part])
+        # A block of rows that do not alternate is a run on each shard.
+        reader = self._reader(f, 1 if rows.grid.alternate else len(rows.here))
 
         def read(ids: Ids) -> Rows:
             return {f.part: logical.as_stored(reader.read(ids), f)}
@@ -347,15 +348,15 @@ class _Restore:
     def _lacking(self, name: str) -> list[Field]:
         return [f for f in self._fields(name) if self.found.form(f) is None]
 
-    def _reader(self, f: Field) -> RowReader:
-        """Return a reader of a field that is saved whole."""
+    def _reader(self, f: Field, runs: int = 1) -> RowReader:
+        """Return a reader of a field that is saved whole; see `RowReader`."""
         table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
         assert form is not None, "checked"
         array = _whole(self.directory / place, form)
         if f.shape.per_row:
             names = ("shards", "rows_per_shard", "alternate")
             array = dataclasses.replace(array, **{name: table[name] for name in names})
-        return RowReader(array, self.found.checksums.get(place, {}))
+        return RowReader(array, self.found.checksums.get(place, {}), runs)
 
     def _segments(self, name: str) -> Iterator[Block]:
         """Yield the rows of a table that are saved by id; on the host, at least those of here."""

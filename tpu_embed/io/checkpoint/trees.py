@@ -112,7 +112,7 @@ def read(directory: Place, checkpoint: str, tree: PyTree) -> PyTree:
 def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callable[[], None]:
     """Copy this process's shards of a tree to the host, and return what writes them."""
     pieces: dict[str, bytes] = {}
-    for i, leaf in enumerate(jax.tree.leaves(tree)):
+    for i, leaf in enumerate(map(_numbers, jax.tree.leaves(tree))):
         for index, data in _shards(leaf):
             # Rows 0 to 7 and columns 4 to 7 of the third leaf are the object 2@0-8,4-8.
             ends = [one.indices(n) for one, n in zip(index, np.shape(leaf), strict=True)]
@@ -129,9 +129,21 @@ def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callab
 
 def _shards(leaf: Any) -> list[tuple[tuple[slice, ...], Any]]:
     """Return the parts of a leaf that this process saves, and where they are in it."""
+    # What each process has an array of its own of is saved by the first one.
+    if jax.process_index() and getattr(leaf, "is_fully_addressable", True):
+        return []
     if isinstance(leaf, jax.Array):
         return [(one.index, one.data) for one in leaf.addressable_shards if one.replica_id == 0]
-    return [(tuple(map(slice, np.shape(leaf))), leaf)] if jax.process_index() == 0 else []
+    return [(tuple(map(slice, np.shape(leaf))), leaf)]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", np.bool_), jax.dtypes.prng_key)
+
+
+def _numbers(leaf: Any) -> Any:
+    """Return what random keys consist of; other leaves as they are."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
 def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTree:
@@ -146,8 +158,14 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
 
     def read_leaf(path: Any, leaf: Any) -> Any:
         form, python = forms[_name(path)], isinstance(leaf, int | float)
+        kinds: list[Any] = []
+        if _is_key(leaf):
+            data = jax.eval_shape(
+                lambda key: kinds.append(jax.random.key_impl(key)) or _numbers(key), leaf
+            )
+            form = {"shape": data.shape, "dtype": data.dtype}
         dtype = np.asarray(leaf).dtype if python else np.dtype(form["dtype"])
-        whole = np.zeros(form["shape"], dtype)
+        whole: Any = np.zeros(form["shape"], dtype)
         for piece in pieces.get(numbers[_name(path)], []):
             ends = [one.split("-") for one in piece.name.partition("@")[2].split(",") if one]
             at = tuple(slice(int(first), int(last)) for first, last in ends)
@@ -155,7 +173,9 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
             whole[at] = data.reshape(whole[at].shape)
         if python:
             return type(leaf)(whole)
-        whole = whole.astype(leaf.dtype)
+        whole = (
+            jax.random.wrap_key_data(whole, impl=kinds[0]) if kinds else whole.astype(leaf.dtype)
+        )
         if isinstance(leaf, np.ndarray):
             return whole
         return jax.make_array_from_callback(whole.shape, leaf.sharding, whole.__getitem__)
