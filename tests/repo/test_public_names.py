@@ -17,7 +17,8 @@ NAMES = {
     "tpu_embed.io": (
         "CheckpointManager FollowingModel ModuleCheckpointManager QuantizedTable Restored "
         "ServedModel TouchedRows Version apply_delta export_delta export_model follow "
-        "host_table load_model publish quantize_rows restore restore_modules save save_modules serving_lookup"
+        "host_table load_model publish quantize_rows restore restore_modules save "
+        "save_modules serving_lookup"
     ),
     "tpu_embed.loop": "Best Report fit",
     "tpu_embed.metrics": (

@@ -105,7 +105,7 @@ def test_faults_between_a_trainer_and_a_server_are_healed_or_named(bucket, tmp_p
     there, forbid = publications(store.place_of(url)), lambda *_: 403
     state, server.rule = train(state), forbid
     for action in (lambda: publish(state), served.poll):
-        with pytest.raises(OSError, match="://bucket/.*expected an answer"):
+        with pytest.raises(OSError, match=r"://bucket/.*expected an answer"):
             action()
     server.rule = lambda method, path, body: 403 if method in ("PUT", "POST") else None
     with pytest.raises(OSError, match=r"://bucket/.*(403|PERMISSION|denied)"):
