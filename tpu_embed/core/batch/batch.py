@@ -37,7 +37,7 @@ class Batch:
       packed: int32 `[devices, L]`, sharded over all axes of the mesh; `line.py` says what a line
         holds.
       spec: the static shape; programs are compiled once per spec.
-      placed_for: what its numbers depend on (`layout/placed_for.py`).
+      placed_for: what its numbers depend on (`layout/layout.py`).
       valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
         (`ValidSteps`). None without them.
       keys: for living vocabularies, what the host knows of the batch until it is admitted.

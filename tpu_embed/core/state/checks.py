@@ -2,7 +2,7 @@
 
 An array of rows does not say which rows it holds: on 8 devices the same table is stored in another
 order than on 1, and two engines may have tables of equal shape. But the keys of a state's
-dictionaries do say it, because the name of a stack describes its layout (`stack_names.py`). So an
+dictionaries do say it, because the name of a stack describes its layout (`stack_name`). So an
 engine compares those keys with its own before it reads a row.
 
 Input: an object that a user gave as a state, and the engine's layout. Output: nothing, or an error
