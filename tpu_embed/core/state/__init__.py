@@ -8,8 +8,18 @@ from tpu_embed.core.state.checks import (
     check_state,
     check_tables_not_donated,
 )
-from tpu_embed.core.state.fields import Field, field, fields
-from tpu_embed.core.state.init import blank_arrays, init_tables
+from tpu_embed.core.state.init import (
+    MAP_VERSION,
+    blank_arrays,
+    init_tables,
+    matched_counters,
+    new_version,
+    new_vocabulary,
+    open_key,
+    put_everywhere,
+    random_key,
+    vocabulary_of_maps,
+)
 from tpu_embed.core.state.moved_rows import (
     RowMover,
     Sent,
@@ -19,25 +29,18 @@ from tpu_embed.core.state.moved_rows import (
     row_fields,
 )
 from tpu_embed.core.state.new_rows import (
-    MAP_VERSION,
     NewKeys,
     NewRowWriter,
     first_rows,
-    new_version,
-    new_vocabulary,
-    open_key,
-    random_key,
     visiting_tables,
 )
-from tpu_embed.core.state.rebuilt import (
-    matched_counters,
-    put_everywhere,
-    vocabulary_of_maps,
-)
 from tpu_embed.core.state.table_state import (
+    Field,
     StackShard,
     TableState,
     describe_leaf,
+    field,
+    fields,
     logical_rows,
     read_rows,
     refuse_gradient,

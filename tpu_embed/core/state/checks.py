@@ -18,8 +18,7 @@ import jax
 
 from tpu_embed._checks import check_live, message
 from tpu_embed.core.layout import Layout, differences
-from tpu_embed.core.state.fields import Field, fields
-from tpu_embed.core.state.table_state import TableState, slot_shapes
+from tpu_embed.core.state.table_state import Field, TableState, fields, slot_shapes
 from tpu_embed.kernels import storage
 
 _OWN_STATE = "give one that this engine's init, update or load returned"
