@@ -24,7 +24,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.progress import ProgressLine
+from tpu_embed.loop.reports import ProgressLine
 
 
 @functools.cache

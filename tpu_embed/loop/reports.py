@@ -2,15 +2,17 @@
 
 A loss stays on the device until it is reported, because reading it waits for its step.
 
-Input: losses and metrics, step after step. Output: means, and a `Report` of them.
+Input: losses and metrics, step after step. Output: means, a `Report` of them, and
+lines; on a terminal the reports are one line that is rewritten.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 import time
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import jax
 import numpy as np
@@ -153,3 +155,41 @@ class Window:
         """Return the means and the steps per second."""
         means = self.means()
         return means, self.count / max(time.perf_counter() - self._since, 1e-9)
+
+
+class ProgressLine:
+    """Shows reports: one line that is rewritten on a terminal, a line for each report elsewhere.
+
+    Args:
+      stream: to write to; None: `sys.stderr`, as it is when a report comes.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream, self._width = stream, 0
+
+    def begin(self, text: str) -> None:
+        """Say in a line of its own where the run begins; of several processes the first one does.
+
+        Args:
+          text: what is said.
+        """
+        if jax.process_index() == 0:
+            print(text, file=self._stream or sys.stderr, flush=True)
+
+    def show(self, line: str) -> None:
+        """Show a report, `Report.line`; of several processes the first one does."""
+        if jax.process_index() != 0:
+            return
+        stream = self._stream or sys.stderr
+        if stream.isatty():
+            stream.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            stream.write(line + "\n")
+        stream.flush()
+
+    def close(self) -> None:
+        """End a line that was being rewritten."""
+        if self._width:
+            (self._stream or sys.stderr).write("\n")
+            self._width = 0
