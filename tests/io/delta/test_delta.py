@@ -153,7 +153,7 @@ def test_numbers_of_64_bits_travel(tmp_path):
 
 
 def test_blocks_join_where_they_must(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_embed.io.delta.row_blocks._NUMBERS", 1)
+    monkeypatch.setattr("tpu_embed.io.serving.served_tables._NUMBERS", 1)
     table = TableConfig(1000, 4, RowIdInitializer(), name="item")
     engine = EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(8))
     state, touched = engine.init(jax.random.key(0)), TouchedRows(engine)

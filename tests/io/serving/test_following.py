@@ -11,7 +11,7 @@ import pytest
 from keyed_cases import Keyed, export, looked_up, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig, io
-from tpu_embed.io.delta.changes import ChangedRows
+from tpu_embed.io.delta.delta_files import ChangedRows
 from tpu_embed.io.serving import served_tables
 from tpu_embed.touched import Version
 

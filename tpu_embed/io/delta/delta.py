@@ -24,8 +24,7 @@ from tpu_embed.core.state import Field, TableState, check_state, field
 from tpu_embed.io import directory
 from tpu_embed.io.commits import find
 from tpu_embed.io.delta import delta_files
-from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges
-from tpu_embed.io.delta.delta_files import Delta
+from tpu_embed.io.delta.delta_files import ChangedKeys, ChangedRows, Delta, TableChanges
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.io.store import Place, place_of
 from tpu_embed.kernels import storage
