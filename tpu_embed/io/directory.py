@@ -11,6 +11,7 @@ memory-mapped and checked.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import reprlib
 import uuid
@@ -190,27 +191,37 @@ def _array_file(name: str, part: str) -> str:
     return f"tables/{files.file_name(name)}.{part}.npy"
 
 
-def write_tables(
-    root: Place, tables: Mapping[str, tuple[Any, Mapping[str, np.ndarray]]]
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A table with its declaration: all of its rows, or what has changed.
+
+    Attributes:
+      vocabulary_size, dim, dtype: of its `TableConfig`.
+      unseen: what keys without a row get; None if its ids are row numbers.
+      arrays: NumPy arrays by part, bfloat16 as its bits in uint16.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    unseen: str | None
+    arrays: Mapping[str, np.ndarray]
+
+
+def write_tables(root: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     """Write the arrays of all tables; return the descriptions of the tables for the metadata.
 
     Args:
       root: an empty directory.
-      tables: by name, what has a table's vocabulary_size, dim, dtype and unseen, and its arrays by
-        part.
+      tables: by name.
     """
     (root / "tables").mkdir()
-    return {
-        name: {
-            "vocabulary_size": one.vocabulary_size,
-            "dim": one.dim,
-            "dtype": one.dtype,
-            "unseen": one.unseen,
-            "files": write_arrays(root, name, arrays),
-        }
-        for name, (one, arrays) in tables.items()
-    }
+    described = {}
+    for name, table in tables.items():
+        declared = dict(vars(table))
+        arrays = write_arrays(root, name, declared.pop("arrays"))
+        described[name] = {**declared, "files": arrays}
+    return described
 
 
 def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:

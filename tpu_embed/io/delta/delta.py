@@ -24,7 +24,7 @@ from tpu_embed.core.state import Field, TableState, check_state, field
 from tpu_embed.io import directory
 from tpu_embed.io.commits import find
 from tpu_embed.io.delta import delta_files
-from tpu_embed.io.delta.delta_files import ChangedKeys, ChangedRows, Delta, TableChanges
+from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.io.store import Place, place_of
 from tpu_embed.kernels import storage
@@ -133,9 +133,9 @@ def _check_alike(since: Version, version: Version) -> None:
 
 def _read_tables(
     engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Place
-) -> dict[str, TableChanges]:
+) -> dict[str, directory.Table]:
     """Return what changed in all processes, with values; only the first process keeps rows."""
-    tables: dict[str, TableChanges] = {}
+    tables: dict[str, directory.Table] = {}
     for name in sorted(engine.table_configs):
         f, mine = field(engine.layout, name, None), changes[name]
         if f.table.vocabulary is not None:
@@ -153,7 +153,8 @@ def _read_tables(
             found = rows.read(ids[some])[VALUES]
             values[some] = found[: len(kept[some])]
         kept = kept.astype(delta_files.kept_dtype(size))
-        tables[name] = ChangedRows(size, f.stack.dim, f.stack.dtype, kept, values)
+        arrays = {"ids": kept, "values": values}
+        tables[name] = directory.Table(size, f.stack.dim, f.stack.dtype, None, arrays)
     return tables
 
 
@@ -177,7 +178,7 @@ def _with_others(changes: Changes, table: TableSlice) -> tuple[Changes, np.ndarr
     return changes._replace(keys=keys, rows=rows), shared
 
 
-def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> ChangedKeys:
+def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> directory.Table:
     """Return the keys of a table that changed.
 
     Args:
@@ -189,16 +190,10 @@ def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> ChangedKeys
     assert changes.lost is not None, "its ids are keys"
     stored, n = values.view(storage.stored_dtype(f.stack.dtype)), changes.keys.size
     rules = f.table.key_rules
-    return ChangedKeys(
-        f.table.declared_size,
-        f.stack.dim,
-        f.stack.dtype,
-        "initial" if rules is None else rules.unseen,
-        changes.keys,
-        stored[:n],
-        changes.lost,
-        stored[n:],
-    )
+    unseen = "initial" if rules is None else rules.unseen
+    arrays = {"keys": changes.keys, "values": stored[:n], "lost": changes.lost}
+    arrays["shared"] = stored[n:]
+    return directory.Table(f.table.declared_size, f.stack.dim, f.stack.dtype, unseen, arrays)
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
@@ -248,22 +243,20 @@ def apply_delta(
         expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
         raise ValueError(message("tables", expected=expected, got=got))
     changed = {name: delta.tables[name] for name in given}
-    rows_of = {name: one for name, one in changed.items() if isinstance(one, ChangedRows)}
-    if len(rows_of) < len(given):
-        with_keys = sorted(set(given) - set(rows_of))
+    if with_keys := sorted(name for name, one in changed.items() if one.unseen is not None):
         expected, got = "tables whose ids are row numbers", f"{with_keys}, whose ids are keys"
         remedy = "apply it to a model that load_model has loaded"
         raise ValueError(message("tables", expected=expected, got=got, remedy=remedy))
     if not delta_files.follows(delta, root, version):
         return version
     # Two loops, so that nothing has changed if any table is refused.
-    parts = {name: rows_of[name].parts(arrays) for name, arrays in given.items()}
+    parts = {name: delta_files.served_parts(changed[name], given[name]) for name in given}
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            _check(f"table {name!r}: {part}", arrays[part], rows, rows_of[name])
+            _check(f"table {name!r}: {part}", arrays[part], rows, changed[name].vocabulary_size)
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            arrays[part][rows_of[name].ids] = rows.view(arrays[part].dtype)
+            arrays[part][changed[name].arrays["ids"]] = rows.view(arrays[part].dtype)
     return delta.version
 
 
@@ -271,9 +264,9 @@ def _arrays(table: Any) -> dict[str, Any]:
     return dict(vars(table)) if isinstance(table, QuantizedTable) else {"values": table}
 
 
-def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:
+def _check(what: str, array: Any, rows: np.ndarray, size: int) -> None:
     """Check that an array has the right shape and dtype, and that its rows can be set."""
-    shape = (changed.vocabulary_size, *rows.shape[1:])
+    shape = (size, *rows.shape[1:])
     names = {rows.dtype.name}
     if rows.dtype == np.uint16:
         names.add("bfloat16")

@@ -18,8 +18,8 @@ be applied to tables of some version.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,93 +29,6 @@ from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.io.store import Place
 from tpu_embed.touched import Lineage, Version
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChangedRows:
-    """The changed rows of one table whose ids are row numbers.
-
-    Attributes:
-      vocabulary_size: V of the table.
-      dim: D.
-      dtype: the dtype of the table.
-      ids: int32 or int64 `[n]`, ascending.
-      values: `[n, D]`, bfloat16 as its bits in uint16.
-    """
-
-    vocabulary_size: int
-    dim: int
-    dtype: str
-    ids: np.ndarray
-    values: np.ndarray
-    unseen: ClassVar[None] = None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing changed."""
-        return not self.ids.size
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the files, by part."""
-        return {"ids": self.ids, "values": self.values}
-
-    def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the values in the parts of a served table; see `parts_of`."""
-        return parts_of(self.values, self.dtype, names)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChangedKeys:
-    """The changed keys of one table.
-
-    Attributes:
-      vocabulary_size: V of the table.
-      dim: D.
-      dtype: the dtype of the table.
-      unseen: what keys without a row get, "zero" or "shared".
-      keys: uint64 `[n]`, ascending: those whose row or value changed.
-      values: `[n, D]`, bfloat16 as its bits in uint16.
-      lost: uint64 `[m]`, ascending: keys that had a row and have none now.
-      shared: `[1, D]` as the values: the row that unseen keys share; `[0, D]` if it did not change.
-    """
-
-    vocabulary_size: int
-    dim: int
-    dtype: str
-    unseen: str
-    keys: np.ndarray
-    values: np.ndarray
-    lost: np.ndarray
-    shared: np.ndarray
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing changed."""
-        return not (self.keys.size or self.lost.size or self.shared.size)
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays of the files, by part."""
-        return {
-            "keys": self.keys,
-            "values": self.values,
-            "lost": self.lost,
-            "shared": self.shared,
-        }
-
-    def parts(self, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Return the shared row, if it changed, then the values, in the parts of a served table."""
-        return parts_of(np.concatenate([self.shared, self.values]), self.dtype, names)
-
-    def places(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of a served table that `parts` belong to, int32 `[s + n]`.
-
-        Args:
-          rows: int32 `[n]`, those of the keys.
-        """
-        return np.concatenate([np.full(len(self.shared), SHARED_ROW, np.int32), rows])
-
-
-TableChanges = ChangedRows | ChangedKeys
 
 SHARED_ROW = 0
 """The row of a served table with keys that unseen keys share; of zeros if they share none."""
@@ -130,20 +43,24 @@ def form_of(vocabulary_size: int, dim: int, dtype: str, unseen: str | None) -> s
     return f"{dtype} [{size}, {dim}]" + ("" if unseen is None else f", unseen={unseen!r}")
 
 
-def parts_of(values: np.ndarray, dtype: str, names: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return rows in the parts of a served table: its values, or also scales and offsets.
+def served_parts(change: directory.Table, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return changed rows in the parts of a served table: its values, or also scales and offsets.
+
+    Of a table with keys, the row that unseen keys share comes first, if it changed.
 
     Args:
-      values: `[n, D]`, bfloat16 as its bits in uint16.
-      dtype: of the table.
+      change: what changed.
       names: the names of the parts that the served table has.
 
     Raises:
       ValueError: the table is quantized, but the rows cannot be.
     """
+    values = change.arrays["values"]
+    if change.unseen is not None:
+        values = np.concatenate([change.arrays["shared"], values])
     if "scale" not in names:
         return {"values": values}
-    return dict(vars(quantize_rows(values.view(jnp.dtype(dtype)))))
+    return dict(vars(quantize_rows(values.view(jnp.dtype(change.dtype)))))
 
 
 KIND = "delta"
@@ -166,13 +83,13 @@ class Delta:
       since: the first moment; it is of the version's run, or of one that this goes on from.
       version: the version of tables after applying the delta.
       ancestors: see `Lineage`.
-      tables: what changed in every table of the engine, by name.
+      tables: what changed in every table of the engine, by name, as the files have it.
     """
 
     since: Version
     version: Version
     ancestors: tuple[Version, ...]
-    tables: dict[str, TableChanges]
+    tables: dict[str, directory.Table]
 
     @property
     def has_keys(self) -> bool:
@@ -261,12 +178,11 @@ def write(root: Place, delta: Delta) -> None:
       root: an empty directory.
       delta: what to write.
     """
-    tables = {name: (rows, rows.arrays()) for name, rows in delta.tables.items()}
     described = {
         "since": delta.since._asdict(),
         "version": delta.version._asdict(),
         "ancestors": [one._asdict() for one in delta.ancestors],
-        "tables": directory.write_tables(root, tables),
+        "tables": directory.write_tables(root, delta.tables),
     }
     directory.write_metadata(root, KIND, described)
 
@@ -294,7 +210,7 @@ def read(root: Place) -> Delta:
     return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
 
 
-def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> TableChanges:
+def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory.Table:
     """Return what changed in one table."""
     parts = ("vocabulary_size", "dim", "dtype", "unseen", "files")
     size, dim, dtype, unseen, described = (table[part] for part in parts)
@@ -312,7 +228,7 @@ def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> TableChan
         if n and not (ids[0] >= 0 and ids[-1] < size and _ascend(ids)):
             expected = f"ascending ids from 0 to {size - 1}"
             raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-        return ChangedRows(size, dim, dtype, **arrays)
+        return directory.Table(size, dim, dtype, None, arrays)
     n, lost, shared = count("keys"), count("lost"), int(count("shared") > 0)
     forms = {
         "keys": ("uint64", (n,)),
@@ -325,7 +241,7 @@ def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> TableChan
     if not (_ascend(keys) and _ascend(gone)) or _have_common(keys, gone):
         expected = "ascending keys, each with a row or lost"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-    return ChangedKeys(size, dim, dtype, unseen, **arrays)
+    return directory.Table(size, dim, dtype, unseen, arrays)
 
 
 def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:

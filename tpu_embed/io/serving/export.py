@@ -39,7 +39,6 @@ from tpu_embed.io import directory
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_host
-from tpu_embed.io.serving.model_files import WrittenTable
 from tpu_embed.io.serving.served_tables import with_room
 from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
 from tpu_embed.io.store import place_of
@@ -182,7 +181,7 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
 
 def _written_tables(
     declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, FixedVocabulary]
-) -> dict[str, WrittenTable]:
+) -> dict[str, directory.Table]:
     """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
     found = {}
     for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
@@ -197,7 +196,7 @@ def _written_tables(
         if arrays["values"].dtype == jnp.bfloat16:
             arrays["values"] = arrays["values"].view(np.uint16)
         form = config.vocabulary_size, config.dim, config.dtype
-        found[name] = WrittenTable(*form, unseen, arrays)
+        found[name] = directory.Table(*form, unseen, arrays)
     return found
 
 
@@ -228,7 +227,7 @@ def _sorted(
 def _exported(
     model: Callable[..., PyTree],
     declared: Structure,
-    tables: Mapping[str, WrittenTable],
+    tables: Mapping[str, directory.Table],
     arguments: _Arguments,
     platforms: tuple[str, ...],
 ) -> jax_export.Exported:
@@ -336,7 +335,7 @@ class _Arguments(NamedTuple):
 
 
 def _shapes_of(
-    table: WrittenTable, number: int, scope: jax_export.SymbolicScope
+    table: directory.Table, number: int, scope: jax_export.SymbolicScope
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of those arrays of a table that the program takes, by part.
 

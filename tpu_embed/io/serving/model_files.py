@@ -16,7 +16,7 @@ read back and checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,22 +57,6 @@ _FORM = schema.record(
 )
 
 
-class WrittenTable(NamedTuple):
-    """A table with its declaration.
-
-    Attributes:
-      vocabulary_size, dim, dtype: of its `TableConfig`.
-      unseen: what keys without a row get; None if its ids are row numbers.
-      arrays: NumPy arrays by part; its keys are one of them.
-    """
-
-    vocabulary_size: int
-    dim: int
-    dtype: str
-    unseen: str | None
-    arrays: dict[str, np.ndarray]
-
-
 def shape(leaf: Any) -> list[int | None]:
     """Return a shape for the metadata, with None for a dimension of any size."""
     return [n if isinstance(n, int) else None for n in leaf.shape]
@@ -96,7 +80,7 @@ def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
 def write(
     root: Place,
     program: bytes,
-    tables: Mapping[str, WrittenTable],
+    tables: Mapping[str, directory.Table],
     first_rows: Mapping[str, bytes],
     described: Mapping[str, Any],
 ) -> None:
@@ -109,10 +93,9 @@ def write(
       first_rows: the serialized programs that draw rows nobody has trained, by table.
       described: further entries of `metadata.json`.
     """
-    arrays = {name: (table, table.arrays) for name, table in tables.items()}
     drawn = first_rows.items()
     metadata = {
-        "tables": directory.write_tables(root, arrays),
+        "tables": directory.write_tables(root, tables),
         "jax": jax.__version__,
         "program": _write_file(root, PROGRAM, program),
         "first_rows": {name: _write_file(root, _first_file(name), one) for name, one in drawn},

@@ -25,7 +25,8 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import INT32_ROWS
-from tpu_embed.io.delta import ChangedKeys, TableChanges
+from tpu_embed.io import directory
+from tpu_embed.io.delta import SHARED_ROW, served_parts
 from tpu_embed.kernels import dispatch
 from tpu_embed.storage import HostRows, RowField
 from tpu_embed.touched import Version
@@ -249,7 +250,7 @@ class Prepared(NamedTuple):
 def prepare(
     tables: Mapping[str, Parts],
     keys: Mapping[str, ServedKeys],
-    changed: Mapping[str, TableChanges],
+    changed: Mapping[str, directory.Table],
     version: Version,
 ) -> Prepared:
     """Return what a delta writes; nothing changes yet.
@@ -266,7 +267,7 @@ def prepare(
     writings = {
         name: _writing(one, tables[name], keys.get(name))
         for name, one in changed.items()
-        if not one.is_empty
+        if any(array.size for array in one.arrays.values())
     }
     return Prepared(version, writings)
 
@@ -300,16 +301,16 @@ def write(
     return jax.block_until_ready(new), new_keys
 
 
-def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> Writing:
+def _writing(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
     """Return what a change writes to a table."""
-    parts = change.parts(arrays)
+    parts, changed = served_parts(change, arrays), change.arrays
     for array in arrays.values():
         check_numbered(array)
-    if not isinstance(change, ChangedKeys):
-        return Writing(change.ids, parts, None)
-    assert keys is not None, "the declarations were compared"
-    plan = keys.plan(change.keys, change.lost)
-    return Writing(change.places(plan.rows), parts, plan)
+    if keys is None:
+        return Writing(changed["ids"], parts, None)
+    plan = keys.plan(changed["keys"], changed["lost"])
+    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
+    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
 
 
 def _copied(writing: Writing, arrays: Parts) -> Parts:
