@@ -23,8 +23,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.core.layout import Layout, Stack, TableSlice
-from tpu_embed.touched.hosted import HostedMarks
-from tpu_embed.touched.marks import NEVER, IdMarks, PlaceMarks, RowMarks
+from tpu_embed.touched.marks import NEVER, HostedMarks, IdMarks, PlaceMarks, RowMarks
 from tpu_embed.touched.saved import SavedMarks, Version
 from tpu_embed.vocabulary import Moves, Vocabularies
 
