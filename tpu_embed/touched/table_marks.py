@@ -265,7 +265,7 @@ class TableMarks:
 def shared_row(table: TableSlice) -> int | None:
     """Return the row, or the id at home, that unseen keys share; None if they don't."""
     rules = table.key_rules
-    return table.declared_size - 1 if rules is not None and rules.unseen == "shared" else None
+    return None if rules is None else rules.shared_row(table.declared_size)
 
 
 def check_row_ids(table: TableSlice, given: np.ndarray) -> np.ndarray:

@@ -336,7 +336,7 @@ def _marks(root: Place, name: str, table: Mapping[str, Any]) -> SavedMarks:
     forms: dict[str, tuple[str, tuple[int, ...]]] = {}
     for part, dtype in _DTYPES.items():
         first = "lost" if part.startswith("lost") else "keys"
-        forms[part] = dtype, tuple(described.get(first, {}).get("shape", ()))[:1]
+        forms[part] = dtype, (directory.count_of(described, first),)
     arrays = directory.read_arrays(root, name, described, forms, REMEDY)
     kept = {part: np.array(array) for part, array in arrays.items()}  # not the files
     return SavedMarks(**kept, lost_since=table["lost_since"], shared=table["shared"])

@@ -189,11 +189,10 @@ def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> directory.T
     assert changes.keys is not None, "its ids are keys"
     assert changes.lost is not None, "its ids are keys"
     stored, n = values.view(storage.stored_dtype(f.stack.dtype)), changes.keys.size
-    rules = f.table.key_rules
-    unseen = "initial" if rules is None else rules.unseen
+    rule = directory.rule_without_row(f.table.key_rules)
     arrays = {"keys": changes.keys, "values": stored[:n], "lost": changes.lost}
     arrays["shared"] = stored[n:]
-    return directory.Table(f.table.declared_size, f.stack.dim, f.stack.dtype, unseen, arrays)
+    return directory.Table(f.table.declared_size, f.stack.dim, f.stack.dtype, rule, arrays)
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
@@ -243,7 +242,7 @@ def apply_delta(
         expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
         raise ValueError(message("tables", expected=expected, got=got))
     changed = {name: delta.tables[name] for name in given}
-    if with_keys := sorted(name for name, one in changed.items() if one.unseen is not None):
+    if with_keys := sorted(name for name, one in changed.items() if one.has_keys):
         expected, got = "tables whose ids are row numbers", f"{with_keys}, whose ids are keys"
         remedy = "apply it to a model that load_model has loaded"
         raise ValueError(message("tables", expected=expected, got=got, remedy=remedy))

@@ -28,19 +28,11 @@ from tpu_embed._checks import message
 from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.io.store import Place
+from tpu_embed.kernels import storage
 from tpu_embed.touched import Lineage, Version
 
 SHARED_ROW = 0
 """The row of a served table with keys that unseen keys share; of zeros if they share none."""
-
-
-def form_of(vocabulary_size: int, dim: int, dtype: str, unseen: str | None) -> str:
-    """Return what a table must be for a delta to be applied to it.
-
-    How many keys a table may have is not part of it, because tables may grow.
-    """
-    size = f"{vocabulary_size}" if unseen is None else "keys"
-    return f"{dtype} [{size}, {dim}]" + ("" if unseen is None else f", unseen={unseen!r}")
 
 
 def served_parts(change: directory.Table, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -56,7 +48,7 @@ def served_parts(change: directory.Table, names: Collection[str]) -> dict[str, n
       ValueError: the table is quantized, but the rows cannot be.
     """
     values = change.arrays["values"]
-    if change.unseen is not None:
+    if change.has_keys:
         values = np.concatenate([change.arrays["shared"], values])
     if "scale" not in names:
         return {"values": values}
@@ -94,7 +86,7 @@ class Delta:
     @property
     def has_keys(self) -> bool:
         """Whether the ids of some table are keys."""
-        return any(one.unseen is not None for one in self.tables.values())
+        return any(one.has_keys for one in self.tables.values())
 
 
 def follows(delta: Delta, path: Place, version: Version | None) -> bool:
@@ -152,17 +144,14 @@ def check_declared(delta: Delta, path: Place, declared: Mapping[str, Mapping[str
     Args:
       delta: the delta.
       path: the path of the delta, for messages.
-      declared: table name -> vocabulary_size, dim, dtype and unseen.
+      declared: their descriptions in the metadata of a model, by name.
 
     Raises:
       ValueError: a table is missing, or has another shape or dtype, or other ids.
     """
-    for name, form in declared.items():
-        wanted = [form[part] for part in ("vocabulary_size", "dim", "dtype", "unseen")]
-        expected, rows = form_of(*wanted), delta.tables.get(name)
-        got = "none"
-        if rows is not None:
-            got = form_of(rows.vocabulary_size, rows.dim, rows.dtype, rows.unseen)
+    for name, described in declared.items():
+        expected = directory.Table.of(described, {}).form
+        got = delta.tables[name].form if name in delta.tables else "none"
         if got != expected:
             what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
@@ -212,36 +201,31 @@ def read(root: Place) -> Delta:
 
 def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory.Table:
     """Return what changed in one table."""
-    parts = ("vocabulary_size", "dim", "dtype", "unseen", "files")
-    size, dim, dtype, unseen, described = (table[part] for part in parts)
-    stored = "uint16" if dtype == "bfloat16" else dtype
-
-    def count(part: str) -> int:
-        return next(iter(described.get(part, {}).get("shape", ())), 0)
-
+    size, dim, described = table["vocabulary_size"], table["dim"], table["files"]
+    stored = storage.stored_dtype(table["dtype"]).name
     what = f"{root}: table {name!r}"
-    if unseen is None:
-        n = count("ids")
+    if table["unseen"] is None:
+        n = directory.count_of(described, "ids")
         forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
         arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
         ids = arrays["ids"]
-        if n and not (ids[0] >= 0 and ids[-1] < size and _ascend(ids)):
+        if n and not (ids[0] >= 0 and ids[-1] < size and directory.ascend(ids)):
             expected = f"ascending ids from 0 to {size - 1}"
             raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-        return directory.Table(size, dim, dtype, None, arrays)
-    n, lost, shared = count("keys"), count("lost"), int(count("shared") > 0)
+        return directory.Table.of(table, arrays)
+    n, lost, shared = (directory.count_of(described, part) for part in ("keys", "lost", "shared"))
     forms = {
         "keys": ("uint64", (n,)),
         "values": (stored, (n, dim)),
         "lost": ("uint64", (lost,)),
-        "shared": (stored, (shared, dim)),
+        "shared": (stored, (min(shared, 1), dim)),
     }
     arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
     keys, gone = arrays["keys"], arrays["lost"]
-    if not (_ascend(keys) and _ascend(gone)) or _have_common(keys, gone):
+    if not (directory.ascend(keys) and directory.ascend(gone)) or _have_common(keys, gone):
         expected = "ascending keys, each with a row or lost"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-    return directory.Table(size, dim, dtype, unseen, arrays)
+    return directory.Table.of(table, arrays)
 
 
 def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
@@ -250,10 +234,6 @@ def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
         return False
     at = np.minimum(np.searchsorted(keys, gone), keys.size - 1)
     return bool((keys[at] == gone).any())
-
-
-def _ascend(ids: np.ndarray) -> bool:
-    return bool((ids[1:] > ids[:-1]).all())
 
 
 def kept_dtype(vocabulary_size: int) -> np.dtype:

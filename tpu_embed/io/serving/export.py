@@ -187,7 +187,7 @@ def _written_tables(
     for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
         mine, unseen = keys.get(name), None
         if mine is not None:
-            unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
+            unseen = directory.rule_without_row(config.vocabulary)
             arrays = {model_files.KEYS: mine.keys}
             arrays |= _sorted(table, mine.rows, config.vocabulary_size, unseen == "shared")
         else:

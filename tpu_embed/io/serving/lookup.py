@@ -368,8 +368,9 @@ def _with_rows(
             rows[f] = keys.view(np.int64)
             if table.key_rules is not None:
                 rows[f] = found[table.name](keys).astype(np.int64)
-                if table.key_rules.unseen == "shared":
-                    rows[f][rows[f] < 0] = table.declared_size - 1
+                shared = table.key_rules.shared_row(table.declared_size)
+                if shared is not None:
+                    rows[f][rows[f] < 0] = shared
         if isinstance(source, RowSource):
             ids = np.unique(np.concatenate([np.zeros(0, np.int64), *rows.values()]))
             ids = ids[ids >= 0]

@@ -25,6 +25,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import directory, files, schema
 from tpu_embed.io.store import Place
+from tpu_embed.kernels import storage
 
 KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
@@ -175,7 +176,7 @@ def read_tables(
     }
     for name, arrays in found.items():
         keys = arrays.get(KEYS)
-        if keys is not None and check and not (keys[1:] > keys[:-1]).all():
+        if keys is not None and check and not directory.ascend(keys):
             what, expected = f"{root}: table {name!r}", "ascending keys"
             raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
     return found
@@ -183,13 +184,11 @@ def read_tables(
 
 def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape that each part of a table must have."""
-    size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
-    keys = {}
+    size, dim, keys = table["vocabulary_size"], table["dim"], {}
     if table["unseen"] is not None:
-        files = table["files"]
-        n, size = (next(iter(files.get(part, {}).get("shape", ())), 0) for part in (KEYS, "values"))
+        n, size = (directory.count_of(table["files"], part) for part in (KEYS, "values"))
         keys = {KEYS: ("uint64", (min(n, size - 1),))}  # each has a row, and row 0 is no key's
     if "scale" in table["files"]:
         one = ("float32", (size,))
         return keys | {"values": ("int8", (size, dim)), "scale": one, "offset": one}
-    return keys | {"values": ("uint16" if dtype == "bfloat16" else dtype, (size, dim))}
+    return keys | {"values": (storage.stored_dtype(table["dtype"]).name, (size, dim))}
