@@ -26,12 +26,12 @@ from tpu_embed import planning
 from tpu_embed._checks import did_you_mean, message
 from tpu_embed.check import PARTS, run_parts
 from tpu_embed.core.layout import ExchangeDtype
+from tpu_embed.io.checkpoint import explain, statistics_of
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, compile_for
 from tpu_embed.planning.estimate import Estimate, estimate
 from tpu_embed.planning.options import read_options
 from tpu_embed.planning.profile import profile_step
-from tpu_embed.vocabulary_report import explain, statistics_of
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 

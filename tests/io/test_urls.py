@@ -12,8 +12,7 @@ from flax import nnx
 
 import tpu_embed
 from tpu_embed import HostStorage, fit, io, planning
-from tpu_embed.io.checkpoint import read_maps
-from tpu_embed.vocabulary_report import statistics_of
+from tpu_embed.io.checkpoint import read_maps, statistics_of
 
 URLS = ["s3://bucket", "gs:///run", "gs:/bucket", "abfs+x://a@b/c", PurePosixPath("gs://b/c")]
 ON_DISKS = ("HostStorage.__init__", "count_hits")
