@@ -19,10 +19,9 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.best import Best, check_best
 from tpu_embed.loop.network import check_optimizer, split_model
 from tpu_embed.loop.reporter import Reporter, make_evaluate
-from tpu_embed.loop.reports import Losses, Report
+from tpu_embed.loop.reports import Best, Losses, Report, check_best
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import Parts, make_train_step
 from tpu_embed.nn import Embeddings

@@ -16,9 +16,8 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.best import Best
 from tpu_embed.loop.network import Objective
-from tpu_embed.loop.reports import ProgressLine, Report, Window
+from tpu_embed.loop.reports import Best, ProgressLine, Report, Window
 from tpu_embed.loop.run import Run
 from tpu_embed.loop.step import make_evaluation_step, take_apart
 from tpu_embed.processes import gather_from_all

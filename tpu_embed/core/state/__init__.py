@@ -29,7 +29,6 @@ from tpu_embed.core.state.moved_rows import (
     row_fields,
 )
 from tpu_embed.core.state.new_rows import (
-    NewKeys,
     NewRowWriter,
     first_rows,
     visiting_tables,
@@ -54,7 +53,6 @@ from tpu_embed.core.state.table_state import (
 __all__ = [
     "MAP_VERSION",
     "Field",
-    "NewKeys",
     "NewRowWriter",
     "RowMover",
     "Sent",
