@@ -1,13 +1,6 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
 from tpu_embed.core.state import norms
-from tpu_embed.core.state.checks import (
-    check_arrays,
-    check_not_donated,
-    check_own,
-    check_state,
-    check_tables_not_donated,
-)
 from tpu_embed.core.state.init import (
     MAP_VERSION,
     blank_arrays,
@@ -37,6 +30,11 @@ from tpu_embed.core.state.table_state import (
     Field,
     StackShard,
     TableState,
+    check_arrays,
+    check_not_donated,
+    check_own,
+    check_state,
+    check_tables_not_donated,
     describe_leaf,
     field,
     fields,

@@ -11,8 +11,8 @@ from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointM
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
-from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.io.checkpoint.saved_maps import explain, read_maps, statistics_of
+from tpu_embed.io.checkpoint.tables import LocalShards, row_array, write_rows
 
 __all__ = [
     "MODEL",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, ROUNDING_SLOTS
+from tpu_embed.core.rows import Grid
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -33,7 +33,6 @@ from tpu_embed.core.state import (
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
-from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
 from tpu_embed.io.store import Place
 
@@ -69,12 +68,12 @@ def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     described, configs = engine.describe()["tables"], engine.table_configs
     for f in fields(engine.layout):
         if f.slot is None:
-            array, config = row_array(Path(), f), configs[f.table.name]
+            grid, config = Grid.of(f.stack, f.table), configs[f.table.name]
             tables[f.table.name] = {
                 "vocabulary_size": f.table.declared_size,
-                "shards": array.shards,
-                "rows_per_shard": array.rows_per_shard,
-                "alternate": array.alternate,
+                "shards": grid.shards,
+                "rows_per_shard": grid.size,
+                "alternate": grid.alternate,
                 "table": form_of(f),
                 "slots": {},
                 "optimizer": _rule(f),
