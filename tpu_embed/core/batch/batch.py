@@ -275,7 +275,7 @@ def _fields(view: StackView) -> list[Any]:
     """Return name, shape and dtype of the fields of a stack."""
     ids, stack, room = (view.num_ids,), view.stack, view.room
     shards, index, gains = stack.num_shards, stack.index_dtype, stack.compute_dtype
-    routed, sums, merges = view.is_routed, view.routes_update, view.merges_on_host
+    routed, sums, merges = view.is_routed, view.routes_update, view.is_merged
     asks, parcels = routed and shards > 1, sums and not view.by_psum
     # Where the update is not routed, the devices sort the physical rows.
     sorts = asks and view.updates and not view.accumulates

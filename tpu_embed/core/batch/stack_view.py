@@ -172,7 +172,7 @@ class StackView:
     @property
     def is_routed(self) -> bool:
         """Whether the host has routed the lookup."""
-        return self.spec.routed != "nothing" and self.layout.routes_on_host
+        return self.spec.routed != "nothing" and self.layout.places_routes
 
     @property
     def routes_update(self) -> bool:
@@ -180,7 +180,7 @@ class StackView:
         return self.is_routed and self.updates and self.accumulates
 
     @property
-    def merges_on_host(self) -> bool:
+    def is_merged(self) -> bool:
         """Whether the host has routed what every owner receives: it knows the whole batch."""
         return self.routes_update and self.layout.axes.one_process
 
@@ -223,7 +223,7 @@ class StackView:
         most = self.stack.num_rows
         if not self.by_psum:
             most = min(most, self.num_partials)
-            most = min(most, max(1, self.room.merged)) if self.merges_on_host else most
+            most = min(most, max(1, self.room.merged)) if self.is_merged else most
         return round_up(most, ROW_MULTIPLE)
 
     @functools.cached_property

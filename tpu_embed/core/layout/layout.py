@@ -47,7 +47,7 @@ class Layout:
         return placed_for(*own, blocks=None), placed_for(*own, blocks=self.blocks)
 
     @functools.cached_property
-    def routes_on_host(self) -> bool:
+    def places_routes(self) -> bool:
         """Whether a placed batch carries the route of its ids.
 
         A single CPU is the exception: its kernel sorts the ids itself, since moving the sort from
@@ -71,15 +71,15 @@ class Layout:
         """How many numbers a state has of its maps; see `TableState.vocabulary`."""
         return 2 + len(self.living) + bool(self.on_host)
 
-    def refuse_on_host(self, what: str, names: Iterable[str] | None = None) -> None:
-        """Refuse what needs whole tables, where one is at home on the host.
+    def check_on_devices(self, what: str, names: Iterable[str] | None = None) -> None:
+        """Check that whole tables are on the devices, for what needs them.
 
         Args:
           what: the call that needs them.
           names: of the tables that it needs; None: all.
 
         Raises:
-          ValueError: there is one.
+          ValueError: one is at home on the host.
         """
         chosen = None if names is None else set(names)
         here = [t.name for _, t in self.on_host if chosen is None or t.name in chosen]

@@ -81,7 +81,7 @@ def _sort(ids: Fields, view: StackView) -> HostStack:
     rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
     if "blocks" in ids:
         sums_at = host_route.bounds(sum_rows, view.stack)
-    owners = host_route.merge_sums(sum_rows, sums_at) if view.merges_on_host else []
+    owners = host_route.merge_sums(sum_rows, sums_at) if view.is_merged else []
     return HostStack(ids, ordered, rows_at, sums_at, owners)
 
 
