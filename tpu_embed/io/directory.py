@@ -211,8 +211,8 @@ class Table:
     @classmethod
     def of(cls, described: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Table:
         """Return the table that the metadata describes, with its arrays."""
-        declared = ("vocabulary_size", "dim", "dtype", "unseen")
-        return cls(*(described[part] for part in declared), arrays)
+        names = ("vocabulary_size", "dim", "dtype", "unseen")
+        return cls(**{name: described[name] for name in names}, arrays=arrays)
 
     @property
     def has_keys(self) -> bool:

@@ -220,7 +220,7 @@ def _train(
         report = reporter.finish(run)
         if keeper is not None and reporter.had_better(run):
             keeper.take_best(run)
-            report = reporter.show_best(run)
+            report = reporter.show_best(run, report)
         return report
     except BaseException as error:
         if keeper is not None and not stop.at_once:

@@ -83,32 +83,30 @@ class Reporter:
         every = self._evaluate_every
         evaluates = every is not None and run.step % every == 0
         if evaluates or run.step % self._report_every == 0:
-            return self._report(run, evaluates=evaluates)
+            return self._report(run, evaluates=evaluates)[1]
         return False
 
     def finish(self, run: Run) -> Report:
         """Return the report of the last step; make it unless it was made."""
         last, evaluates = self._last, self._evaluate is not None
         if last is None or last.step != run.step or (evaluates and last.evaluation is None):
-            self._report(run, evaluates=evaluates)
-        assert self._last is not None
-        return self._last
+            last, _ = self._report(run, evaluates=evaluates)
+        return last
 
     def had_better(self, run: Run) -> bool:
         """Tell whether an evaluation before the last step was the best one."""
         return self._best is not None and run.best_step not in (None, run.step)
 
-    def show_best(self, run: Run) -> Report:
+    def show_best(self, run: Run, last: Report) -> Report:
         """Return the report of the best evaluation, of a run that has its state and model again."""
-        assert self._last is not None
         again = {"state": run.state, "model": self._objective.model_of(run.network, run.state)}
-        report = dataclasses.replace(self._last, steps_per_second=0, **run.best["report"], **again)
+        report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
         if self._line is not None:
             self._line.show(f"the best: {report.line()}")
         return report
 
-    def _report(self, run: Run, *, evaluates: bool) -> bool:
-        """Report; return whether the run ends."""
+    def _report(self, run: Run, *, evaluates: bool) -> tuple[Report, bool]:
+        """Report; return the report, and whether the run ends."""
         run.losses.check()
         means, speed = self._window.close()
         idle = not means and self._last is None  # the run went on from its end
@@ -134,7 +132,7 @@ class Reporter:
         if self._line is not None:
             self._line.show(report.line(idle=idle))
         answer = None if self._callback is None else self._callback(report)
-        return over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
+        return report, over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
 
     def __enter__(self) -> Reporter:
         return self

@@ -288,6 +288,9 @@ _LEAST_LOST = 1024
 """Lost keys that are remembered at least, however few rows a table has."""
 
 
+_NOBODY = np.zeros(0, np.uint64)
+
+
 class Changes(NamedTuple):
     """What changed in one table since a version.
 
@@ -295,13 +298,13 @@ class Changes(NamedTuple):
       rows: int64 `[n]`: the row ids of a table on the devices, or the ids of one on the host.
       keys: uint64 `[n]`, whose rows these are, ascending; None if ids are row numbers. Of a table
         on the host without vocabulary they are its ids.
-      lost: uint64 `[m]`, keys that had a row and have none now, ascending; None as for `keys`.
+      lost: uint64 `[m]`, keys that had a row and have none now, ascending.
       shared: the row that unseen keys share, if it changed; otherwise None.
     """
 
     rows: np.ndarray
     keys: np.ndarray | None = None
-    lost: np.ndarray | None = None
+    lost: np.ndarray = _NOBODY
     shared: int | None = None
 
 
@@ -405,12 +408,11 @@ class TableMarks:
           moves: what they did.
           newest: the newest update that was recorded; it may be of a key that gets a row now.
         """
-        nobody = np.zeros(0, np.uint64)
         for _, table in self._layout.living:
             known, taken = self._keys[table.name], moves.of_keys(table.name)
             if table.is_on_host and table.key_table is None:
                 # Its ids have their rows for ever. Those that come to the devices may be new ones.
-                known.note(step, moves.taken[table.name].new_keys, nobody, nobody)
+                known.note(step, moves.taken[table.name].new_keys, _NOBODY, _NOBODY)
             else:
                 new_rows = taken.new_rows.astype(np.uint64)
                 known.note(step, new_rows, taken.new_keys, taken.evicted_keys)
@@ -444,7 +446,7 @@ class TableMarks:
         begun = self._first + bisect.bisect_right(self._newest, since.step)
         ids = np.union1d(known.given.after(min(since.keys, begun)), touched)
         if table.key_rules is None:
-            return Changes(ids.view(np.int64), ids, ids[:0])
+            return Changes(ids.view(np.int64), ids)
         shared = shared_row(table)
         shared = shared if shared is not None and shared in ids else None
         keys, rows = self._keys_of(table)
@@ -472,11 +474,11 @@ class TableMarks:
         return {table.name: self._saved(table) for table in self.tables}
 
     def _saved(self, table: TableSlice) -> SavedMarks:
-        marks, nobody = self._marks[table.name], np.zeros(0, np.uint64)
+        marks = self._marks[table.name]
         if table.vocabulary is None:
             rows = marks.after(NEVER)
             given = np.full(rows.size, NEVER, np.int32)
-            return SavedMarks(rows, marks.steps(rows), given, nobody, nobody.astype(np.int32))
+            return SavedMarks(rows, marks.steps(rows), given, _NOBODY, _NOBODY.astype(np.int32))
         known = self._keys[table.name]
         if table.key_rules is None:
             keys = ids = np.union1d(marks.after(NEVER), known.given.after(NEVER))

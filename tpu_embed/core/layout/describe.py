@@ -113,9 +113,7 @@ def _line(stack: Stack, table: TableSlice) -> str:
     if stack.rounding == "stochastic":
         size += " (stochastic rounding)"
     keys = "" if table.key_rules is None else f", keys ({table.key_rules.evict})"
-    if table.is_on_host:
-        storage = table.storage
-        assert storage is not None, "a table on the host"
+    if (storage := table.storage) is not None:
         home = "memory" if storage.path is None else "a file"
         keys += f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
     return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"

@@ -228,11 +228,13 @@ class Writing(NamedTuple):
 
     def can_replace(self, arrays: Parts) -> bool:
         """Return whether its arrays can be written in place, and are others then."""
-        return bool(self.rows.size) and not self.needs_room(arrays)
+        return bool(self.rows.size) and not self.missing(arrays)
 
-    def needs_room(self, arrays: Parts) -> bool:
-        """Return whether its arrays have too few rows."""
-        return self.plan is not None and self.plan.num_rows > len(arrays["values"])
+    def missing(self, arrays: Parts) -> int:
+        """Return how many rows its arrays have too few, so that there is room for more keys."""
+        if self.plan is None or self.plan.num_rows <= len(arrays["values"]):
+            return 0
+        return with_room(self.plan.num_rows) - len(arrays["values"])
 
 
 class Prepared(NamedTuple):
@@ -290,14 +292,12 @@ def write(
     in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
     new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
     jax.block_until_ready(new)
-    changing = [name for name in writings if name in keys]
-    new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in changing}
+    plans = {name: one.plan for name, one in writings.items() if one.plan is not None}
+    new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in plans}
     for name in in_place:
         new[name] = _written(writings[name], tables[name], set_rows_in_place)
-    for name, one in new_keys.items():
-        plan = writings[name].plan
-        assert plan is not None, "it has keys"
-        one.change(plan)
+    for name, plan in plans.items():
+        new_keys[name].change(plan)
     return jax.block_until_ready(new), new_keys
 
 
@@ -315,10 +315,9 @@ def _writing(change: directory.Table, arrays: Parts, keys: ServedKeys | None) ->
 
 def _copied(writing: Writing, arrays: Parts) -> Parts:
     """Return copies of the arrays, with more rows if need be, in which rows are set."""
-    if not writing.needs_room(arrays):
+    missing = writing.missing(arrays)
+    if not missing:
         return _written(writing, arrays, set_rows)
-    assert writing.plan is not None, "it needs room"
-    missing = with_room(writing.plan.num_rows) - len(arrays["values"])
     larger = {
         part: jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
         for part, array in arrays.items()
