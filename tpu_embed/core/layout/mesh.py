@@ -95,6 +95,11 @@ class MeshAxes:
             part = part * self.mesh.shape[name] + place if name in names else part
         return part
 
+    @property
+    def process(self) -> int:
+        """The number of this process."""
+        return jax.process_index()
+
     @functools.cached_property
     def one_process(self) -> bool:
         """Whether one process has all devices, so that its host knows the whole batch."""

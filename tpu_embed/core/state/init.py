@@ -440,9 +440,7 @@ def vocabulary_of_maps(
     steps = np.zeros(layout.version_size, np.int32)
     steps[: 2 + len(layout.living)] = step
     steps[1] = states.history
-    return put_everywhere({**(key or _any_key()), MAP_VERSION: steps}, layout.axes)
-
-
-def _any_key() -> dict[str, np.ndarray]:
-    key = jax.random.key(0)
-    return {f"{jax.random.key_impl(key)}": np.asarray(jax.random.key_data(key))}
+    if not key:
+        some = jax.random.key(0)
+        key = {f"{jax.random.key_impl(some)}": np.asarray(jax.random.key_data(some))}
+    return put_everywhere({**key, MAP_VERSION: steps}, layout.axes)

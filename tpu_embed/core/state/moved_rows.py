@@ -85,7 +85,7 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None)
         expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
         what = f"table {table.name!r}: HostStorage.groups"
         raise ValueError(message(what, expected=expected, got=f"{count}"))
-    here = jax.process_index()
+    here = layout.axes.process
     made = RowGroups(
         num_rows=table.vocabulary_size,
         owners=tuple(numbers[one] for one in holders),

@@ -10,7 +10,6 @@ checked.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -203,7 +202,10 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     """
     checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
     label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
-    refuse = functools.partial(_refusal, label)
+
+    def refuse(what: str, expected: str, got: str, remedy: str) -> MismatchError:
+        return MismatchError(label, [message(what, expected=expected, got=got)], remedy)
+
     for name in wanted.leave_out:
         if name not in found:
             what, expected = f"{label}: leave_out", f"some of {sorted(found)}"
@@ -308,7 +310,3 @@ def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
     rule = _rule(f) or "a table that is not trained"
     return f"slots of {rule}, {sorted(slot_shapes(f.stack))}", got
-
-
-def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
-    return MismatchError(label, [message(what, expected=expected, got=got)], remedy)

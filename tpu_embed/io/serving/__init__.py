@@ -2,9 +2,8 @@
 
 from tpu_embed.io.serving.export import export_model
 from tpu_embed.io.serving.following import FollowingModel, follow, publish
-from tpu_embed.io.serving.lookup import serving_lookup
+from tpu_embed.io.serving.lookup import HostTable, host_table, serving_lookup
 from tpu_embed.io.serving.served import ServedModel, load_model
-from tpu_embed.io.serving.stored import HostTable, host_table
 
 __all__ = [
     "FollowingModel",

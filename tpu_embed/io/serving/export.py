@@ -38,9 +38,18 @@ from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_host
+from tpu_embed.io.serving.lookup import (
+    FIRST,
+    HostTable,
+    RowSource,
+    Server,
+    Stored,
+    all_keys,
+    server_of,
+    stored_tables,
+    tables_on_host,
+)
 from tpu_embed.io.serving.served_tables import with_room
-from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
 from tpu_embed.io.store import place_of
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
