@@ -270,10 +270,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere():
+def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere(monkeypatch):
     written = {}
     for stream in (Terminal(), io.StringIO()):
-        line = ProgressLine(stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        line = ProgressLine(shows=True)
         line.show("step 10")
         line.show("step")
         line.close()

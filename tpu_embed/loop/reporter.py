@@ -65,14 +65,13 @@ class Reporter:
         self._steps, self._report_every, self._evaluate_every = steps, report_every, evaluate_every
         self._objective, self._evaluate, self._best = objective, evaluate, best
         self._callback = callback
-        self._line = ProgressLine() if progress else None
+        self._line = ProgressLine(shows=progress)
         self._window = Window()
         self._last: Report | None = None
 
     def say(self, text: str) -> None:
         """Show a text in a line of its own, before the reports."""
-        if self._line is not None:
-            self._line.begin(text)
+        self._line.begin(text)
 
     def wants_end(self, run: Run, loss: Any, metrics: dict[str, Any]) -> bool:
         """Take in a step, and report if that is due; return whether the run ends with it.
@@ -101,8 +100,7 @@ class Reporter:
         """Return the report of the best evaluation, of a run that has its state and model again."""
         again = {"state": run.state, "model": self._objective.model_of(run.network, run.state)}
         report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
-        if self._line is not None:
-            self._line.show(f"the best: {report.line()}")
+        self._line.show(f"the best: {report.line()}")
         return report
 
     def _report(self, run: Run, *, evaluates: bool) -> tuple[Report, bool]:
@@ -129,8 +127,7 @@ class Reporter:
                 run.best = self._best.compare(run.best, report)
                 over = self._best.is_over(run.best)
         self._last, self._window = report, Window()  # whose time begins now
-        if self._line is not None:
-            self._line.show(report.line(idle=idle))
+        self._line.show(report.line(idle=idle))
         answer = None if self._callback is None else self._callback(report)
         return report, over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
 
@@ -139,8 +136,7 @@ class Reporter:
 
     def __exit__(self, *error: object) -> None:
         """End the progress line."""
-        if self._line is not None:
-            self._line.close()
+        self._line.close()
 
 
 WHAT = "fit: evaluation"

@@ -20,7 +20,7 @@ import collections
 import dataclasses
 import sys
 import time
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -166,37 +166,32 @@ class ProgressLine:
     """Shows reports: one line that is rewritten on a terminal, a line for each report elsewhere.
 
     Args:
-      stream: to write to; None: `sys.stderr`, as it is when a report comes.
+      shows: whether it shows any; of several processes, the first one does.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream, self._width = stream, 0
+    def __init__(self, *, shows: bool) -> None:
+        self._shows, self._width = shows and jax.process_index() == 0, 0
 
     def begin(self, text: str) -> None:
-        """Say in a line of its own where the run begins; of several processes the first one does.
-
-        Args:
-          text: what is said.
-        """
-        if jax.process_index() == 0:
-            print(text, file=self._stream or sys.stderr, flush=True)
+        """Say in a line of its own where the run begins."""
+        if self._shows:
+            print(text, file=sys.stderr, flush=True)
 
     def show(self, line: str) -> None:
-        """Show a report, `Report.line`; of several processes the first one does."""
-        if jax.process_index() != 0:
+        """Show a report, `Report.line`."""
+        if not self._shows:
             return
-        stream = self._stream or sys.stderr
-        if stream.isatty():
-            stream.write("\r" + line.ljust(self._width))
+        if sys.stderr.isatty():
+            sys.stderr.write("\r" + line.ljust(self._width))
             self._width = len(line)
         else:
-            stream.write(line + "\n")
-        stream.flush()
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
 
     def close(self) -> None:
         """End a line that was being rewritten."""
         if self._width:
-            (self._stream or sys.stderr).write("\n")
+            sys.stderr.write("\n")
             self._width = 0
 
 
