@@ -39,16 +39,19 @@ from tpu_embed.core.layout.random_rounding import (
     table_crcs,
 )
 from tpu_embed.core.layout.resolve import make_layout
-from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
 from tpu_embed.core.layout.stacks import (
     INT32_ROWS,
+    ROW_MULTIPLE,
     ExchangeDtype,
     FeatureLayout,
     ResolvedTable,
     Stack,
     TableSlice,
+    bucket,
     differences,
     make_stacks,
+    roomy,
+    round_up,
     sent_rows_format,
     sent_sums_format,
     stack_name,

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import Array
-from tpu_embed.core.layout.rounding import ROW_MULTIPLE
-from tpu_embed.core.layout.stacks import Stack
+from tpu_embed.core.layout.stacks import ROW_MULTIPLE, Stack
 from tpu_embed.storage import Homes, Room, RowGroups
 from tpu_embed.vocabulary import NewOwners, Taken
 

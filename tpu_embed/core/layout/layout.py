@@ -16,8 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from tpu_embed._checks import message
 from tpu_embed.core.layout.mesh import MeshAxes
-from tpu_embed.core.layout.rounding import round_up
-from tpu_embed.core.layout.stacks import FeatureLayout, Stack, TableSlice
+from tpu_embed.core.layout.stacks import FeatureLayout, Stack, TableSlice, round_up
 from tpu_embed.kernels.formats import PACKED_ROWS
 
 

@@ -35,7 +35,6 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.config import FeatureConfig, QuantizationConfig, Rounding, TableConfig
-from tpu_embed.core.layout.rounding import round_up
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
@@ -505,3 +504,50 @@ def differences(expected: str, got: str) -> str:
 def _shards(name: re.Match[str]) -> str:
     plural = "" if name["shards"] == "1" else "s"
     return f"{name['shards']} shard{plural} of {name['rows']} rows ({name['placement']})"
+
+
+# -- sizes of arrays -------------------------------------------------------------------------------
+#
+# A compiled program depends on the shapes of its arrays. If the number of ids in a batch were used
+# as it is, nearly every batch would need a program of its own; rounded up to one of a few sizes
+# ("buckets"), batches share programs, at the cost of some padding.
+
+ROW_MULTIPLE = 64
+"""The number of rows in one call of an initializer or an optimizer's rule is a multiple of this.
+
+Vectorised loops then have no remainder, in which rounding could differ from the loop's body.
+"""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the least positive multiple of `multiple` that is at least `n`."""
+    # -(-n // m) is n / m rounded up.
+    return max(1, -(-n // multiple)) * multiple
+
+
+def bucket(n: int) -> int:
+    """Return `n` rounded up so that about one part in eight is padding at most.
+
+    There are eight sizes between each power of two and the next: 64, 72, 80, …, 120, 128.
+
+    Example:
+      >>> [bucket(n) for n in (0, 7, 9, 100, 1000)]
+      [0, 8, 9, 104, 1024]
+    """
+    if n == 0:
+        return 0
+    # 100 has 7 bits, so 64 <= n < 128, and the step is 2**(7 - 4) = 64 / 8 = 8.
+    step = max(1, 2 ** max(0, n.bit_length() - 4))
+    return max(8, -(-n // step) * step)
+
+
+def roomy(n: int) -> int:
+    """Return a bucket that has room for the next batches too.
+
+    A count that is n in one batch varies by about √n from batch to batch, so 2√n is added.
+
+    Example:
+      >>> [roomy(n) for n in (0, 20, 1000, 100_000)]
+      [0, 28, 1152, 106496]
+    """
+    return bucket(n + 2 * math.isqrt(n))

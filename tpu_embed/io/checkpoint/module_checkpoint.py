@@ -290,6 +290,9 @@ def _check_left_out(path: Place, leave_out: Sequence[str], known: Collection[str
             raise ValueError(message(what, expected=expected, got=repr(one)))
 
 
+# -- modules in parts -----------------------------------------------------------------------------
+
+
 Keys = tuple[Any, ...]
 """Keys from the modules to an object or a leaf."""
 
