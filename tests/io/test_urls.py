@@ -33,6 +33,12 @@ def delta(path):
     io.export_delta(path, engine, state, touched, since=touched.version(state))
 
 
+def publish(path):
+    engine = small(optimizer=False)
+    state, touched = engine.init(jax.random.key(0)), io.TouchedRows(engine)
+    io.publish(path, engine, state, touched, lambda place, version: None)
+
+
 MODULES = {"model": nnx.Dict()}
 CALLS = {
     "save": lambda path: io.save(path, small_engine(), small_state()),
@@ -47,6 +53,8 @@ CALLS = {
     "apply_delta": lambda path: io.apply_delta({}, path, io.Version("", 0, 0, 0)),
     "ServedModel.apply": lambda path: served("ServedModel", path),
     "ServedModel.apply_in_place": lambda path: served("in place", path),
+    "publish": publish,
+    "follow": io.follow,
     "FollowingModel.apply": lambda path: served("FollowingModel", path),
     "fit": lambda path: fit(small_engine(), sum, [], directory=path, progress=False),
     "HostStorage.__init__": lambda path: HostStorage(device_rows=8, path=path),
