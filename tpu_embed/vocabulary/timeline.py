@@ -40,7 +40,7 @@ class Timeline:
     """The steps of all maps of an engine.
 
     Args:
-      tables: those with living vocabularies.
+      tables: those with dynamic vocabularies.
       lookahead: as for `Vocabularies`.
 
     Attributes:
