@@ -283,7 +283,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def show_vocabulary(args: argparse.Namespace) -> None:
-    """Print how the dynamic vocabularies of a checkpoint fare.
+    """Print how the living vocabularies of a checkpoint fare.
 
     Args:
       args: `checkpoint`, its directory; `table`, the only one to show, or None; `hottest`, how many

@@ -101,7 +101,7 @@ class TableConfig:
       shard_axes: the mesh axes over which rows are split. None: all axes.
       trainable: False: the table is looked up but never updated; it has no optimizer and no slots.
       quantization_config: how each looked-up row is quantized. None: not at all.
-      vocabulary: how keys of 64 bits get rows and lose them again: a dynamic vocabulary. None: ids
+      vocabulary: how keys of 64 bits get rows and lose them again: a living vocabulary. None: ids
         are row numbers in [0, V).
       storage: keep the rows on the host, and those that batches need on the devices; V may then be
         up to 2⁶³, or, with `vocabulary`, is the capacity of the host. None: all rows are on the
@@ -173,14 +173,14 @@ class TableConfig:
             )
 
     def _check_vocabulary(self, what: str) -> None:
-        """Check that the capacity and the initializer suit a dynamic vocabulary."""
+        """Check that the capacity and the initializer suit a living vocabulary."""
         _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
         assert self.vocabulary is not None
         try:
             self.vocabulary.options(self.vocabulary_size, lookahead=0)
         except ValueError as error:
             raise ValueError(f"{what}: {error}") from error
-        self._check_rows_alone(what, "a dynamic vocabulary")
+        self._check_rows_alone(what, "a living vocabulary")
 
     def _check_storage(self, what: str) -> None:
         """Check that the other fields suit a table on the host."""
@@ -242,7 +242,7 @@ class FeatureConfig:
       output_shape: the activation's shape without D; its first entry is B. None: the shape follows
         from the input.
       on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its
-        bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a dynamic
+        bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a living
         vocabulary, which are all valid.
       name: a name that messages show beside the feature's path.
       jagged: the feature is a sequence whose activation is a `Jagged`: the rows of all examples one

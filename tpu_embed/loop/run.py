@@ -162,7 +162,7 @@ class Run:
             raise ValueError(text)
 
     def forget_placed(self) -> None:
-        """Take dynamic vocabularies back to the state: batches placed beyond it will not come."""
+        """Take living vocabularies back to the state: batches placed beyond it will not come."""
         if self.engine.vocabularies is not None:
             self.engine.vocabularies.rewind(self.state)
 

@@ -31,7 +31,7 @@ def batch_statistics(
       that they touch; `unique_ratio`, unique / ids (0 without ids); `bad`, the number of ids that
       are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
       count), the most frequent first and the smaller id first among equals; `hottest_share`, the
-      fraction of all ids that are the most frequent one. Keys of dynamic vocabularies count as ids.
+      fraction of all ids that are the most frequent one. Keys of living vocabularies count as ids.
       A table on the host has also `hits`, how many of the rows the devices hold after the batches
       placed so far, and `misses`, how many they do not: if this batch is placed next, these rows
       will be brought.
@@ -58,7 +58,7 @@ def batch_statistics(
         ids[name].append(
             given_ids[looked_up(host)] if host.keys is not None else host.ids[host.ids >= 0]
         )
-        if config.vocabulary is None:  # no key of a dynamic vocabulary is bad
+        if config.vocabulary is None:  # no key of a living vocabulary is bad
             bad[name] += _bad(leaf, config.vocabulary_size)
     joined = {name: np.concatenate(some) for name, some in ids.items()}
     return {

@@ -26,7 +26,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       a jit could have too little room); `bad_ids` by feature path, the ids in traced batches
       that no policy allows; and, unless `on_bad_gradient` is "allow", `bad_gradients` by feature
       path, the number of skipped steps in which the gradient of the feature was not finite. With
-      dynamic vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
+      living vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
       was not in order, and `vocabularies` by table: `keys` that have a row, `occupancy`, their
       share of the rows, and totals of keys "admitted", "evicted", "expired", "unseen" and
       "forgotten", of all batches that were admitted, whatever was placed ahead. With tables on the

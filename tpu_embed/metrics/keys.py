@@ -1,4 +1,4 @@
-"""How the dynamic vocabularies of an engine fare: figures for people, and scalars to plot.
+"""How the living vocabularies of an engine fare: figures for people, and scalars to plot.
 
 Input: an engine. Output: dicts of numbers.
 """
@@ -13,7 +13,7 @@ from tpu_embed.vocabulary import Vocabularies, describe_keys
 
 
 def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
-    """Return numbers to plot of every dynamic vocabulary, by tag; it costs no pass over the keys.
+    """Return numbers to plot of every living vocabulary, by tag; it costs no pass over the keys.
 
     Args:
       engine: the engine.
@@ -26,7 +26,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
       that the devices hold.
 
     Raises:
-      ValueError: the engine has no dynamic vocabulary, and no table on the host.
+      ValueError: the engine has no living vocabulary, and no table on the host.
 
     Example:
       >>> import jax, tpu_embed
@@ -51,7 +51,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
 def vocabulary_statistics(
     engine: EmbeddingEngine, *, hottest: int = 10
 ) -> dict[str, dict[str, Any]]:
-    """Return how full each dynamic vocabulary is, how old its keys are, and which ones are busy.
+    """Return how full each living vocabulary is, how old its keys are, and which ones are busy.
 
     It takes time in proportion to the tables' capacities. `python -m tpu_embed vocabulary` prints
     the same figures of a checkpoint.
@@ -69,8 +69,8 @@ def vocabulary_statistics(
       `batches_seen` and `last_seen`; and `waiting_most`, dicts of `key` and `count`.
 
     Raises:
-      ValueError: the engine has no dynamic vocabulary, and no table on the host; `hottest` is not
-        an integer of at least 0.
+      ValueError: the engine has no living vocabulary, and no table on the host; `hottest` is not an
+        integer of at least 0.
     """
     most, maps, found = check_int("hottest", hottest, minimum=0), _maps(engine), {}
     for name, counted in maps.admitted_counters.items():

@@ -45,7 +45,7 @@ class Embeddings(TableLayer):
       optimizer: the optimizer of tables that have none of their own.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
-      lookahead: with dynamic vocabularies; see `EmbeddingEngine`.
+      lookahead: with living vocabularies; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
       options: further arguments of `EmbeddingEngine`, such as `exchange_dtype`.
 
@@ -135,7 +135,7 @@ class EmbeddingBag(TableLayer):
         counts it in `bad_ids`.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
-      lookahead: of a table with a dynamic vocabulary; see `EmbeddingEngine`.
+      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:
@@ -254,7 +254,7 @@ class Embed(nnx.Module):
       batch_axes: the mesh axes that split a batch; None means all.
       vocabulary: a `DynamicVocabulary`, if ids are keys; then `num_embeddings` is its capacity.
       storage: a `HostStorage`, if the rows are at home on the host.
-      lookahead: of a table with a dynamic vocabulary; see `EmbeddingEngine`.
+      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:

@@ -29,7 +29,7 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
       features: by the path of a layer (its keys joined by slashes, such as `films` or
         `user/tags`), what its `place` takes. For one layer, what its `place` takes.
       weights: one weight per id, by path as well; a path that is absent has none.
-      training: False for a batch that is only looked up; dynamic vocabularies learn nothing.
+      training: False for a batch that is only looked up; living vocabularies learn nothing from it.
 
     Returns:
       a `Batch` by path; for one layer, its `Batch`.

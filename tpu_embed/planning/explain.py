@@ -150,7 +150,7 @@ def _print_room(plan: Any, table: Any, console: Console) -> None:
 def _on_host(plan: Any) -> str:
     """Return what each host's memory is for."""
     if plan.on_host.keys() == {"maps"}:
-        return "maps of dynamic vocabularies"
+        return "maps of living vocabularies"
     return ", ".join(f"{readable(size)} {what}" for what, size in plan.on_host.items() if size)
 
 

@@ -48,7 +48,7 @@ class TablePlan:
       slot_bytes: bytes per device of its slots that have rows.
       wasted_bytes: how many of both are padding: on a TPU, rows are padded to fill lines of 128
         words.
-      lookahead_rows: of a dynamic vocabulary, and of a table on the host: how many rows may have to
+      lookahead_rows: of a living vocabulary, and of a table on the host: how many rows may have to
         stay on the devices together, those of `lookahead + 1` batches. Of ids, the batches are
         taken to share no row; of shapes, all ids to be uniform. None of any other table.
       host: of a table on the host, what it has there and what it moves; None of any other. Then the
@@ -95,7 +95,7 @@ class Plan:
       lookahead: that of the engine.
       hosts: the number of hosts; 1 if it is not known.
       host_bytes: bytes of the memory of each host: the sum of `on_host`.
-      on_host: these bytes by what they are for. "maps": from keys to rows, of dynamic vocabularies
+      on_host: these bytes by what they are for. "maps": from keys to rows, of living vocabularies
         and of tables on the host, when all rows have keys and as many keys wait as may; "rows at
         home": those of tables on the host with their slots, unless they are in a file; "index":
         what finds rows at home. Rows at home are shared among the hosts.

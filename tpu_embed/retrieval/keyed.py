@@ -20,7 +20,7 @@ from tpu_embed.core.state import TableState
 
 
 def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
-    """Return which rows of a table with a dynamic vocabulary have a key, bool `[V]`.
+    """Return which rows of a table with a living vocabulary have a key, bool `[V]`.
 
     Give it to a jit as an operand, and there to `top_k` as `allowed`. It is that of one state: rows
     may get other keys with every batch that is admitted. With `unseen="shared"`, the shared row has
@@ -32,7 +32,7 @@ def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
       table: the table's name.
 
     Raises:
-      ValueError: the table has no dynamic vocabulary, or is at home on the host; the state is not
+      ValueError: the table has no living vocabulary, or is at home on the host; the state is not
         the newest one; a call inside a jit.
 
     Example:

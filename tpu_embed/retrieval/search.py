@@ -93,13 +93,13 @@ def top_k(
 
     Args:
       engine: the engine.
-      state: its state; outside a jit, with a dynamic vocabulary, the newest one.
+      state: its state; outside a jit, with a living vocabulary, the newest one.
       table: the table's name.
       queries: floats `[B, D]`.
       k: how many rows; where fewer can be had, the rest of the answer is -1 with score -inf.
       exclude: int `[B, E]`, ids that a query's answer must not have, such as those that a user has
         seen; -1 is padding, and ids outside the table are ignored.
-      allowed: bool `[V]`, which rows may be found; None: all of them. Of a dynamic vocabulary only
+      allowed: bool `[V]`, which rows may be found; None: all of them. Of a living vocabulary only
         rows that have a key are found; inside a jit, that is for the caller to say: give what
         `keyed_rows` returned for this state.
       score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one, which is 0
@@ -107,13 +107,13 @@ def top_k(
       temperature: by what scores are divided, one number above 0; it changes no order.
 
     Returns:
-      Scores and row ids, `[B, k]` each. Of a dynamic vocabulary, `keys_of` turns ids into keys.
+      Scores and row ids, `[B, k]` each. Of a living vocabulary, `keys_of` turns ids into keys.
 
     Raises:
       ValueError: an unknown table, or one at home on the host; queries, exclude or allowed of a
         wrong shape, or on other devices than the table; arguments that differ between processes;
         k < 1; another score; a temperature that is not above 0; the state of another engine; a
-        dynamic vocabulary inside a jit without `allowed`.
+        living vocabulary inside a jit without `allowed`.
       TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
         is not bool; differentiation, or `jax.vmap` over queries.
 

@@ -28,9 +28,9 @@ from tpu_embed.core.state import TableState, describe_leaf
 
 
 def placed_step(batch: Batch) -> int:
-    """Return the step of dynamic vocabularies that a placed batch is, or whose rows it has."""
+    """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
     steps = batch.valid_steps if batch.keys.steps is None else batch.keys.steps
-    assert steps is not None, "batches of dynamic vocabularies have steps"
+    assert steps is not None, "batches of living vocabularies have steps"
     return int(steps[0])
 
 
@@ -53,7 +53,7 @@ class Enqueued:
 
     @property
     def step(self) -> int | None:
-        """The step of dynamic vocabularies that the batch is, if it will be admitted; else None."""
+        """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
         return placed_step(self.batch) if self.batch.keys.is_training else None
 
     def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
@@ -131,7 +131,7 @@ class Record(NamedTuple):
         return self._replace(per_replica=size)
 
     def last_step(self, admitted: int) -> int:
-        """Return the step of dynamic vocabularies that the queue ends with.
+        """Return the step of living vocabularies that the queue ends with.
 
         Args:
           admitted: the step that the state has.
@@ -144,7 +144,7 @@ class Record(NamedTuple):
         Args:
           item: the batch.
           what: the call, for the message.
-          admitted: the step of dynamic vocabularies that the state has.
+          admitted: the step of living vocabularies that the state has.
 
         Raises:
           ValueError: it was not, or others between them are missing; or a batch for training was

@@ -66,7 +66,7 @@ class StateKeeper:
         return self.now.state
 
     def new_state(self) -> TableState:
-        """Return a first state; with dynamic vocabularies, of the step that their maps have.
+        """Return a first state; with living vocabularies, of the step that their maps have.
 
         The random key of their new rows stays that of the state before, which may have been
         restored from a checkpoint; if that cannot be read any more, it is the seed's.
@@ -83,7 +83,7 @@ class StateKeeper:
             raise RuntimeError(message("state", expected=expected, got=got, remedy=remedy))
         before = self.now.state
         kept = state if before is None or not is_readable(before.vocabulary) else before
-        assert kept.vocabulary is not None, "states of engines with dynamic vocabularies have one"
+        assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
         vocabulary = new_version(kept.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 

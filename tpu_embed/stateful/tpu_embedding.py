@@ -62,7 +62,7 @@ class TPUEmbedding:
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
         "allow" applies it without checking; "skip" skips and counts it; "error" makes
         `apply_gradients` raise, for which it has to wait for the gradients.
-      lookahead: as for `EmbeddingEngine`, with dynamic vocabularies; at least 1 if pipelined.
+      lookahead: as for `EmbeddingEngine`, with living vocabularies; at least 1 if pipelined.
       exchange_dtype: as for `EmbeddingEngine`.
 
     Raises:
@@ -153,7 +153,7 @@ class TPUEmbedding:
     ) -> None:
         """Append a batch to the queue, and start its transfer to the devices.
 
-        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with dynamic
+        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with living
         vocabularies the batch stays once its keys are admitted; `waiting` tells which. `dequeue`
         looks it up again then.
 

@@ -24,7 +24,7 @@ class HostStorage:
     training batch brings its rows to the devices, and sends home those that it displaces.
     Activations and updates are, to the bit, those of a table that is wholly on the devices,
     whatever is given here. A row that no training batch has had takes no memory: it is drawn, as
-    `init` draws it, when it is looked up. With a dynamic vocabulary, V is how many keys have a row
+    `init` draws it, when it is looked up. With a living vocabulary, V is how many keys have a row
     at home; which keys have one is decided as if all V rows were on the devices.
 
     Args:

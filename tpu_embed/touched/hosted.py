@@ -30,7 +30,7 @@ class HostedMarks:
 
     Args:
       layout: the engine's layout.
-      maps: its maps; None without dynamic vocabularies and tables on the host.
+      maps: its maps; None without living vocabularies and tables on the host.
 
     Attributes:
       marks: by table.

@@ -1,7 +1,7 @@
 """Record which rows every update touched, so that only changed rows need to be exported.
 
 For every row on the devices, the host keeps the number of the last update that touched it: 4 bytes
-per row. With dynamic vocabularies it keeps also which keys got rows, and which lost theirs.
+per row. With living vocabularies it keeps also which keys got rows, and which lost theirs.
 
 Input: every batch that is applied, with the number of its update. Output: the rows, ids or keys
 that changed since a version; and the `Version` of a state, which orders exports and deltas in time.
@@ -50,7 +50,7 @@ class TouchedRows:
     With several processes, all make it together, in the same order as other calls of this kind:
     they agree on the name of the run, so that a `Version` of one process is one of each.
 
-    With dynamic vocabularies it follows the engine's maps by itself. When they are loaded, as by
+    With living vocabularies it follows the engine's maps by itself. When they are loaded, as by
     `io.restore`, it knows nothing any more, unless it was saved and is restored with them.
 
     Args:
@@ -236,11 +236,11 @@ class TouchedRows:
           since: what `version` or `export_delta` returned; or its step.
 
         Returns:
-          Row ids, int64 `[n]`; keys, uint64 `[n]`, of a dynamic vocabulary; ids, uint64 `[n]`, of a
+          Row ids, int64 `[n]`; keys, uint64 `[n]`, of a living vocabulary; ids, uint64 `[n]`, of a
           table on the host.
 
         Raises:
-          ValueError: a version before this object's first, or of another run; with dynamic
+          ValueError: a version before this object's first, or of another run; with living
             vocabularies or tables on the host, also a step of which there was no version.
         """
         pairs = self.changes(since).items()
@@ -255,7 +255,7 @@ class TouchedRows:
     def never(self) -> dict[str, int]:
         """Return, by table, how many rows were not touched since recording began.
 
-        Of a dynamic vocabulary, only rows that have keys count.
+        Of a living vocabulary, only rows that have keys count.
         """
         with self._maps_at_rest(), self._lock:
             found = self._marks.changed(Version("", NEVER, 0, NEVER))
@@ -292,7 +292,7 @@ class TouchedRows:
 
         Raises:
           ValueError: an update between this object's first step and the state's was not recorded,
-            or the state is from before the first step; with dynamic vocabularies or tables on the
+            or the state is from before the first step; with living vocabularies or tables on the
             host, the state is not the newest one, or the maps were loaded since.
         """
         check_own(state, self.layout)

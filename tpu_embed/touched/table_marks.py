@@ -1,6 +1,6 @@
 """What is known of all tables of an engine: which rows were touched, who got them, who lost them.
 
-A table is of one of three kinds: its ids are row numbers; they are keys of a dynamic vocabulary,
+A table is of one of three kinds: its ids are row numbers; they are keys of a living vocabulary,
 which have rows for a time; or it is on the host, where ids keep their rows for ever, and have
 places on the devices for a time. Who got or lost a row is noted by the steps of the maps, which are
 training batches that were admitted:
@@ -92,7 +92,7 @@ class TableMarks:
 
     Args:
       layout: the engine's layout.
-      maps: its maps; None without dynamic vocabularies and tables on the host.
+      maps: its maps; None without living vocabularies and tables on the host.
     """
 
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
@@ -199,7 +199,7 @@ class TableMarks:
         return Changes(rows[order], keys[order], lost[self.find(table, lost) < 0], shared)
 
     def _keys_of(self, table: TableSlice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a dynamic vocabulary, uint64 `[n]`, and their rows or ids, int64."""
+        """Return the keys of a living vocabulary, uint64 `[n]`, and their rows or ids, int64."""
         assert self._maps is not None, "a vocabulary lives"
         return self._maps.keys(table.name)
 

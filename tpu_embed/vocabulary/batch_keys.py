@@ -126,7 +126,7 @@ class BatchKeys:
     It is a static field of a `Batch`. All of these are equal, because programs do not depend on it.
 
     Args:
-      tables: by table with a dynamic vocabulary; None: nothing is known any more.
+      tables: by table with a living vocabulary; None: nothing is known any more.
       steps: of a training batch, the states that it may be looked up in once it is admitted. None:
         it was admitted, or is only looked up.
       make_visits: of a batch that brings rows of tables on the host along, returns them once the
@@ -195,6 +195,6 @@ def check_vocabulary(state: Any) -> Any:
       ValueError: it has none.
     """
     if getattr(state, "vocabulary", None) is None:
-        expected, got = "a state of an engine with dynamic vocabularies", "another one"
+        expected, got = "a state of an engine with living vocabularies", "another one"
         raise ValueError(message("state", expected=expected, got=got))
     return state.vocabulary

@@ -1,6 +1,6 @@
 """Choose the maps of an engine: its own, or those of another engine that it shares.
 
-Input: tables with dynamic vocabularies, and what the user gave. Output: `Vocabularies`.
+Input: tables with living vocabularies, and what the user gave. Output: `Vocabularies`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def choose_vocabularies(
     """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
 
     Args:
-      tables: those with dynamic vocabularies.
+      tables: those with living vocabularies.
       lookahead: as for `Vocabularies`; None: 0, or that of the other engine.
       shared: the other engine's maps, or None.
       homes: of the tables on the host; None without them.

@@ -1,4 +1,4 @@
-"""Declaration of a dynamic vocabulary: when a key gets a row, and which key loses its row for it.
+"""Declaration of a living vocabulary: when a key gets a row, and which key loses its row for it.
 
 Input: what the user writes. Output: a frozen, validated object.
 """

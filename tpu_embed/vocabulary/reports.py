@@ -118,7 +118,7 @@ class KeyReports:
           that are on the devices, and their rows there.
 
         Raises:
-          ValueError: no such table has a dynamic vocabulary.
+          ValueError: no such table has a living vocabulary.
         """
         with self.lock:
             found = self._maps.keys(self._known(name), self._timeline.admitted)
@@ -148,7 +148,7 @@ class KeyReports:
           name: the table.
 
         Raises:
-          ValueError: no such table has a dynamic vocabulary.
+          ValueError: no such table has a living vocabulary.
         """
         with self.lock:
             state = self._maps.keys(self._known(name), self._timeline.admitted)

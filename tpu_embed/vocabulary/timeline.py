@@ -40,7 +40,7 @@ class Timeline:
     """The steps of all maps of an engine.
 
     Args:
-      tables: those with dynamic vocabularies.
+      tables: those with living vocabularies.
       lookahead: as for `Vocabularies`.
 
     Attributes:

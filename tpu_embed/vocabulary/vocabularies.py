@@ -87,7 +87,7 @@ class Vocabularies(KeyReports):
         return sum(count for count, _ in self._maps.sizes.values())
 
     def __bool__(self) -> bool:
-        """Return True: there is a table with a dynamic vocabulary, though it may have no key."""
+        """Return True: there is a table with a living vocabulary, though it may have no key."""
         return True
 
     # -- what a user asks ----------------------------------------------------------------------
@@ -371,7 +371,7 @@ class Vocabularies(KeyReports):
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
         if self.homes is not None:
-            expected = "dynamic vocabularies alone"
+            expected = "living vocabularies alone"
             got = f"tables on the host {[*self.homes.tables]}"
             remedy = "tpu_embed.io.save keeps maps, rows at home and rows on the devices together"
             text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Keys of dynamic vocabularies while serving; what serves by row number refuses them."""
+"""Keys of living vocabularies while serving; what serves by row number refuses them."""
 
 import pickle
 
@@ -134,7 +134,7 @@ def test_plans_and_descriptions_tell_of_keys(served):
     assert "keys (lfu)" in repr(made)
     plan = planning.plan(configs(), o.Adam(0.1), 4, batch)
     assert plan.host_bytes == (34 + 6) * (52 + 4 * 20)
-    assert "maps of dynamic vocabularies" in plan.explain()
+    assert "maps of living vocabularies" in plan.explain()
     shapes = {
         name: jax.ShapeDtypeStruct((8, 2) if name == "seen" else (8,), np.int32)
         for name in configs()

@@ -38,9 +38,9 @@ class Batch:
         holds.
       spec: the static shape; programs are compiled once per spec.
       placed_for: what its numbers depend on (`layout/placed_for.py`).
-      valid_steps: for dynamic vocabularies, int32 `[3]`: the states that it may be looked up in
+      valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
         (`ValidSteps`). None without them.
-      keys: for dynamic vocabularies, what the host knows of the batch until it is admitted.
+      keys: for living vocabularies, what the host knows of the batch until it is admitted.
       visits: of tables on the host, the rows that a batch brings along that is only looked up: the
         number of the last replacement of rows at home (`Homes.replaced`), int32 `[]`, and the rows
         by stack. None if the devices hold all of its rows. A program needs no number.

@@ -43,11 +43,11 @@ from tpu_embed.vocabulary import (
 
 
 class Admitter:
-    """What an engine with dynamic vocabularies does between placing a batch and looking it up.
+    """What an engine with living vocabularies does between placing a batch and looking it up.
 
     Args:
       layout: the engine's layout.
-      vocabularies: the maps; None without dynamic vocabularies: then every batch is fine.
+      vocabularies: the maps; None without living vocabularies: then every batch is fine.
     """
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:

@@ -5,7 +5,7 @@ table, whose rows have ids in both engines:
 
     from                     to            which rows
     a static table           anywhere      all; of one on the host, those that were touched
-    a dynamic vocabulary      anywhere      those of the keys that stay, and the shared one
+    a living vocabulary      anywhere      those of the keys that stay, and the shared one
 
 A stack that both engines lay out alike, on the same devices, is copied there as a whole.
 
@@ -164,8 +164,8 @@ def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
             got = theirs[name][what]
             if got != expected:
                 if what == "vocabulary size":
-                    remedy = "only dynamic vocabularies change their capacity; io.restore with key="
-                    remedy += " makes the new rows of a table that grows"
+                    remedy = "only living vocabularies change their capacity; io.restore with key= "
+                    remedy += "makes the new rows of a table that grows"
                 text = f"adopt: table {name!r}: {what}"
                 raise ValueError(message(text, expected=f"{expected}", got=f"{got}", remedy=remedy))
         rules = [engine.layout.table(name)[1].key_rules for engine in (other, mine)]
@@ -190,7 +190,7 @@ def _describe_tables(engine: LogicalRows) -> dict[str, dict[str, Any]]:
             found[table.name] = {
                 "dim": stack.dim,
                 "dtype": stack.dtype,
-                "ids": "keys of a dynamic vocabulary" if living else "row numbers",
+                "ids": "keys of a living vocabulary" if living else "row numbers",
                 "vocabulary size": "any" if living else table.declared_size,
                 "optimizer": None if rule is None else rule.describe()["class"],
                 "slots": slots,

@@ -105,7 +105,7 @@ class LogicalRows:
           state: the state; with tables on the host the newest one.
           name: the table.
           ids: integers `[n]` in [0, V).
-          keys: in place of ids, of a dynamic vocabulary: integers or strings `[n]` as its features
+          keys: in place of ids, of a living vocabulary: integers or strings `[n]` as its features
             take them, though -1 is a key here. The state is the newest one, and the call outside a
             jit.
           slot: the slot, or None for the table itself.
@@ -177,7 +177,7 @@ class LogicalRows:
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending.
 
-        With a dynamic vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
+        With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
         """
         homes, maps = self._of(name)
         # Those on the devices first: what leaves them meanwhile is on its way home by then.
@@ -203,7 +203,7 @@ class LogicalRows:
           name: the table.
           rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
           values: `[n, D]` (`[n]` for a slot of one number per row).
-          keys: in place of rows, of a dynamic vocabulary: integers or strings `[n]`, all different,
+          keys: in place of rows, of a living vocabulary: integers or strings `[n]`, all different,
             as its features take them, though -1 is a key here.
           slot: the slot, or None for the table itself.
 
@@ -274,8 +274,8 @@ class LogicalRows:
           state: the state.
           name: the table.
           blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
-          keys: of a dynamic vocabulary, whose rows the blocks are then together: `set_rows` of
-            these keys, after all blocks were read. Other keys keep their rows and values.
+          keys: of a living vocabulary, whose rows the blocks are then together: `set_rows` of these
+            keys, after all blocks were read. Other keys keep their rows and values.
           slot: the slot, or None for the table itself.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Keys of a dynamic vocabulary: numbers of 64 bits instead of row numbers.
+"""Keys of a living vocabulary: numbers of 64 bits instead of row numbers.
 
 A batch of keys is validated before anyone knows the keys' rows, because a batch that is refused
 must not change the map from keys to rows. So each key is first replaced by its position among the

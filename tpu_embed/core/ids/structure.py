@@ -115,7 +115,7 @@ class Structure:
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
     def refuse_keys(self, remedy: str) -> None:
-        """Refuse tables with dynamic vocabularies, where only row numbers are understood.
+        """Refuse tables with living vocabularies, where only row numbers are understood.
 
         Raises:
           ValueError: there is one; the remedy is part of the message.
@@ -124,7 +124,7 @@ class Structure:
             if table.row_rules is not None:
                 what, expected = f"table {name!r}", "ids that are row numbers on the devices"
                 living = table.vocabulary is not None
-                got = "keys of a dynamic vocabulary" if living else "ids of a table on the host"
+                got = "keys of a living vocabulary" if living else "ids of a table on the host"
                 text = _checks.message(what, expected=expected, got=got, remedy=remedy)
                 raise ValueError(text)
 

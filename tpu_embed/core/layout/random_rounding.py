@@ -2,7 +2,7 @@
 
 Random bits depend on a seed, which the state must keep, and on which row of which table a local row
 is (`kernels/stochastic.py`). Of a table without a map on the host, the row's place tells it. Of a
-dynamic vocabulary, or a table on the host, the key or id of a row takes the place of its number, so
+living vocabulary, or a table on the host, the key or id of a row takes the place of its number, so
 the state keeps it by row. Both are slots of the stack: so they are saved, moved and sharded as
 slots are.
 

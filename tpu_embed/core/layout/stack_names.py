@@ -7,8 +7,8 @@ The name is the key of the stack's arrays in a `TableState`. Keys survive pickle
 
 is the stack of "items" and two more tables, placed by MOD on 8 shards of 250 rows each. After "#"
 comes a digest of the tables in order (names and vocabulary sizes), of their dim and dtype, of how
-rows are packed, and of the names of tables with a dynamic vocabulary. Optimizers are not part of
-it, because their hyperparameters may change between runs.
+rows are packed, and of the names of tables with a living vocabulary. Optimizers are not part of it,
+because their hyperparameters may change between runs.
 
 Input: the tables of a stack and how they are laid out. Output: the name; or, for two names, what
 differs between their stacks.

@@ -35,7 +35,7 @@ class Intake:
     Args:
       declared: the feature configuration.
       layout: the engine's layout.
-      vocabularies: the maps of its dynamic vocabularies; None without them.
+      vocabularies: the maps of its living vocabularies; None without them.
 
     Attributes:
       agreement: with the other processes.
@@ -79,13 +79,13 @@ class Intake:
     def place_now(
         self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
     ) -> Batch:
-        """Return a batch whose turn has come; dynamic vocabularies learn from a training batch.
+        """Return a batch whose turn has come; living vocabularies learn from a training batch.
 
         Args:
           features: the ids; of a batch that is only looked up, mappings may leave out some.
           weights: their weights, or None.
           spec: see `Router.route`.
-          step: of a batch that is only looked up: the step whose rows it gets of dynamic
+          step: of a batch that is only looked up: the step whose rows it gets of living
             vocabularies. None: a training batch.
 
         Raises:
@@ -176,7 +176,7 @@ class Intake:
 
         Raises:
           ValueError: weights or a spec are given with a `Batch`, `place` refuses the batch, or the
-            call is inside a `shard_map` or under another mesh; features hold keys of a dynamic
+            call is inside a `shard_map` or under another mesh; features hold keys of a living
             vocabulary.
           TypeError: `place` refuses the batch.
         """

@@ -285,7 +285,7 @@ class KeyedBatches:
 
 
 def _keys(host: HostIds) -> np.ndarray:
-    assert host.keys is not None, "ids of dynamic vocabularies are keys"
+    assert host.keys is not None, "ids of living vocabularies are keys"
     return host.keys
 
 

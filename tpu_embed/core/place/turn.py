@@ -2,7 +2,7 @@
 
 A `Turn` is drawn where the order of batches is decided, and may be used later, in another thread
 (`processes/turns.py`). The order matters to several processes, which place their parts together,
-and to maps of dynamic vocabularies, which learn from one batch after another.
+and to maps of living vocabularies, which learn from one batch after another.
 
 Input: calls that draw turns. Output: batches, placed in the order of the turns.
 """
@@ -71,9 +71,9 @@ class Turn:
           features: the ids.
           weights: their weights, or None.
           spec: the shape of the batch, or None.
-          step: of dynamic vocabularies, whose rows a batch that is only looked up gets: the
-            training batches up to this one are admitted when it is looked up. It gets those of the
-            step that was admitted when the turn was drawn if that is later.
+          step: of living vocabularies, whose rows a batch that is only looked up gets: the training
+            batches up to this one are admitted when it is looked up. It gets those of the step that
+            was admitted when the turn was drawn if that is later.
           as_of: the step itself, in place of this choice; it is pinned until the batch is placed.
         """
         try:

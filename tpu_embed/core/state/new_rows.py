@@ -115,9 +115,9 @@ def new_version(
       vocabulary: that of the state before.
       steps: step and history.
       axes: the mesh.
-      taken: for each dynamic vocabulary, the last step at which a row was taken from a key, and
-        with tables on the host the last replacement. None: the steps are not known, so they may
-        have been the present one.
+      taken: for each living vocabulary, the last step at which a row was taken from a key, and with
+        tables on the host the last replacement. None: the steps are not known, so they may have
+        been the present one.
     """
     numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
     if taken is None:

@@ -64,12 +64,12 @@ class TableState:
       counters: `"bad_ids"` int32 `[F]`, the invalid ids of each feature that were found inside a
         jit; `"overflows"` int32 `[]`, always 0: no ids need more room than they have; unless
         `on_bad_gradient` is "allow", also `"bad_gradients"` int32 `[F]`, how many steps were
-        skipped because the feature's gradient was not finite; with dynamic vocabularies
+        skipped because the feature's gradient was not finite; with living vocabularies
         `"refused_batches"` int32 `[]`, how many steps were skipped inside a jit because their batch
         was not admitted, or its rows were other keys' by then. Only `update` counts, because a
         lookup returns no state.
-      vocabulary: with dynamic vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
-        that the rows belong to, its history (see `ValidSteps`), and for each of T tables of keys
+      vocabulary: with living vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
+        that the rows belong to, its history (see `ValidSteps`), and for each of the T living tables
         the last step at which a row was taken from a key, then, with tables on the host, the number
         of the last replacement of rows at home, so `[2 + T + 1]`; and the data of the random key
         that new rows are drawn with, under the name of its kind. None without them.

@@ -113,7 +113,7 @@ def restore(
 ) -> Restored:
     """Return the contents of a checkpoint, for an engine of any mesh, placement and stacking.
 
-    An engine without optimizers reads only the tables. Maps of dynamic vocabularies are loaded into
+    An engine without optimizers reads only the tables. Maps of living vocabularies are loaded into
     `engine.vocabularies`; batches placed before are refused from then on. A table whose vocabulary
     lives may have another capacity: the keys with the best scores stay. A table may be on the host
     or on the devices, wherever it was when it was saved. When there are several

@@ -138,7 +138,7 @@ class SavedTables:
       tables: its entries for the tables that are to be read.
       checksums: the checksum of every file: directory of the field -> file name -> checksum.
       complete: whether every wanted row is on disk.
-      maps: those of dynamic vocabularies; None if the engine has none.
+      maps: those of living vocabularies; None if the engine has none.
     """
 
     manifest: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The maps of dynamic vocabularies in a checkpoint: which key has which row, and what decides it.
+"""The maps of living vocabularies in a checkpoint: which key has which row, and what decides it.
 
     vocabularies.json           the step, the random key of new rows, and the sizes of all maps
     films/map/keys/ …           the arrays of a map (`MapState`), one directory each
@@ -80,7 +80,7 @@ class FoundMaps:
 
 
 def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
-    """Return the maps as of a state; None for an engine without dynamic vocabularies."""
+    """Return the maps as of a state; None for an engine without living vocabularies."""
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
@@ -137,7 +137,7 @@ def read(
     *,
     saved_tables: Mapping[str, Any],
 ) -> FoundMaps | None:
-    """Return the maps of a checkpoint for an engine; None if it has no dynamic vocabularies.
+    """Return the maps of a checkpoint for an engine; None if it has no living vocabularies.
 
     Args:
       directory: that of the tables.
@@ -157,7 +157,7 @@ def read(
     wanted = _living(engine)
     for name in saved_tables:
         if (name in saved) != (name in wanted):
-            forms = ["row numbers", "keys of a dynamic vocabulary"]
+            forms = ["row numbers", "keys of a living vocabulary"]
             expected, got = forms[name in wanted], forms[name in saved]
             raise refuse(f"table {name!r}: ids", expected, got, "declare it as it was")
     vocabularies = engine.vocabularies

@@ -1,4 +1,4 @@
-"""Read the maps of dynamic vocabularies in a checkpoint without an engine, to look at them.
+"""Read the maps of living vocabularies in a checkpoint without an engine, to look at them.
 
 Input: the directory of a checkpoint. Output: by table, its keys with their scores, and totals.
 """
@@ -39,7 +39,7 @@ def read_maps(path: str | Path) -> dict[str, SavedMap]:
 
     Raises:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
-      ValueError: a file is damaged, or no table has a dynamic vocabulary.
+      ValueError: a file is damaged, or no table has a living vocabulary.
     """
     root, found = find_checkpoint(path), {}
     if (root / LAYERS).is_dir():

@@ -5,7 +5,7 @@ packing, devices and processes may differ when they are read. Rows of tables on 
 by id, those that were touched:
 
     saved       restored to     what happens
-    whole       the devices     all rows are written; of a table of keys, those of keys that stay
+    whole       the devices     all rows are written; of a living table, those of keys that stay
     whole       the host        all rows go home
     by id       the host        rows go home
     by id       the devices     the table is drawn as it was at first, and rows are written over it
@@ -64,7 +64,7 @@ class Prepared:
       checkpoint: the unique name of the checkpoint, the same in every process.
       manifest: the description of the tables.
       parts: every field with this process's shards of it, or with its value if it has no rows.
-      maps: those of dynamic vocabularies, in the first process; None if there are none.
+      maps: those of living vocabularies, in the first process; None if there are none.
       homes: what writes the rows of tables on the host; None if there are none.
     """
 
@@ -143,7 +143,7 @@ class FoundTables(NamedTuple):
 
     Attributes:
       state: tables and slots.
-      maps: of dynamic vocabularies and tables on the host; None without them.
+      maps: of living vocabularies and tables on the host; None without them.
       homes: the rows at home, by table on the host.
       checkpoint: the name of the checkpoint, if a later save may go on from it; else None.
     """
@@ -331,7 +331,7 @@ class _Restore:
 
     @property
     def _moves(self) -> Mapping[str, Any]:
-        """Where rows of tables of keys went, by table."""
+        """Where rows of living tables went, by table."""
         return {} if self.found.maps is None else self.found.maps.moves
 
     def _has_moved(self, name: str) -> bool:

@@ -43,7 +43,7 @@ def export_delta(
 ) -> Version:
     """Write the current values of the rows that were touched after a version.
 
-    Of a table with a dynamic vocabulary, a delta has the keys that changed or got a row, with their
+    Of a table with a living vocabulary, a delta has the keys that changed or got a row, with their
     values, and the keys that lost theirs; of a table on the host, its ids.
 
     Only these rows are read from the devices; the host holds one copy of them. The directory is
@@ -53,8 +53,8 @@ def export_delta(
     Args:
       path: the directory to write; it must not exist yet.
       engine: the engine that made the state.
-      state: tables and slots; `touched` must have recorded every update up to its step. With
-        dynamic vocabularies or tables on the host, the newest state.
+      state: tables and slots; `touched` must have recorded every update up to its step. With living
+        vocabularies or tables on the host, the newest state.
       touched: the record of touched rows.
       since: the version of the full export, or of the previous delta; or its step.
 
