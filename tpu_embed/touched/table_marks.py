@@ -356,12 +356,14 @@ class TableMarks:
 
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
         self._layout, self._maps = layout, maps
-        self._hosted, self._on_devices = HostedMarks(layout, maps), dict[str, RowMarks]()
+        self._hosted = HostedMarks(layout, maps)
         self._places = {stack.name: PlaceMarks(stack.physical_rows) for stack in layout.stacks}
-        self.tables = [table for stack in layout.stacks for table in stack.tables]
-        for stack in layout.stacks:
-            for table in () if stack.is_on_host else stack.tables:
-                self._on_devices[table.name] = RowMarks(stack, table, self._places[stack.name])
+        self.tables = [table for _, table in layout.tables.values()]
+        self._on_devices = {
+            name: RowMarks(stack, table, self._places[stack.name])
+            for name, (stack, table) in layout.tables.items()
+            if not stack.is_on_host
+        }
         self._marks = self._on_devices | self._hosted.marks
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row

@@ -28,11 +28,7 @@ def describe(layout: Layout) -> dict[str, Any]:
     """
     mesh, callables = layout.axes.mesh, rate_callables(layout)
     return {
-        "tables": {
-            table.name: _table(layout, stack, table, callables)
-            for stack in layout.stacks
-            for table in stack.tables
-        },
+        "tables": {name: _table(layout, *pair, callables) for name, pair in layout.tables.items()},
         "learning_rates": [_name(rate) for rate in callables],
         "features": {feature.path: feature.table.name for feature in layout.features},
         "devices": mesh.size,
@@ -96,8 +92,7 @@ def describe_tables(layout: Layout) -> list[str]:
     Args:
       layout: the engine's layout.
     """
-    pairs = [(stack, table) for stack in layout.stacks for table in stack.tables]
-    return [_line(stack, table) for stack, table in pairs]
+    return [_line(*pair) for pair in layout.tables.values()]
 
 
 def _line(stack: Stack, table: TableSlice) -> str:

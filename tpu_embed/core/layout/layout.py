@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tpu_embed._checks import message
 from tpu_embed.core.layout.mesh import MeshAxes
@@ -42,8 +42,7 @@ class Layout:
 
     @functools.cached_property
     def _placed_for(self) -> tuple[PlacedFor, PlacedFor]:
-        own = self.axes, self.stacks, self.features
-        return placed_for(*own, blocks=None), placed_for(*own, blocks=self.blocks)
+        return _placed_for(self, blocks=None), _placed_for(self, blocks=self.blocks)
 
     @functools.cached_property
     def places_routes(self) -> bool:
@@ -55,10 +54,14 @@ class Layout:
         return bool(self.axes.names) and not (self.axes.mesh.size == 1 and self.axes.on_cpu)
 
     @functools.cached_property
+    def tables(self) -> dict[str, tuple[Stack, TableSlice]]:
+        """Every table with its stack, by name, in the order of the stacks."""
+        return {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
+
+    @functools.cached_property
     def living(self) -> tuple[tuple[Stack, TableSlice], ...]:
         """The tables whose vocabularies live, each with its stack."""
-        pairs = [(stack, table) for stack in self.stacks for table in stack.tables]
-        return tuple((stack, table) for stack, table in pairs if table.vocabulary is not None)
+        return tuple(pair for pair in self.tables.values() if pair[1].vocabulary is not None)
 
     @functools.cached_property
     def on_host(self) -> tuple[tuple[Stack, TableSlice], ...]:
@@ -150,12 +153,10 @@ class Layout:
         Raises:
           ValueError: no table has this name.
         """
-        for stack in self.stacks:
-            for table in stack.tables:
-                if table.name == name:
-                    return stack, table
-        names = sorted(table.name for stack in self.stacks for table in stack.tables)
-        raise ValueError(message("table", expected=f"one of {names}", got=repr(name)))
+        if not isinstance(name, str) or name not in self.tables:
+            expected = f"one of {sorted(self.tables)}"
+            raise ValueError(message("table", expected=expected, got=repr(name)))
+        return self.tables[name]
 
 
 def _small(stack: Stack, rows: int) -> Stack:
@@ -268,27 +269,20 @@ class PlacedFor:
         return "the same"
 
 
-def placed_for(
-    axes: MeshAxes,
-    stacks: Sequence[Stack],
-    features: Sequence[FeatureLayout],
-    *,
-    blocks: int | None,
-) -> PlacedFor:
+def _placed_for(layout: Layout, *, blocks: int | None) -> PlacedFor:
     """Return what the batches of an engine are placed for.
 
     Args:
-      axes: the engine's mesh.
-      stacks: its stacks.
-      features: its features.
+      layout: the engine's layout.
       blocks: G, of batches that are routed for updates, too. None: they are only looked up, and
         depend neither on G nor on whether tables are trained.
     """
+    axes = layout.axes
     facts = [("mesh", f"{[(name, axes.size((name,))) for name in axes.names]}")]
     facts.append(("batch_axes", f"{axes.batch_axes}"))
     if blocks is not None:
         facts.append(("sum_blocks", f"{blocks}"))
-    for feature in features:
+    for feature in layout.features:
         what, config = f"feature {feature.path!r}", feature.config
         facts.append((f"{what}: table", f"{feature.table.name!r}"))
         read = [
@@ -301,7 +295,7 @@ def placed_for(
         facts.append((f"{table}: combiner", f"{config.table.combiner!r}"))
         facts.append((f"{table}: vocabulary", f"{config.table.vocabulary!r}"))
         facts.append((f"{table}: storage", f"{config.table.storage!r}"))
-    for stack in stacks:
+    for stack in layout.stacks:
         what, optimizer = f"stack {stack.label!r}", stack.optimizer
         facts.append((f"{what}: layout", stack.name))
         facts.append((f"{what}: shard_axes", f"{stack.shard_axes}"))

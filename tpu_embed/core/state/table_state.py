@@ -339,10 +339,9 @@ def field(layout: Layout, name: str, slot: str | None) -> Field:
 
 def fields(layout: Layout, name: str | None = None) -> Iterator[Field]:
     """Yield every table, each followed by its slots; or one table and its slots."""
-    for stack in layout.stacks:
-        for table in stack.tables:
-            for slot in (None, *slot_shapes(stack)) if name in (None, table.name) else ():
-                yield field(layout, table.name, slot)
+    for each, (stack, _) in layout.tables.items():
+        for slot in (None, *slot_shapes(stack)) if name in (None, each) else ():
+            yield field(layout, each, slot)
 
 
 # -- checks ----------------------------------------------------------------------------------------
