@@ -59,7 +59,6 @@ from tpu_embed.io.checkpoint.commit import (
 )
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.tables import FoundTables
-from tpu_embed.io.checkpoint.trees import abstract_leaf, is_left_out
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.processes import raise_on_all
@@ -322,9 +321,7 @@ class _Leaf:
     def arrays(self) -> dict[str, Any]:
         """Return the arrays in the value, by path."""
         pairs, _ = jax.tree_util.tree_flatten_with_path({_path(self.keys): self.value})
-        return {
-            jax.tree_util.keystr(keys, simple=True, separator="/"): array for keys, array in pairs
-        }
+        return {trees.name_of(keys): array for keys, array in pairs}
 
     def with_arrays(self, by_path: Mapping[str, Any]) -> Any:
         """Return the value with new arrays; arrays that are not given stay."""
@@ -358,7 +355,7 @@ class Modules:
         return {
             path: _number(array)
             for path, array in found.items()
-            if not is_left_out(path, self.leave_out)
+            if not trees.is_left_out(path, self.leave_out)
         }
 
     def abstract_arrays(self) -> dict[str, Any]:
@@ -368,16 +365,18 @@ class Modules:
         """
         meshes = [layer.engine.layout.axes for layer in self.layers.values()]
         everywhere = (meshes[0] if meshes else make_axes(None, None)).sharding(())
-        return {path: abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
+        return {path: trees.abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
 
     def shared_of(self, shared: Sequence[Sequence[str]]) -> list[list[str]]:
         """Return lists of paths without those that are left out, where several remain."""
-        kept = [[p for p in paths if not is_left_out(p, self.leave_out)] for paths in shared]
+        kept = [[p for p in paths if not trees.is_left_out(p, self.leave_out)] for paths in shared]
         return sorted(paths for paths in kept if len(paths) > 1)
 
     def without(self, leave_out: tuple[str, ...]) -> Modules:
         """Return the modules without the layers and arrays at or below some paths."""
-        layers = {p: layer for p, layer in self.layers.items() if not is_left_out(p, leave_out)}
+        layers = {
+            p: layer for p, layer in self.layers.items() if not trees.is_left_out(p, leave_out)
+        }
         return dataclasses.replace(self, layers=layers, leave_out=leave_out)
 
     def fill(self, found: Mapping[str, FoundTables], arrays: Mapping[str, Any]) -> None:
