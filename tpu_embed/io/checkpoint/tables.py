@@ -33,13 +33,13 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
 from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical
 from tpu_embed.core.state import (
-    MAP_VERSION,
     Field,
     TableState,
     blank_arrays,
     check_state,
     fields,
     put_everywhere,
+    random_key,
     vocabulary_of_maps,
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
@@ -259,7 +259,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
         return FoundTables(state, None, {}, None)
     key = found.maps.key
     if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
-        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
+        key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
     homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
     name = manifest.name_of(directory) if restore.goes_on else None
