@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
 from tpu_embed import optimizers as o
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 DLRM_ROWS = [
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
@@ -376,3 +376,14 @@ def test_errors():
         planning.plan(FEATURES, o.Adagrad(), 2, mixed)
     with pytest.raises(ValueError, match="batch size: expected a positive multiple of 3"):
         planning.plan(FEATURES, o.Adagrad(), 3, batch)
+
+
+def test_no_array_of_a_sparse_core_has_more_than_16_gib():
+    rows = 12 * 2**30 // (4 * 128)
+    shape = jax.ShapeDtypeStruct((1024, 2), np.int32)
+    halves = [FeatureConfig(TableConfig(rows, 128, name=f"half_{i}")) for i in range(2)]
+    assert planning.plan(halves, o.SGD(0.1), "v5p:1x1x1", [shape] * 2).stacks == 2
+    whole = FeatureConfig(TableConfig(2 * rows, 128, name="whole"))
+    assert planning.plan(whole, o.SGD(0.1), "v5p:2x1x1", shape).stacks == 1
+    with pytest.raises(ValueError, match="table 'whole'"):
+        planning.plan(whole, o.SGD(0.1), "v5p:1x1x1", shape)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, optimizers, planning
 from tpu_embed.core.update import Operands
-from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.targets import Topology
 from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from programs import (
 
 from tpu_embed import FeatureConfig
 from tpu_embed.kernels import sparsecore
-from tpu_embed.planning.chips import CHIPS, Topology
+from tpu_embed.planning.targets import CHIPS, Topology
 from tpu_embed.planning.compiled import compile_for, describe_topology
 
 pytestmark = pytest.mark.skipif(

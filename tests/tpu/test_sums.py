@@ -17,7 +17,7 @@ from programs import SMALL
 from tpu_embed.kernels import dispatch, rounded
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.targets import Topology
 from tpu_embed.planning.compiled import describe_topology
 
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,7 @@
-"""The right answers: lookups and updates as float64 loops over bags, as the definitions have them.
+"""The right answers: lookups, gradients and optimizers as float64 loops.
 
-Nothing here calls the rest of the package, so a mistake there cannot be repeated here.
+Nothing here calls the rest of the package, so a mistake there cannot be repeated here. The check of
+a machine and the tests compare with these loops.
 
 Input: tables and slots as NumPy arrays, and the bags of each feature. Output: activations, and the
 tables and slots after a step.
@@ -9,15 +10,18 @@ tables and slots after a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed.check.formulas import Slots, Updated
-
+Slots = dict[str, Any]
+"""The slots of one row: `[D]`, or one number."""
+Updated = tuple[np.ndarray, Slots]
 Rule = Callable[[np.ndarray, Slots, np.ndarray, int], Updated]
 """(row [D], its slots, the row's gradient [D], t) -> (row, slots)."""
+Formula = Callable[[Any, np.ndarray, Slots, np.ndarray, int, float], Updated]
+"""(o, w, slots, g, t, lr) -> (w, slots), where o has an optimizer's options as attributes."""
 
 
 class Bags(NamedTuple):
@@ -34,9 +38,8 @@ class Bags(NamedTuple):
     shape: tuple[int, ...]
 
 
-def gains(bag: list[tuple[int, float]], combiner: str | None) -> list[float]:
-    """Return the factor of each row of a bag."""
-    weights = [weight for _, weight in bag]
+def gains(weights: list[float], combiner: str | None) -> list[float]:
+    """Return the factor of each row of a bag, from the weights of its ids."""
     if combiner == "mean":
         divisor = math.fsum(weights)
     elif combiner == "sqrtn":
@@ -46,29 +49,35 @@ def gains(bag: list[tuple[int, float]], combiner: str | None) -> list[float]:
     return [weight / divisor if divisor else 0.0 for weight in weights]
 
 
+def terms(feature: Bags) -> Iterator[tuple[int, int, float]]:
+    """Yield the bag, the row and the gain of each id that a feature looks up, in batch order."""
+    for b, bag in enumerate(feature.bags):
+        factors = gains([weight for _, weight in bag], feature.combiner)
+        for (row, _), gain in zip(bag, factors, strict=True):
+            yield b, row, gain
+
+
 def lookup(table: np.ndarray, feature: Bags) -> np.ndarray:
     """Return the activation of a feature, float64 `[B, …, D]`, from a table `[V, D]`."""
     found = np.zeros((len(feature.bags), table.shape[1]))
-    for b, bag in enumerate(feature.bags):
-        for (row, _), gain in zip(bag, gains(bag, feature.combiner), strict=True):
-            found[b] += gain * table[row]
+    for b, row, gain in terms(feature):
+        found[b] += gain * table[row]
     return found.reshape(*feature.shape, table.shape[1])
 
 
-def occurrences(feature: Bags, gradient: np.ndarray) -> Iterable[tuple[int, np.ndarray]]:
-    """Yield each row that a feature looks up, in batch order, with its gradient `[D]`."""
-    flat = np.asarray(gradient, np.float64).reshape(len(feature.bags), -1)
-    for bag, of_bag in zip(feature.bags, flat, strict=True):
-        for (row, _), gain in zip(bag, gains(bag, feature.combiner), strict=True):
-            yield row, gain * of_bag
+def row_gradients(feature: Bags, gradient: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """Yield the bag and the row of each id, in batch order, with the row's gradient `[D]`."""
+    of_bags = np.asarray(gradient, np.float64).reshape(len(feature.bags), -1)
+    for b, row, gain in terms(feature):
+        yield b, row, gain * of_bags[b]
 
 
-def summed(found: Iterable[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
-    """Return each row once, with the sum of its gradients."""
+def summed(found: Iterable[tuple[int, np.ndarray]]) -> dict[int, np.ndarray]:
+    """Return each row once with the sum of its gradients, in the order of first appearance."""
     sums: dict[int, np.ndarray] = {}
     for row, gradient in found:
         sums[row] = sums.get(row, 0.0) + gradient
-    return list(sums.items())
+    return sums
 
 
 def update(
@@ -95,3 +104,183 @@ def update(
         for name, value in changed.items():
             new[name][row] = value
     return table, new
+
+
+def update_row(
+    formula: Formula, o: Any, row: np.ndarray, slots: Slots, gradient: np.ndarray, t: int, lr: float
+) -> Updated:
+    """Return a row and its slots after gradient clipping, decay, the rule and weight clipping.
+
+    Args:
+      formula: the rule.
+      o: the options of the optimizer.
+      row: w `[D]`.
+      slots: its slots by name.
+      gradient: g `[D]`.
+      t: the step, which is 1 for the first update.
+      lr: the learning rate of this step.
+    """
+    gradient = _clip(gradient, *(o.clipvalue or (None, None)))
+    if formula is not _lamb:  # which decays in its rule
+        row = (1 - _decay(o, lr)) * row
+    row, slots = formula(o, row, slots, gradient, t, lr)
+    return _clip(row, o.clip_weight_min, o.clip_weight_max), slots
+
+
+def _clip(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
+    values = values if low is None else np.maximum(values, low)
+    return values if high is None else np.minimum(values, high)
+
+
+def _decay(o: Any, lr: float) -> float:
+    by_rate = o.multiply_weight_decay_factor_by_learning_rate
+    return (o.weight_decay_factor or 0.0) * (lr if by_rate else 1.0)
+
+
+def _average(old: Any, new: Any, rate: float) -> Any:
+    return rate * old + (1 - rate) * new
+
+
+def _corrected_rate(o: Any, t: int, lr: float) -> float:
+    return lr * math.sqrt(1 - o.beta_2**t) / (1 - o.beta_1**t)
+
+
+# Each of the following is a `Formula`; without types it reads like mathematics.
+
+
+def _sgd(o, w, s, g, t, lr):
+    """Robbins and Monro, "A stochastic approximation method", 1951."""
+    return w - lr * g, {}
+
+
+def _momentum(o, w, s, g, t, lr):
+    """Sutskever et al., "On the importance of initialization and momentum", 2013."""
+    m = o.momentum * s["momenta"] + g
+    return w - lr * (g + o.momentum * m if o.use_nesterov else m), {"momenta": m}
+
+
+def _adagrad(o, w, s, g, t, lr):
+    """Duchi, Hazan and Singer, "Adaptive subgradient methods", 2011."""
+    a = s["accumulators"] + g * g
+    return w - lr * g / (np.sqrt(a) + o.epsilon), {"accumulators": a}
+
+
+def _rowwise_adagrad(o, w, s, g, t, lr):
+    """Mudigere et al., "Software-hardware co-design for … recommendation models", 2022."""
+    a = s["accumulators"] + np.mean(g * g)
+    return w - lr / (np.sqrt(a) + o.epsilon) * g, {"accumulators": a}
+
+
+def _adagrad_momentum(o, w, s, g, t, lr):
+    """Adagrad with the momentum of TensorFlow's TPU embedding."""
+    a = s["accumulators"]
+    a = a + g * g if o.beta2 == 1 else _average(a, g * g, o.beta2)
+    q = g * (a + o.epsilon) ** (-1 / o.exponent)
+    m = o.momentum * s["momenta"] + q
+    step = o.momentum * m + q if o.use_nesterov else m
+    return w - lr * step, {"accumulators": a, "momenta": m}
+
+
+def _ftrl(o, w, s, g, t, lr):
+    """McMahan et al., "Ad click prediction: a view from the trenches", 2013."""
+    multiplied = o.multiply_linear_by_learning_rate
+    if lr == 0 and not multiplied:
+        return w, s
+    # With the flag, z, l1, l2 and the denominator are multiplied by lr.
+    scale, unit = (lr, 1.0) if multiplied else (1.0, lr)
+    l1, l2 = scale * o.l1_regularization_strength, scale * o.l2_regularization_strength
+    power = -o.learning_rate_power
+    a = s["accumulators"] + g * g
+    z = s["linears"] + scale * g - (a**power - s["accumulators"] ** power) * w / unit
+    solved = (l1 * np.sign(z) - z) / ((a**power + o.beta) / unit + 2 * l2)
+    return np.where(np.abs(z) <= l1, 0.0, solved), {"accumulators": a, "linears": z}
+
+
+def _adam(o, w, s, g, t, lr):
+    """Kingma and Ba, "Adam: a method for stochastic optimization", 2015."""
+    m, v = _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+    alpha = _corrected_rate(o, t, lr) if o.bias_correction else lr
+    scale = np.sqrt(v + o.epsilon**2) if o.sum_inside_sqrt else np.sqrt(v) + o.epsilon
+    return w - alpha * m / scale, {"momenta": m, "velocities": v}
+
+
+def _lamb(o, w, s, g, t, lr):
+    """You et al., "Large batch optimization for deep learning", 2020."""
+    m, v = _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+    r = m / (1 - o.beta_1**t) / (np.sqrt(v / (1 - o.beta_2**t)) + o.epsilon) + _decay(o, lr) * w
+    w_norm, r_norm = np.sqrt(np.sum(w * w)), np.sqrt(np.sum(r * r))
+    ratio = w_norm / r_norm if w_norm > 0 and r_norm > 0 else 1.0
+    return w - lr * ratio * r, {"momenta": m, "velocities": v}
+
+
+def _lion(o, w, s, g, t, lr):
+    """Chen et al., "Symbolic discovery of optimization algorithms", 2023."""
+    m = s["momenta"]
+    w = w - lr * np.sign(_average(m, g, o.beta_1))
+    return w, {"momenta": _average(m, g, o.beta_2)}
+
+
+def _rmsprop(o, w, s, g, t, lr):
+    """Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012."""
+    ms = _average(s["ms"], g * g, o.rho)
+    b = o.momentum * s["momenta"] + lr * g / np.sqrt(ms + o.epsilon)
+    return w - b, {"ms": ms, "momenta": b}
+
+
+def _centered_rmsprop(o, w, s, g, t, lr):
+    """Graves, "Generating sequences with recurrent neural networks", 2013."""
+    ms, mg = _average(s["ms"], g * g, o.rho), _average(s["mg"], g, o.rho)
+    scale = np.sqrt(np.maximum(ms - mg * mg, 0.0) + o.epsilon)
+    b = o.momentum * s["momenta"] + lr * g / scale
+    return w - b, {"ms": ms, "mg": mg, "momenta": b}
+
+
+def _adadelta(o, w, s, g, t, lr):
+    """Zeiler, "ADADELTA: an adaptive learning rate method", 2012."""
+    a = _average(s["accumulators"], g * g, o.rho)
+    d = g * np.sqrt(s["accum_updates"] + o.epsilon) / np.sqrt(a + o.epsilon)
+    u = _average(s["accum_updates"], d * d, o.rho)
+    return w - lr * d, {"accumulators": a, "accum_updates": u}
+
+
+def _proximal_adagrad(o, w, s, g, t, lr):
+    """Duchi and Singer, "Efficient online and batch learning …", 2009."""
+    a = s["accumulators"] + g * g
+    eta = lr / np.sqrt(a)
+    y = w - eta * g
+    w = np.sign(y) * np.maximum(np.abs(y) - eta * o.l1, 0.0) / (1 + eta * o.l2)
+    return w, {"accumulators": a}
+
+
+def _yogi(o, w, s, g, t, lr):
+    """Zaheer et al., "Adaptive methods for nonconvex optimization", 2018."""
+    m, v = _average(s["momenta"], g, o.beta_1), s["velocities"]
+    v = v - (1 - o.beta_2) * np.sign(v - g * g) * g * g
+    alpha = _corrected_rate(o, t, lr)
+    return w - alpha * m / (np.sqrt(v) + o.epsilon), {"momenta": m, "velocities": v}
+
+
+def _leaky(o, w, s, g, t, lr):
+    """A decaying trail of gradients, each divided by its step: `trainings.leaky_rule`."""
+    trail = 0.5 * s["trail"] + g / t
+    return w - lr * trail, {"trail": trail, "seen": s["seen"] + 1}
+
+
+FORMULAS: dict[str, Formula] = {
+    "SGD": _sgd,
+    "Momentum": _momentum,
+    "Adagrad": _adagrad,
+    "RowWiseAdagrad": _rowwise_adagrad,
+    "AdagradMomentum": _adagrad_momentum,
+    "FTRL": _ftrl,
+    "Adam": _adam,
+    "LAMB": _lamb,
+    "Lion": _lion,
+    "RMSProp": _rmsprop,
+    "CenteredRMSProp": _centered_rmsprop,
+    "Adadelta": _adadelta,
+    "ProximalAdagrad": _proximal_adagrad,
+    "Yogi": _yogi,
+    "CustomOptimizer": _leaky,
+}
+"""The formula of each optimizer by the name of its class."""

@@ -22,7 +22,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Parcels, Stack
 from tpu_embed.core.state import NewRowWriter, RowMover, Sent, StackShard, TableState, row_fields
 from tpu_embed.planning.host import HostPlan
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 
 @dataclasses.dataclass(frozen=True)

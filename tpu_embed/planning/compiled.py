@@ -32,13 +32,13 @@ from tpu_embed.core.lookup import split_activations
 from tpu_embed.core.state import TableState, state_specs
 from tpu_embed.planning import hlo
 from tpu_embed.planning.admit import AdmitProgram, compile_admit
-from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.targets import Topology
 from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.host import HitRate
 from tpu_embed.planning.placement import resolve
 from tpu_embed.planning.plan import Plan, plan
 from tpu_embed.planning.request import AHEAD, MISSES
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",

@@ -13,10 +13,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tpu_embed.planning.chips import Topology
+from tpu_embed.planning.targets import Topology
 from tpu_embed.planning.compiled import Compiled
 from tpu_embed.planning.profile import Profile
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 _WIDTH, _BAR = 120, 40
 _WORDS = ("table", "dtype", "placement", "why")

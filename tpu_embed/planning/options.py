@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.core.ids import structure
-from tpu_embed.planning.hits import count_hits
+from tpu_embed.planning.host import count_hits
 from tpu_embed.planning.host import HitRate
 
 

@@ -17,7 +17,7 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure, structure
 from tpu_embed.core.layout import make_axes
 from tpu_embed.optimizers import TableOptimizer
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 REPLICATED_BYTES = 2**16
 """A table of at most this many bytes is replicated, up to 1,024 times as many bytes in all.
