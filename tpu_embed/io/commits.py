@@ -136,7 +136,8 @@ def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
             file = temporary / key.removeprefix(f"{root.key}/")
             files.make_directory(file.parent)
             with files.create(file) as opened:
-                opened.writelines(dataclasses.replace(root, key=key).blocks())
+                for some in dataclasses.replace(root, key=key).blocks():
+                    opened.write(some)
         how.finish(temporary, [])
     except BaseException:
         how.abandon(temporary)

@@ -2,6 +2,7 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
+from urllib.parse import unquote
 
 import bucket_fixtures
 import jax
@@ -69,6 +70,28 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
         served.apply(f"{url}/delta-0")
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
+
+
+def test_large_files_are_written_in_pieces(bucket, tmp_path_factory, monkeypatch):
+    url, server = bucket
+    monkeypatch.setattr(store, "_BLOCK", 2**12)
+    config = FeatureConfig(TableConfig(2_000, 3, name="t"))  # 24,000 bytes
+    values = np.arange(6_000, dtype=np.float32).reshape(2_000, 3)
+    ids = np.arange(0, 2_000, 7)
+    faults = itertools.cycle([None, "reset", None, 503, None, "cut", None, "lose"])
+    server.rule = lambda method, path, body: next(faults) if "values" in path else None
+    io.export_model(f"{url}/model", lambda rows: rows, {"t": values}, config, ids, platforms="cpu")
+    server.rule = lambda *_: None
+    names = [name for name in store.place_of(url).names() if "values" in name]
+    assert [name.rpartition("@")[2] for name in names] == ["0", "1", "2", "3", "4", "5"]
+    served = io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("cache"))
+    np.testing.assert_array_equal(served(ids), values[ids])
+    for fault in ("flip", 404):
+        server.rule = lambda method, path, body, fault=fault: (
+            fault if "@3" in unquote(path) else None
+        )
+        with pytest.raises(OSError, match=r"://bucket/.*values\.npy: expected"):
+            io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
 
 
 def test_faults_between_a_trainer_and_a_server_are_healed_or_named(bucket, tmp_path_factory):
