@@ -332,6 +332,11 @@ def _host_plan(stack: Stack, table: TableSlice, batch_rows: int, use: HostUse) -
     )
 
 
+def row_bytes(stack: Stack) -> int:
+    """Return the bytes of a row of a stack: its values, and its part of each slot."""
+    return sum(field.nbytes for field in row_fields(stack).values())
+
+
 def moving_bytes(layout: Layout, plans: Mapping[str, HostPlan], size: Size) -> int:
     """Return bytes per device of the rows that come and go in a step, as far as they are known."""
     total = 0
