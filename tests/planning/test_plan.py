@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
@@ -177,7 +177,7 @@ def test_remedies_are_only_those_there_are():
     vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
     (on_host,) = planning.plan(vast, None, 8, batch, memory=2**20).remedies
     assert on_host.startswith("storage=HostStorage(device_rows=1_000_000) for table_0: ")
-    two = AbstractMesh((2, 4), ("data", "model"))
+    two = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
     assert planning.plan(vast, None, two, batch, memory=2**20).remedies == (on_host,)
     living = TableConfig(2**20, 128, vocabulary=tpu_embed.DynamicVocabulary(), dtype="bfloat16")
     (remedy,) = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20).remedies
@@ -195,7 +195,7 @@ def test_remedies_are_only_those_there_are():
 def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
     kind = planning.Topology(topology).chip.device_kind
     device = AbstractDevice(kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((4,), ("d",), abstract_device=device)
+    mesh = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=device)
     batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
     found = planning.plan(FEATURES, o.Adagrad(), mesh, batch)
     expected = planning.plan(FEATURES, o.Adagrad(), topology, batch)

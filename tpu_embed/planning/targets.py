@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from tpu_embed._checks import did_you_mean, is_int, message
 from tpu_embed.core.layout import MeshAxes
@@ -281,5 +281,5 @@ def read_target(target: GivenTarget) -> Target:
 def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:
     """Return one axis over abstract devices."""
     device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((devices,), (name,), abstract_device=device or None)
+    mesh = AbstractMesh((devices,), (name,), (AxisType.Auto,), abstract_device=device or None)
     return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]
