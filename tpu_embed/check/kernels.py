@@ -9,7 +9,6 @@ Input: the devices. Output: faults, and a line that says what was compared.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,36 +30,28 @@ _SPECIAL = (0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 
 
 # A kernel takes the format of a table, its stored rows [R, D], bfloat16 as uint16, and four arrays:
 # index [N], of rows and numbers that are none; segments [N], ascending, the sum of each entry;
-# weights [N]; and places [R], the rows to write, every second of which is none.
+# weights [N]; and places [R], the rows to write, every second of which is none. A format to be
+# sent in has rows rounded on their way.
 
 
-def _array(form, rows):
-    return form.pack(rows).reshape(form.array(_ROWS).shape)
+def _read(form, rows, index, *_, sent=None):
+    array = form.pack(rows).reshape(form.array(_ROWS).shape)
+    if sent:
+        return sent.unpack(rounded.read_rows(array, index, form, sent))
+    return form.unpack(dispatch.read_rows(array, index, form))
 
 
-def _read(form, rows, index, *_):
-    return form.unpack(dispatch.read_rows(_array(form, rows), index, form))
-
-
-def _write(form, rows, index, segments, weights, places):
-    array = dispatch.write_rows(_array(form, rows), places, rows[::-1], form)
+def _write(form, rows, index, segments, weights, places, sent=None):
+    array = form.pack(rows).reshape(form.array(_ROWS).shape)
+    array = dispatch.write_rows(array, places, rows[::-1], form)
     return form.unpack(form.by_row(array))[:_ROWS]
 
 
-def _add(form, rows, index, segments, weights, places):
-    weights = weights if form.dtype == _FLOAT32 else None
-    return dispatch.gather_sum(RowsToSum(rows, index, segments, weights), _SUMS)[0]
-
-
-def _read_rounded(form, rows, index, *_):
-    sent = dataclasses.replace(form, dtype=_BFLOAT16)
-    return sent.unpack(rounded.read_rows(_array(form, rows), index, form, sent))
-
-
-def _add_rounded(form, rows, index, segments, weights, places):
-    sent = dataclasses.replace(form, dtype=_BFLOAT16)
-    given = RowsToSum(rows, index, segments, weights)
-    return storage.widened(sent.unpack(rounded.gather_sum(given, _SUMS, sent)))
+def _add(form, rows, index, segments, weights, places, sent=None):
+    given = RowsToSum(rows, index, segments, weights if form.dtype == _FLOAT32 else None)
+    if sent:
+        return storage.widened(sent.unpack(rounded.gather_sum(given, _SUMS, sent)))
+    return dispatch.gather_sum(given, _SUMS)[0]
 
 
 # The same in NumPy, of the rows as they are.
@@ -84,76 +75,70 @@ def _rows_added(rows, index, segments, weights, places):
     return sums
 
 
-def _rows_rounded(rows, index, *_):
-    return _rows_read(rows.astype(_BFLOAT16), index)
-
-
 TRIALS = {
     "gather_rows": (_read, _rows_read, 0),
     "set_rows": (_write, _rows_written, 0),
     "gather_sum": (_add, _rows_added, FLOAT32),
-    "rounded gather_rows": (_read_rounded, _rows_rounded, 0),
-    "rounded gather_sum": (_add_rounded, _rows_added, BFLOAT16),
+    "rounded gather_rows": (_read, _rows_read, 0),
+    "rounded gather_sum": (_add, _rows_added, BFLOAT16),
 }
 """Each kernel, what it should do, and how far it may be from that."""
 
 
-def check_kernels(devices: Sequence[Any], report: PartReport) -> str:
+def check_kernels(devices: list[Any], report: PartReport) -> str:
     """Run the kernels for rows of several widths and dtypes on every device."""
-    rng, mesh = np.random.default_rng(0), Mesh(np.asarray(devices), ("devices",))
+    rng, packing = np.random.default_rng(0), packing_of(devices[0])
     index = rng.integers(0, _ROWS, _ENTRIES).astype(np.int32)
     index[::9] = rng.choice([-1, _ROWS, -_ROWS, 2**31 - 1], len(index[::9]))
-    segments = np.sort(rng.integers(0, *_SUMS.bags, _ENTRIES)).astype(np.int32)
+    segments = np.sort(rng.integers(0, _SUMS.bags[0], _ENTRIES)).astype(np.int32)
     weights = rng.uniform(0.5, 2, _ENTRIES).astype(np.float32)
     places = np.where(np.arange(_ROWS) % 2, -1, np.arange(_ROWS)[::-1]).astype(np.int32)
     asked = index, segments, weights, places
     for name, (kernel, right, tolerance) in TRIALS.items():
-        # Exchanges round rows of float32 alone.
-        dtypes = (_FLOAT32,) if "rounded" in name else (_FLOAT32, _BFLOAT16)
-        forms = [RowFormat((d,), dtype, packing_of(devices[0])) for dtype in dtypes for d in DIMS]
+        rounds = name.startswith("rounded")  # exchanges round rows of float32 alone
+        dtypes = (_FLOAT32,) if rounds else (_FLOAT32, _BFLOAT16)
+        forms = [RowFormat((d,), dtype, packing) for dtype in dtypes for d in DIMS]
         tables = [rng.normal(size=(_ROWS, *form.shape)).astype(form.dtype) for form in forms]
-        if kernel is _read_rounded:
-            tables = [np.resize(np.asarray(_SPECIAL, np.float32), one.shape) for one in tables]
+        for rows in tables if not tolerance else ():
+            rows[: len(_SPECIAL)] = np.array(_SPECIAL, rows.dtype)[:, None]
 
-        def of_tables(
-            tables: Any, *asked: Any, kernel: Any = kernel, forms: Any = forms
-        ) -> list[Any]:
-            return [kernel(form, rows, *asked) for form, rows in zip(forms, tables, strict=True)]
+        def of_tables(tables, *asked, kernel=kernel, forms=forms, rounds=rounds):
+            sent = [rounds and dataclasses.replace(form, dtype=_BFLOAT16) for form in forms]
+            whole = zip(forms, tables, sent, strict=True)
+            return [kernel(form, rows, *asked, sent=to) for form, rows, to in whole]
 
         with report.during(f"kernel {name}"):
-            results = run(on_each(mesh, of_tables), [_stored(rows) for rows in tables], *asked)
-            for form, rows, got in zip(forms, tables, results, strict=True):
+            found = on_each(devices, of_tables)([_stored(rows) for rows in tables], *asked)
+            for form, rows, got in zip(forms, tables, jax.device_get(found), strict=True):
+                expected = right(rows, *asked)
+                expected = expected.astype(_BFLOAT16) if rounds and not tolerance else expected
                 what = f"kernel {name}, D = {form.shape[0]}, {form.dtype}"
-                _compare(report, what, _stored(right(rows, *asked)), got, tolerance)
+                _compare(report, what, _stored(expected), got, tolerance)
     with report.during("kernel sort_rows"):
         order = np.argsort(index, kind="stable").astype(np.int32)
-        ordered, positions = run(on_each(mesh, dispatch.sort_rows), index)
+        ordered, positions = jax.device_get(on_each(devices, dispatch.sort_rows)(index))
         _compare(report, "kernel sort_rows, rows", index[order], ordered)
         _compare(report, "kernel sort_rows, positions", order, positions)
     return f"{', '.join(TRIALS)}, sort_rows; D = {', '.join(map(str, DIMS))}"
 
 
-def _stored(rows: np.ndarray) -> np.ndarray:
+def _stored(rows):
     return rows.view(np.uint16) if rows.dtype == _BFLOAT16 else rows
 
 
-def _compare(report: PartReport, what: str, right: Any, got: Any, tolerance: float = 0) -> None:
-    on_each = np.broadcast_to(right, (len(got), *right.shape))
-    report.compare(f"{what}, by device", on_each, got, tolerance=tolerance)
+def _compare(report, what, right, got, tolerance=0):
+    on_all = np.broadcast_to(right, (len(got), *right.shape))
+    report.compare(f"{what}, by device", on_all, got, tolerance=tolerance)
 
 
-def on_each(mesh: Mesh, kernel: Callable[..., Any]) -> Any:
+def on_each(devices, kernel):
     """Return a jitted kernel that runs on every device, with results `[devices, …]`."""
 
-    def stacked(*operands: Any) -> Any:
+    def stacked(*operands):
         return jax.tree.map(lambda array: array[None], kernel(*operands))
 
-    whole, split = PartitionSpec(), PartitionSpec("devices")
+    mesh, split = Mesh(np.asarray(devices), ("devices",)), PartitionSpec("devices")
+    whole = PartitionSpec()
     return jax.jit(
         jax.shard_map(stacked, mesh=mesh, in_specs=whole, out_specs=split, check_vma=False)
     )
-
-
-def run(program: Any, *operands: Any) -> Any:
-    """Run a program, and return its results as NumPy arrays."""
-    return jax.device_get(program(*operands))

@@ -17,11 +17,8 @@ import numpy as np
 
 Slots = dict[str, Any]
 """The slots of one row: `[D]`, or one number."""
-Updated = tuple[np.ndarray, Slots]
-Rule = Callable[[np.ndarray, Slots, np.ndarray, int], Updated]
+Rule = Callable[[np.ndarray, Slots, np.ndarray, int], tuple[np.ndarray, Slots]]
 """(row [D], its slots, the row's gradient [D], t) -> (row, slots)."""
-Formula = Callable[[Any, np.ndarray, Slots, np.ndarray, int, float], Updated]
-"""(o, w, slots, g, t, lr) -> (w, slots), where o has an optimizer's options as attributes."""
 
 
 class Bags(NamedTuple):
@@ -107,45 +104,50 @@ def update(
 
 
 def update_row(
-    formula: Formula, o: Any, row: np.ndarray, slots: Slots, gradient: np.ndarray, t: int, lr: float
-) -> Updated:
-    """Return a row and its slots after gradient clipping, decay, the rule and weight clipping.
+    formula: Callable[..., Any], o: Any, w: Any, slots: Slots, g: Any, t: int, lr: float
+) -> tuple[Any, Slots]:
+    """Return a row and its slots after gradient clipping, decay, the formula and weight clipping.
 
     Args:
-      formula: the rule.
+      formula: one of `FORMULAS`.
       o: the options of the optimizer.
-      row: w `[D]`.
+      w: the row `[D]`.
       slots: its slots by name.
-      gradient: g `[D]`.
+      g: its gradient `[D]`.
       t: the step, which is 1 for the first update.
       lr: the learning rate of this step.
     """
-    gradient = _clip(gradient, *(o.clipvalue or (None, None)))
+    g = _clip(g, *(o.clipvalue or (None, None)))
     if formula is not _lamb:  # which decays in its rule
-        row = (1 - _decay(o, lr)) * row
-    row, slots = formula(o, row, slots, gradient, t, lr)
-    return _clip(row, o.clip_weight_min, o.clip_weight_max), slots
+        w = (1 - _decay(o, lr)) * w
+    w, slots = formula(o, w, slots, g, t, lr)
+    return _clip(w, o.clip_weight_min, o.clip_weight_max), slots
 
 
-def _clip(values: np.ndarray, low: float | None, high: float | None) -> np.ndarray:
+def _clip(values, low, high):
     values = values if low is None else np.maximum(values, low)
     return values if high is None else np.minimum(values, high)
 
 
-def _decay(o: Any, lr: float) -> float:
+# Each formula takes the options, w, the slots, g, t and the learning rate, and returns w and slots;
+# without types it reads like mathematics.
+
+
+def _decay(o, lr):
     by_rate = o.multiply_weight_decay_factor_by_learning_rate
     return (o.weight_decay_factor or 0.0) * (lr if by_rate else 1.0)
 
 
-def _average(old: Any, new: Any, rate: float) -> Any:
+def _average(old, new, rate):
     return rate * old + (1 - rate) * new
 
 
-def _corrected_rate(o: Any, t: int, lr: float) -> float:
+def _moments(o, s, g):
+    return _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+
+
+def _corrected_rate(o, t, lr):
     return lr * math.sqrt(1 - o.beta_2**t) / (1 - o.beta_1**t)
-
-
-# Each of the following is a `Formula`; without types it reads like mathematics.
 
 
 def _sgd(o, w, s, g, t, lr):
@@ -198,7 +200,7 @@ def _ftrl(o, w, s, g, t, lr):
 
 def _adam(o, w, s, g, t, lr):
     """Kingma and Ba, "Adam: a method for stochastic optimization", 2015."""
-    m, v = _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+    m, v = _moments(o, s, g)
     alpha = _corrected_rate(o, t, lr) if o.bias_correction else lr
     scale = np.sqrt(v + o.epsilon**2) if o.sum_inside_sqrt else np.sqrt(v) + o.epsilon
     return w - alpha * m / scale, {"momenta": m, "velocities": v}
@@ -206,7 +208,7 @@ def _adam(o, w, s, g, t, lr):
 
 def _lamb(o, w, s, g, t, lr):
     """You et al., "Large batch optimization for deep learning", 2020."""
-    m, v = _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+    m, v = _moments(o, s, g)
     r = m / (1 - o.beta_1**t) / (np.sqrt(v / (1 - o.beta_2**t)) + o.epsilon) + _decay(o, lr) * w
     w_norm, r_norm = np.sqrt(np.sum(w * w)), np.sqrt(np.sum(r * r))
     ratio = w_norm / r_norm if w_norm > 0 and r_norm > 0 else 1.0
@@ -221,18 +223,17 @@ def _lion(o, w, s, g, t, lr):
 
 
 def _rmsprop(o, w, s, g, t, lr):
-    """Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012."""
-    ms = _average(s["ms"], g * g, o.rho)
-    b = o.momentum * s["momenta"] + lr * g / np.sqrt(ms + o.epsilon)
-    return w - b, {"ms": ms, "momenta": b}
+    """Tieleman and Hinton, lecture 6.5 of "Neural networks for machine learning", 2012.
 
-
-def _centered_rmsprop(o, w, s, g, t, lr):
-    """Graves, "Generating sequences with recurrent neural networks", 2013."""
-    ms, mg = _average(s["ms"], g * g, o.rho), _average(s["mg"], g, o.rho)
-    scale = np.sqrt(np.maximum(ms - mg * mg, 0.0) + o.epsilon)
-    b = o.momentum * s["momenta"] + lr * g / scale
-    return w - b, {"ms": ms, "mg": mg, "momenta": b}
+    Centered: Graves, "Generating sequences with recurrent neural networks", 2013.
+    """
+    variance = ms = _average(s["ms"], g * g, o.rho)
+    new = {"ms": ms}
+    if "mg" in s:
+        mg = new["mg"] = _average(s["mg"], g, o.rho)
+        variance = np.maximum(ms - mg * mg, 0.0)
+    new["momenta"] = b = o.momentum * s["momenta"] + lr * g / np.sqrt(variance + o.epsilon)
+    return w - b, new
 
 
 def _adadelta(o, w, s, g, t, lr):
@@ -266,7 +267,7 @@ def _leaky(o, w, s, g, t, lr):
     return w - lr * trail, {"trail": trail, "seen": s["seen"] + 1}
 
 
-FORMULAS: dict[str, Formula] = {
+FORMULAS: dict[str, Callable[..., Any]] = {
     "SGD": _sgd,
     "Momentum": _momentum,
     "Adagrad": _adagrad,
@@ -277,7 +278,7 @@ FORMULAS: dict[str, Formula] = {
     "LAMB": _lamb,
     "Lion": _lion,
     "RMSProp": _rmsprop,
-    "CenteredRMSProp": _centered_rmsprop,
+    "CenteredRMSProp": _rmsprop,
     "Adadelta": _adadelta,
     "ProximalAdagrad": _proximal_adagrad,
     "Yogi": _yogi,

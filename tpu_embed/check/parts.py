@@ -12,7 +12,7 @@ from typing import Any
 from tpu_embed.check import kernels, speed, trainings
 from tpu_embed.check.report import PartReport
 
-PARTS: dict[str, Callable[[Sequence[Any], PartReport], str]] = {
+PARTS: dict[str, Callable[[list[Any], PartReport], str]] = {
     "kernels": kernels.check_kernels,
     "inputs": trainings.check_inputs,
     "placements": trainings.check_placements,
@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[Sequence[Any], PartReport], str]] = {
 likely to cause the others."""
 
 
-def run_parts(names: Sequence[str], devices: Sequence[Any]) -> Iterator[PartReport]:
+def run_parts(names: Sequence[str], devices: list[Any]) -> Iterator[PartReport]:
     """Run parts of the check, and yield the report of each as soon as it has ended.
 
     An exception in a part is a fault of that part.

@@ -10,7 +10,7 @@ import dataclasses
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +25,8 @@ _LINES, _FAULTS = 12, 8
 """Lines of an exception's message, and faults of a part, that are shown."""
 
 
-class Fault(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Fault:
     """One thing that is wrong.
 
     Attributes:
@@ -81,8 +82,7 @@ class PartReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part as an object that JSON can hold."""
-        faults = [fault._asdict() for fault in self.faults]
-        return dataclasses.asdict(self) | {"ok": self.ok, "faults": faults}
+        return dataclasses.asdict(self) | {"ok": self.ok}
 
     def compare(
         self, where: str, expected: np.ndarray, got: Any, *, tolerance: float = FLOAT32

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +25,12 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.planning import CHIPS, costs
 
-_ROWS = (
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
-    *(405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152),
-    *(12_973, 108, 36),
-)
-_HOTS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+_TABLES = """
+    40000000x3 39060x2 17295x1 7424x2 20265x6 3x1 7122x1 1543x1 63x1 40000000x7 3067956x3
+    405282x8 10x1 2209x6 11938x9 155x5 4x1 976x1 14x1 40000000x12 40000000x100 40000000x27
+    590152x10 12973x3 108x1 36x1
+"""
+"""Rows of each table, and its ids per sample."""
 _DIM = 128
 _BATCH, _CPU_BATCH = 4096, 512
 """Samples per chip, as in the public figure of jax-tpu-embedding; and in all on CPUs, which are
@@ -44,7 +43,7 @@ _PART_OF_MEMORY, _CPU_BYTES = 4, 2**28
 _ROUNDS, _SECONDS = 20, 2.0
 
 
-def check_speed(devices: Sequence[Any], report: PartReport) -> str:
+def check_speed(devices: list[Any], report: PartReport) -> str:
     """Time a copy, a lookup, a training step and the placing of a batch; return lines.
 
     The figures are the devices and chips (which may have two devices each), the samples of a batch,
@@ -63,32 +62,31 @@ def check_speed(devices: Sequence[Any], report: PartReport) -> str:
     numbers = budget // count // 8
     sharding = NamedSharding(mesh, PartitionSpec("devices"))
     zeros = jnp.zeros((count * numbers,), jnp.float32, device=sharding)
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
-    copy = 2 * 4 * numbers / _median(add, zeros) / 1e9
-    most = max(_ROWS)
-    while sum(min(rows, most) for rows in _ROWS) * _DIM * 4 * 2 > budget:
-        most //= 2
-    sizes, rng = [min(rows, most) for rows in _ROWS], np.random.default_rng(0)
+    copy = 8 * numbers / _median(jax.jit(lambda x: x + 1, donate_argnums=0), zeros) / 1e9
+    sizes, hots = zip(*(map(int, one.split("x")) for one in _TABLES.split()), strict=True)
+    while sum(sizes) * _DIM * 4 * 2 > budget:  # half the largest ones, again and again
+        sizes = [min(rows, max(sizes) // 2) for rows in sizes]
+    rng = np.random.default_rng(0)
     features = [
         FeatureConfig(TableConfig(rows, _DIM, combiner="sum", name=f"t{i}"))
         for i, rows in enumerate(sizes)
     ]
     ids = [
         rng.integers(0, rows, (samples, hot)).astype(np.int32)
-        for rows, hot in zip(sizes, _HOTS, strict=True)
+        for rows, hot in zip(sizes, hots, strict=True)
     ]
     engine = EmbeddingEngine(features, optimizers.Adagrad(0.01), mesh=mesh)
     batch, state, look = engine.place(ids), engine.init(jax.random.key(0)), jax.jit(engine.lookup)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def train(state: Any, batch: Any) -> Any:
+    def train(state, batch):
         # The gradients that a loss of half the sum of squares would give.
         return engine.update(state, batch, engine.lookup(state, batch))
 
     place = _median(lambda _: engine.place(ids).packed)
     lookup = _median(lambda _: look(state, batch))
     step = _median(lambda state: train(state, batch), state)
-    moved = costs.moved(engine.layout, batch.spec)
+    per_chip, moved = samples / step / chips, costs.moved(engine.layout, batch.spec)
     figures = report.figures = {
         "devices": count,
         "chips": chips,
@@ -100,7 +98,7 @@ def check_speed(devices: Sequence[Any], report: PartReport) -> str:
         "step_seconds": step,
         "step_gb_per_second": sum(moved.values()) / step / 1e9,
         "place_seconds": place,
-        "samples_per_second_and_chip": samples / step / chips,
+        "samples_per_second_and_chip": per_chip,
     }
     lines = [
         f"26 tables of at most {max(sizes):,} rows x {_DIM}, Adagrad; "
@@ -114,15 +112,15 @@ def check_speed(devices: Sequence[Any], report: PartReport) -> str:
     lines.append(f"{'place':8}{place * 1e3:9.2f} ms on the host")
     if devices[0].device_kind.startswith("TPU"):
         lines.append(
-            f"{samples / step / chips:,.0f} samples/s a chip; jax-tpu-embedding's public figure "
+            f"{per_chip:,.0f} samples/s a chip; jax-tpu-embedding's public figure "
             f"is {_PUBLIC:,} on 16 chips of v7x, with smaller tables"
         )
     return "\n  ".join(lines)
 
 
-def _median(call: Callable[[Any], Any], held: Any = None) -> float:
+def _median(call, held=None):
     """Return the median time of `held = call(held)` in seconds, after two that warm up."""
-    times: list[float] = []
+    times = []
     while len(times) < 5 or (len(times) < _ROUNDS and sum(times[2:]) < _SECONDS):
         start = time.perf_counter()
         held = jax.block_until_ready(call(held))
