@@ -5,10 +5,11 @@ Input: a batch, or its shapes. Output: a `BatchSpec`, or distinct rows by table.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,69 +58,45 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
         return _expected(layout, leaves)
     hosts = _host_ids(layout, leaves)
     stored = _keys(layout, hosts, [table for _, table in layout.on_host])
-    places = {name: _places(layout, name, keys) for name, keys in stored.items()}
+    places = {name: (keys, _places(layout, name, keys)) for name, keys in stored.items()}
     pairs = zip(layout.features, hosts, strict=True)
     return exact_spec([_with_some_rows(*pair, places) for pair in pairs], layout).bucketed()
 
 
-def distinct_rows(declared: Structure, layout: Layout, batch: PyTree) -> dict[str, int]:
-    """Return how many distinct rows of each table on the host a batch has.
+def distinct_rows(
+    declared: Structure,
+    layout: Layout,
+    batch: PyTree,
+    tables: Sequence[TableSlice],
+    *,
+    batches: int = 1,
+) -> dict[str, int]:
+    """Return how many distinct rows of some tables that have a map there are, by table.
+
+    Of ids, the batches are taken to share no row; of shapes, all ids to be uniform.
 
     Args:
-      declared, layout, batch: as for `spec_of`. For shapes, ids are assumed to be uniform, but no
-        batch has more rows of a table than the devices hold.
+      declared, layout, batch: as for `spec_of`.
+      tables: the tables.
+      batches: how many batches like the given one are counted together.
 
     Raises:
       TypeError, ValueError: as for `spec_of`.
     """
     leaves, are_shapes = _leaves(declared, batch)
     if not are_shapes:
-        found = _keys(layout, _host_ids(layout, leaves), [table for _, table in layout.on_host])
-        return {name: keys.size for name, keys in found.items()}
-    ids = _ids_by_table(layout, leaves)
-    return {t.name: math.ceil(_distinct_in(t, ids[t.name])) for _, t in layout.on_host}
-
-
-def _ids_by_table(layout: Layout, shapes: list[Any]) -> dict[str, int]:
-    """Return how many ids a batch of these shapes has of each table."""
-    ids: dict[str, int] = {}
-    for feature, shape in zip(layout.features, _feature_shapes(layout, shapes), strict=True):
-        counted = _num_ids(shape.batch, shape, replicas=layout.axes.replicas)
-        ids[feature.table.name] = ids.get(feature.table.name, 0) + counted
-    return ids
-
-
-def lookahead_rows(
-    declared: Structure, layout: Layout, batch: PyTree, lookahead: int
-) -> dict[str, int]:
-    """Return how many rows may have to stay on the devices together, of each table that has a map.
-
-    They are those of `lookahead + 1` batches. Of ids, the batches are taken to share no row; of
-    shapes, all ids to be uniform.
-
-    Args:
-      declared, layout, batch: as for `spec_of`.
-      lookahead: the batches before a batch whose rows stay, too.
-
-    Raises:
-      TypeError, ValueError: as for `spec_of`.
-    """
-    leaves, are_shapes = _leaves(declared, batch)
-    batches = lookahead + 1
-    if are_shapes:
-        ids = _ids_by_table(layout, leaves)
-        return {
-            t.name: math.ceil(_distinct(batches * ids[t.name], t.declared_size))
-            for _, t in layout.living
-        }
-    found = _keys(layout, _host_ids(layout, leaves), [table for _, table in layout.living])
-    every = {table.name: table for _, table in layout.living}
+        found = _keys(layout, _host_ids(layout, leaves), tables)
+        counts = {table: batches * found[table.name].size for table in tables}
+    else:
+        ids: dict[str, int] = collections.Counter()
+        for feature, shape in zip(layout.features, _feature_shapes(layout, leaves), strict=True):
+            name, replicas = feature.table.name, layout.axes.replicas
+            ids[name] += _num_ids(shape.batch, shape, replicas=replicas)
+        counts = {t: math.ceil(_distinct(batches * ids[t.name], t.declared_size)) for t in tables}
+    # Of keys there may be more than rows; of row numbers there are not.
     return {
-        # Of keys there may be more than rows; of row numbers there are not.
-        name: batches * keys.size
-        if _has_keys(every[name])
-        else min(batches * keys.size, every[name].declared_size)
-        for name, keys in found.items()
+        table.name: count if _has_keys(table) else min(count, table.declared_size)
+        for table, count in counts.items()
     }
 
 
@@ -158,15 +135,8 @@ def _keys(
     return found
 
 
-class _Places(NamedTuple):
-    """The ids of a table on the host in a batch, uint64 `[n]`, and their places, int32 `[n]`."""
-
-    keys: np.ndarray
-    rows: np.ndarray
-
-
-def _places(layout: Layout, name: str, keys: np.ndarray) -> _Places:
-    """Give distinct ids of a table on the host places on the devices, any that there are.
+def _places(layout: Layout, name: str, keys: np.ndarray) -> np.ndarray:
+    """Return places on the devices, int32 `[n]`, for distinct ids of a table on the host.
 
     Raises:
       ValueError: they are more than the devices hold.
@@ -179,22 +149,22 @@ def _places(layout: Layout, name: str, keys: np.ndarray) -> _Places:
         raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
     draw = np.random.default_rng(0)
     rows = draw.choice(table.vocabulary_size, keys.size, replace=False, shuffle=False)
-    return _Places(keys, rows.astype(np.int32))
+    return rows.astype(np.int32)
 
 
 def _with_some_rows(
-    feature: FeatureLayout, host: HostIds, places: Mapping[str, _Places]
+    feature: FeatureLayout, host: HostIds, places: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> HostIds:
     """Return the ids of a feature, with rows that its keys might have."""
     if host.keys is None:
         return host
     if feature.table.is_on_host:
-        here = places[feature.table.name]
-        at = np.searchsorted(here.keys, host.keys)
-        return give_rows_of(feature, host, here.rows[at])
-    # The low bits of mixed keys, so that all features of a table give a key the same row.
-    mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
+        keys, given = places[feature.table.name]
+        rows = given[np.searchsorted(keys, host.keys)]
+    else:
+        # The low bits of mixed keys, so that all features of a table give a key the same row.
+        mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+        rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
     return give_rows_of(feature, host, rows)
 
 

@@ -14,13 +14,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tpu_embed._checks import check_int, did_you_mean, is_number, local_path, message
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.layout import Layout, Stack, TableSlice
+from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import row_fields
 from tpu_embed.kernels import dispatch
 from tpu_embed.planning.costs import Size
@@ -198,18 +198,6 @@ HitRate = float | HitCount
 """The share of a batch's distinct rows that are on the devices; or what a sample has counted."""
 
 
-class HostUse(NamedTuple):
-    """How tables on the host are used, by table.
-
-    Attributes:
-      hit_rates: of tables for which it is known.
-      touched_rows: the rows that training will have touched; all of them where it is not given.
-    """
-
-    hit_rates: Mapping[str, HitRate]
-    touched_rows: Mapping[str, int]
-
-
 @dataclasses.dataclass(frozen=True)
 class HostPlan:
     """What one table on the host has there, and what it moves in a step, on all hosts together.
@@ -246,15 +234,17 @@ class HostPlan:
     bytes_out: int | None = None
 
 
-def read_use(
+def host_plans(
     layout: Layout,
+    batch_rows: Mapping[str, int],
     hit_rates: HitRate | Mapping[str, HitRate] | None,
     touched_rows: Mapping[str, int] | None,
-) -> HostUse:
-    """Return what a user says of the tables on the host, checked.
+) -> dict[str, HostPlan]:
+    """Return the plan of each table on the host.
 
     Args:
       layout: where the rows live.
+      batch_rows: distinct rows of a batch, by table.
       hit_rates: one for all tables on the host, or by table; None: not known.
       touched_rows: by table; None: all rows.
 
@@ -262,74 +252,55 @@ def read_use(
       ValueError: there is no such table on the host, or a number is outside its range.
     """
     sizes = {table.name: table.declared_size for _, table in layout.on_host}
-    if hit_rates is None:
-        hit_rates = {}
-    elif not isinstance(hit_rates, Mapping):
-        hit_rates = dict.fromkeys(sizes, hit_rates)
+    if not isinstance(hit_rates, Mapping):
+        hit_rates = {} if hit_rates is None else dict.fromkeys(sizes, hit_rates)
     touched = dict(touched_rows or {})
     for what, given in {"hit_rates": hit_rates, "touched_rows": touched}.items():
         for name in given:
             if name not in sizes:
-                expected, remedy = f"tables on the host, of {sorted(sizes)}", ""
-                remedy = did_you_mean(f"{name}", sizes)
-                text = message(what, expected=expected, got=repr(name), remedy=remedy)
-                raise ValueError(text)
+                expected, remedy = (
+                    f"tables on the host, of {sorted(sizes)}",
+                    did_you_mean(name, sizes),
+                )
+                raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
     for name, rate in hit_rates.items():
         if not isinstance(rate, HitCount) and not (is_number(rate) and 0 <= rate <= 1):
             expected, got = "a share from 0 to 1, or what count_hits returned", repr(rate)
             raise ValueError(message(f"hit_rates[{name!r}]", expected=expected, got=got))
-    for name, rows in touched.items():
-        touched[name] = min(sizes[name], check_int(f"touched_rows[{name!r}]", rows, minimum=0))
-    return HostUse(hit_rates, touched)
+    plans = {}
+    for stack, table in layout.on_host:
+        name, size = table.name, row_bytes(stack)
+        storage: Any = table.storage
+        rows = check_int(f"touched_rows[{name!r}]", touched.get(name, sizes[name]), minimum=0)
+        rows, asked = min(sizes[name], rows), min(batch_rows[name], table.vocabulary_size)
+        known, moved = hit_rates.get(name), {}
+        if known is not None:
+            asked, share, came, left = _moving_rows(known, asked)
+            moved = {"hit_rate": share, "rows_in": came, "rows_out": left}
+            moved |= {"bytes_in": came * size, "bytes_out": left * size}
+        plans[name] = HostPlan(
+            device_rows=table.vocabulary_size,
+            evict=storage.evict,
+            path=storage.path,
+            row_bytes=size,
+            touched_rows=rows,
+            row_store_bytes=rows * size,
+            index_bytes=rows * INDEX_BYTES,
+            batch_rows=asked,
+            **moved,
+        )
+    return plans
 
 
-def host_plans(layout: Layout, batch_rows: Mapping[str, int], use: HostUse) -> dict[str, HostPlan]:
-    """Return the plan of each table on the host.
-
-    Args:
-      layout: where the rows live.
-      batch_rows: distinct rows of a batch, by table.
-      use: what is known of the tables.
-    """
-    return {
-        table.name: _host_plan(stack, table, batch_rows[table.name], use)
-        for stack, table in layout.on_host
-    }
-
-
-def _host_plan(stack: Stack, table: TableSlice, batch_rows: int, use: HostUse) -> HostPlan:
-    assert table.storage is not None, "a table on the host"
-    touched = use.touched_rows.get(table.name, table.declared_size)
-    row_bytes = sum(field.nbytes for field in row_fields(stack).values())
-    planned = HostPlan(
-        device_rows=table.vocabulary_size,
-        evict=table.storage.evict,
-        path=table.storage.path,
-        row_bytes=row_bytes,
-        touched_rows=touched,
-        row_store_bytes=touched * row_bytes,
-        index_bytes=touched * INDEX_BYTES,
-        batch_rows=batch_rows,
-    )
-    rate = use.hit_rates.get(table.name)
-    if rate is None:
-        return planned
+def _moving_rows(rate: HitRate, rows: int) -> tuple[int, float, int, int]:
+    """Return the rows of a batch, the share of hits, and how many rows come and leave."""
     if isinstance(rate, HitCount):
-        counts, share = (rate.rows, rate.brought, rate.sent), rate.hit_rate
-        batch_rows, rows_in, rows_out = (math.ceil(one / rate.batches) for one in counts)
-    else:
-        # Each miss comes from home and displaces a row, as when all rows were touched long ago.
-        share = float(rate)
-        rows_in = rows_out = math.ceil(round(batch_rows * (1 - share), 6))
-    return dataclasses.replace(
-        planned,
-        batch_rows=batch_rows,
-        hit_rate=share,
-        rows_in=rows_in,
-        rows_out=rows_out,
-        bytes_in=rows_in * row_bytes,
-        bytes_out=rows_out * row_bytes,
-    )
+        counts = (math.ceil(one / rate.batches) for one in (rate.rows, rate.brought, rate.sent))
+        rows, came, left = counts
+        return rows, rate.hit_rate, came, left
+    # Each miss comes from home and displaces a row, as when all rows were touched long ago.
+    misses = math.ceil(round(rows * (1 - float(rate)), 6))
+    return rows, float(rate), misses, misses
 
 
 def row_bytes(stack: Stack) -> int:

@@ -36,8 +36,8 @@ from tpu_embed.kernels.formats import packing_of
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning import costs
 from tpu_embed.planning.costs import Size, readable, tiled_bytes, untiled_bytes
-from tpu_embed.planning.demand import distinct_rows, lookahead_rows, spec_of
-from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes, read_use
+from tpu_embed.planning.demand import distinct_rows, spec_of
+from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes
 from tpu_embed.planning.targets import GivenTarget, Target, read_target
 from tpu_embed.vocabulary import check_lookahead
 
@@ -222,7 +222,7 @@ def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None 
     chosen = placements(declared, optimizer, devices=make_axes(mesh, None).mesh.size)
     if not chosen:
         return feature_config
-    return with_placements(declared, {name: where for name, (where, _) in chosen.items()})
+    return with_tables(declared, {name: {"placement": to} for name, (to, _) in chosen.items()})
 
 
 def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
@@ -245,16 +245,6 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
             left -= _bytes(table)
             chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
     return chosen
-
-
-def with_placements(declared: Structure, chosen: dict[str, str]) -> PyTree:
-    """Return the feature configs with new placements for some tables.
-
-    Args:
-      declared: the features.
-      chosen: table -> placement.
-    """
-    return with_tables(declared, {name: {"placement": where} for name, where in chosen.items()})
 
 
 def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -> PyTree:
@@ -336,9 +326,9 @@ class Request:
     def placed(self) -> tuple[Structure, dict[str, str]]:
         """The features without "auto", and table -> reason for each chosen placement."""
         chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
-        where = {table: placement for table, (placement, _) in chosen.items()}
-        why = {table: reason for table, (_, reason) in chosen.items()}
-        return structure.flatten(with_placements(self.declared, where)), why
+        placed = {name: {"placement": to} for name, (to, _) in chosen.items()}
+        why = {name: reason for name, (_, reason) in chosen.items()}
+        return structure.flatten(with_tables(self.declared, placed)), why
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -380,10 +370,9 @@ class Request:
     def host(self) -> dict[str, HostPlan]:
         """What tables on the host have there, and what they move, by table."""
         declared, _ = self.placed
-        use = read_use(self.layout, self.hit_rates, self.touched_rows)
-        if not self.layout.on_host:
-            return {}
-        return host_plans(self.layout, distinct_rows(declared, self.layout, self.batch), use)
+        tables = [table for _, table in self.layout.on_host]
+        rows = distinct_rows(declared, self.layout, self.batch, tables)
+        return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
@@ -495,7 +484,8 @@ def _planned(request: Request) -> Plan:
     layout, size, spec, host = request.layout, request.size, request.spec, request.host
     hosts = request.target.hosts
     on_host = _on_host(layout, host, hosts)
-    ahead = lookahead_rows(declared, layout, request.batch, request.lookahead)
+    living, batches = [table for _, table in layout.living], request.lookahead + 1
+    ahead = distinct_rows(declared, layout, request.batch, living, batches=batches)
     tables = tuple(_table(layout, name, why, size, host) for name in declared.table_names)
     return Plan(
         target=request.target.name,

@@ -139,7 +139,8 @@ def _candidates(request: Request) -> list[_Candidate]:
     counted = request.changed(
         {t.name: {"storage": _storage(None, min(t.vocabulary_size, _MOST_ROWS))} for t in here}
     )
-    batch_rows = distinct_rows(counted.placed[0], counted.layout, request.batch)
+    on_host = [table for _, table in counted.layout.on_host]
+    batch_rows = distinct_rows(counted.placed[0], counted.layout, request.batch, on_host)
     found = []
     for stack, table in fit:
         rows = table.vocabulary_size
