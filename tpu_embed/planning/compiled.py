@@ -199,13 +199,13 @@ def compile_for(
     engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, **options)
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
-        own = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
-        if lower is not None:
-            lowered = lower(engine, abstract_state(engine), own)
-        else:
-            lowered = _lowered(engine, own, loss or _squares)
+        batch = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
     else:
-        lowered = _lowered(engine, _sharded_shapes(engine, batch), loss or _squares)
+        batch = _sharded_shapes(engine, batch)
+    if lower is None:
+        lowered = _lowered(engine, batch, loss or _squares)
+    else:
+        lowered = lower(engine, abstract_state(engine), batch)
     figures, text = _compiled(lowered)
     program, admitted = Program(text), []
     counts = collections.Counter(
