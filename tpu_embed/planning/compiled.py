@@ -48,10 +48,10 @@ from tpu_embed.core.state import (
     state_specs,
 )
 from tpu_embed.planning.costs import readable
-from tpu_embed.planning.demand import spec_of
 from tpu_embed.planning.host import HitRate, HostPlan
-from tpu_embed.planning.plan import AHEAD, MISSES, Plan, plan, resolve
+from tpu_embed.planning.plan import Plan, plan
 from tpu_embed.planning.profile import Profile, Program, moved
+from tpu_embed.planning.request import AHEAD, MISSES, resolve, spec_of
 from tpu_embed.planning.targets import Topology
 
 _ENVIRONMENT = {

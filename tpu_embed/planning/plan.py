@@ -8,37 +8,26 @@ Input: feature configs, an optimizer, a mesh or a topology, a batch or its shape
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from jax.sharding import Mesh
-
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
-from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import BatchSpec
-from tpu_embed.core.ids import Structure, structure
+from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import (
     ExchangeDtype,
     Layout,
-    MeshAxes,
-    Stack,
     TableSlice,
-    make_axes,
-    make_layout,
 )
-from tpu_embed.core.state import check_rule, slot_shapes
-from tpu_embed.kernels.formats import packing_of
-from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning import costs
-from tpu_embed.planning.costs import Size, readable, tiled_bytes, untiled_bytes
-from tpu_embed.planning.demand import distinct_rows, spec_of
-from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes
-from tpu_embed.planning.targets import GivenTarget, Target, read_target
+from tpu_embed.planning.costs import readable
+from tpu_embed.planning.host import HitRate, HostPlan
+from tpu_embed.planning.remedies import find_remedies
+from tpu_embed.planning.request import Request, distinct_rows
+from tpu_embed.planning.targets import GivenTarget, read_target
 from tpu_embed.vocabulary import check_lookahead
 
 ROW_BYTES, WAITING_BYTES = 52, 20
@@ -183,237 +172,6 @@ class Plan:
             )
 
 
-REPLICATED_BYTES = 2**16
-"""A table of at most this many bytes is replicated, up to 1,024 times as many bytes in all.
-
-Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
-
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
-
-
-def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
-    """Return feature configs whose tables have no `placement="auto"`.
-
-    A table of at most `REPLICATED_BYTES` becomes "replicated", any other "mod". A tiny table is
-    "mod", too, on one device, if it is at home on the host or has `shard_axes`, if its optimizer
-    does not accumulate gradients, or once `1024 * REPLICATED_BYTES` are replicated. `plan` gives
-    the reason for each.
-
-    Args:
-      feature_config: as for `EmbeddingEngine`.
-      optimizer: as for `EmbeddingEngine`.
-      mesh: the devices; None: the mesh of `jax.set_mesh`, or else one axis over all devices.
-
-    Returns:
-      The same nesting. Features that shared a table share the new one; tables that were not "auto"
-      are the same objects.
-
-    Raises:
-      ValueError: whatever `EmbeddingEngine` refuses about feature configs.
-
-    Example:
-      >>> import tpu_embed
-      >>> days = tpu_embed.TableConfig(7, 4, placement="auto", name="days")
-      >>> resolved = resolve({"day": tpu_embed.FeatureConfig(days)})
-      >>> resolved["day"].table.placement in ("mod", "replicated")
-      True
-    """
-    declared = structure.flatten(feature_config)
-    chosen = placements(declared, optimizer, devices=make_axes(mesh, None).mesh.size)
-    if not chosen:
-        return feature_config
-    return with_tables(declared, {name: {"placement": to} for name, (to, _) in chosen.items()})
-
-
-def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
-    """Return table -> (placement, reason) for the tables that are "auto".
-
-    Args:
-      declared: the features.
-      optimizer: the optimizer of tables without one of their own.
-      devices: the number of devices.
-    """
-    named = zip(declared.table_names, declared.tables, strict=True)
-    auto = {name: table for name, table in named if table.placement == "auto"}
-    chosen, left = {}, 1024 * REPLICATED_BYTES
-    # The smallest tables first, until the bytes for replicated tables are used up.
-    for name, table in sorted(auto.items(), key=lambda item: _bytes(item[1])):
-        against = _against_replication(table, optimizer, devices, left)
-        if against:
-            chosen[name] = "mod", against
-        else:
-            left -= _bytes(table)
-            chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
-    return chosen
-
-
-def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -> PyTree:
-    """Return the feature configs with some tables changed.
-
-    Args:
-      declared: the features.
-      changes: table -> field of `TableConfig` -> value.
-    """
-    # By identity: features that share a table object share its changed copy.
-    new = {
-        id(table): dataclasses.replace(table, name=name, **changes[name])
-        for name, table in zip(declared.table_names, declared.tables, strict=True)
-        if name in changes
-    }
-    return declared.unflatten(
-        [
-            dataclasses.replace(feature, table=new.get(id(feature.table), feature.table))
-            for feature in declared.features
-        ]
-    )
-
-
-def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
-    """Return the reason why a table must not be replicated, or "" if there is none."""
-    if table.storage is not None:
-        return "at home on the host"
-    if devices == 1:
-        return "one device"
-    if table.shard_axes is not None:
-        return "shard_axes given"
-    if _bytes(table) > REPLICATED_BYTES:
-        return f"{readable(_bytes(table))}, over {readable(REPLICATED_BYTES)}"
-    rule = optimizer if table.optimizer is None else table.optimizer
-    accumulates = not isinstance(rule, TableOptimizer) or rule.use_gradient_accumulation
-    if table.trainable and not accumulates:
-        return "its optimizer does not accumulate gradients"
-    return "" if _bytes(table) <= left else "enough tables are replicated"
-
-
-def _bytes(table: TableConfig) -> int:
-    return table.vocabulary_size * table.dim * _ITEMSIZE[table.dtype]
-
-
-MISSES = "misses"
-"""The name in `passing` of rows that come from home and go there."""
-
-AHEAD = "ahead"
-"""The name in `passing` of the batches that wait for their update while another is trained on."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Request:
-    """The arguments of `plan`, and what is computed from them on demand.
-
-    Each remedy is another request, so that its plan is computed in the same way.
-    """
-
-    target: Target
-    declared: Structure
-    optimizer: Any
-    batch: PyTree
-    hit_rates: HitRate | Mapping[str, HitRate] | None = None
-    touched_rows: Mapping[str, int] | None = None
-    exchange_dtype: ExchangeDtype | None = None
-    lookahead: int = 0
-
-    @property
-    def axes(self) -> MeshAxes:
-        """The mesh."""
-        return self.target.axes
-
-    @property
-    def memory(self) -> int:
-        """Bytes per device, where they are known; else there is room for everything."""
-        return 2**63 if self.target.memory is None else self.target.memory
-
-    @functools.cached_property
-    def placed(self) -> tuple[Structure, dict[str, str]]:
-        """The features without "auto", and table -> reason for each chosen placement."""
-        chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
-        placed = {name: {"placement": to} for name, (to, _) in chosen.items()}
-        why = {name: reason for name, (_, reason) in chosen.items()}
-        return structure.flatten(with_tables(self.declared, placed)), why
-
-    @functools.cached_property
-    def layout(self) -> Layout:
-        """Where each row lives."""
-        declared, _ = self.placed
-        layout = make_layout(
-            declared,
-            self.optimizer,
-            self.axes,
-            sum_blocks=8,
-            stack_tables=True,
-            exchange_dtype=self.exchange_dtype,
-        )
-        for pair in layout.on_host:
-            check_rule(*pair)
-        return layout
-
-    @property
-    def size(self) -> Size:
-        """The function that returns the bytes of an array on such a device."""
-        return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
-
-    @functools.cached_property
-    def held(self) -> dict[str, int]:
-        """Bytes that a device always holds, independent of the batch."""
-        stacks = self.layout.stacks
-        return {
-            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
-            "slots": sum(_slots(g, self.size) for g in stacks),
-        }
-
-    @functools.cached_property
-    def spec(self) -> BatchSpec:
-        """The shape of the batch, for which a step is compiled."""
-        declared, _ = self.placed
-        return spec_of(declared, self.layout, self.batch)
-
-    @functools.cached_property
-    def host(self) -> dict[str, HostPlan]:
-        """What tables on the host have there, and what they move, by table."""
-        declared, _ = self.placed
-        tables = [table for _, table in self.layout.on_host]
-        rows = distinct_rows(declared, self.layout, self.batch, tables)
-        return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
-
-    @functools.cached_property
-    def passing(self) -> dict[str, int]:
-        """Bytes that a device needs during a step."""
-        return self._passing(self.size)
-
-    def _passing(self, size: Size) -> dict[str, int]:
-        step = costs.passing(self.layout, self.spec, size)
-        if self.lookahead:
-            # They have been placed, and perhaps looked up; their gradients come later.
-            step[AHEAD] = self.lookahead * (step["ids"] + step["activations"] // 2)
-        if any(one.hit_rate is not None for one in self.host.values()):
-            return step | {MISSES: moving_bytes(self.layout, self.host, size)}
-        return step
-
-    @property
-    def wasted(self) -> dict[str, int]:
-        """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
-        held = {"tables": 0, "slots": 0}
-        for stack in self.layout.stacks:
-            table, slots = costs.stack_bytes(stack, stack.num_rows, self.size)
-            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
-            held["tables"] += table - used_by_table
-            held["slots"] += slots - used_by_slots
-        used = self._passing(untiled_bytes)
-        return held | {name: size - used[name] for name, size in self.passing.items()}
-
-    def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
-        """Return the request with some fields of some tables changed."""
-        feature_config = with_tables(self.declared, changes)
-        return dataclasses.replace(self, declared=structure.flatten(feature_config))
-
-
-def _slots(stack: Stack, size: Size) -> int:
-    """Return the bytes of all slots of a stack, with and without rows."""
-    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
-    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
-        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
-    )
-
-
 def plan(
     feature_config: PyTree,
     optimizer: Any,
@@ -473,8 +231,6 @@ def plan(
     found = _planned(request)
     if found.fits:
         return found
-    from tpu_embed.planning.remedies import find_remedies  # which plans each of them
-
     return dataclasses.replace(found, remedies=find_remedies(request, math.gcd(*found.spec.sizes)))
 
 

@@ -19,9 +19,8 @@ from tpu_embed.core.state import slot_shapes
 from tpu_embed.initializers import wants_shard_info
 from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning.costs import readable
-from tpu_embed.planning.demand import distinct_rows
 from tpu_embed.planning.host import row_bytes
-from tpu_embed.planning.plan import Request
+from tpu_embed.planning.request import Request, distinct_rows
 from tpu_embed.storage import HostStorage
 
 Changes = dict[str, dict[str, Any]]
