@@ -96,10 +96,11 @@ def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     return array_bytes(stack.row_format, rows, size), slot_bytes(stack, rows, size)
 
 
-def used_bytes(stack: Stack, rows: int) -> tuple[int, int]:
-    """Return the bytes of the numbers in `rows` rows, and in their slots, without any padding."""
+def wasted_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
+    """Return how many bytes of `rows` rows of a stack, and of their slots, are padding."""
+    table, slots = stack_bytes(stack, rows, size)
     per_row = sum(untiled_bytes(slot.shape, slot.dtype) for slot in _row_slots(stack))
-    return rows * stack.dim * _stored(stack).itemsize, rows * per_row
+    return table - rows * stack.dim * _stored(stack).itemsize, slots - rows * per_row
 
 
 def _row_slots(stack: Stack) -> list[SlotShape]:

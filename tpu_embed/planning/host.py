@@ -100,52 +100,30 @@ def count_hits(
     """
     warm_up = check_int("warm_up", warm_up, minimum=0)
     rules = DynamicVocabulary(evict=storage.evict)
-    cache = _Cache(VocabularyMap(rules, storage.device_rows, lookahead), HostRows(_SEEN))
-    total, taken = np.zeros(5, np.int64), 0
+    # The places on the devices, and which rows have been at home.
+    places, home = VocabularyMap(rules, storage.device_rows, lookahead), HostRows(_SEEN)
+    total, taken, touched = np.zeros(5, np.int64), 0, 0
     for ids in _read(batches):
-        counts = cache.take(_keys(ids), lookahead, storage)
-        taken += 1
+        # In order of first appearance, in which the map gives unknown keys their places.
+        distinct = dispatch.host_kernels().distinct_keys(_keys(ids)).keys
+        found = places.find(distinct)
+        known = found[found >= 0]
+        moved = places.take(known, distinct[found < 0])
+        if moved.unseen:
+            _refuse(storage.device_rows, moved.unseen, lookahead)
+        places.forget(places.step)
+        brought, left = int(home.contains(moved.new_keys).sum()), moved.evicted_keys
+        drawn = moved.new_keys.size - brought
+        home.write(left, {"seen": np.zeros((left.size, 1), np.uint8)})
+        taken, touched = taken + 1, touched + drawn
         if taken > warm_up:
-            total += counts
+            total += distinct.size, known.size, brought, drawn, left.size
     if taken <= warm_up:
         expected, got = f"more than {warm_up} batches, those of warm_up", f"{taken}"
         raise ValueError(message("batches", expected=expected, got=got))
-    rows, hits, brought, drawn, sent = total.tolist()
-    return HitCount(
-        batches=taken - warm_up,
-        rows=rows,
-        hits=hits,
-        brought=brought,
-        drawn=drawn,
-        sent=sent,
-        touched_rows=cache.touched,
-    )
-
-
-@dataclasses.dataclass
-class _Cache:
-    """The places on the devices, and which rows have been at home; `touched`: drawn so far."""
-
-    places: VocabularyMap
-    home: HostRows
-    touched: int = 0
-
-    def take(self, keys: np.ndarray, lookahead: int, storage: HostStorage) -> list[int]:
-        """Take a batch of keys, uint64 `[n]`; return rows, hits, brought, drawn and sent."""
-        # In order of first appearance, in which the map gives unknown keys their places.
-        distinct = dispatch.host_kernels().distinct_keys(keys).keys
-        found = self.places.find(distinct)
-        known = found[found >= 0]
-        moved = self.places.take(known, distinct[found < 0])
-        if moved.unseen:
-            _refuse(storage.device_rows, moved.unseen, lookahead)
-        self.places.forget(self.places.step)
-        brought = int(self.home.contains(moved.new_keys).sum())
-        drawn = moved.new_keys.size - brought
-        self.touched += drawn
-        left = moved.evicted_keys
-        self.home.write(left, {"seen": np.zeros((left.size, 1), np.uint8)})
-        return [distinct.size, known.size, brought, drawn, left.size]
+    names = ("rows", "hits", "brought", "drawn", "sent")
+    counts = dict(zip(names, total.tolist(), strict=True))
+    return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)
 
 
 def _refuse(device_rows: int, more: int, lookahead: int) -> None:

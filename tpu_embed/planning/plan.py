@@ -256,7 +256,7 @@ def _planned(request: Request) -> Plan:
             padding=table.rows_per_shard * copies - table.vocabulary_size,
             table_bytes=held[0],
             slot_bytes=held[1],
-            wasted_bytes=sum(held) - sum(costs.used_bytes(stack, table.rows_per_shard)),
+            wasted_bytes=sum(costs.wasted_bytes(stack, table.rows_per_shard, size)),
             lookahead_rows=ahead.get(name),
             host=host.get(name),
         )

@@ -145,30 +145,23 @@ class Program:
             return 0
         users = [one for one in self._inside[value.computation] if value.name in one.operands]
         # What is passed on to a view, or to a fusion inside this one, is read there.
-        passed = [one for one in users if one.opcode in VIEWS] + [
-            self._parameter(one, number)
-            for one in users
-            if one.opcode == "fusion"
-            for number, name in enumerate(one.operands)
-            if name == value.name
-        ]
+        passed = [one for one in users if one.opcode in VIEWS]
+        for user in users:
+            inside = self._inside[user.fusion] if user.fusion else ()
+            own = [one for one in inside if one.opcode == "parameter"]
+            passed += [one for one in own if user.operands[one.number] == value.name]
         users = [one for one in users if one.opcode not in (*VIEWS, "fusion")]
-        if not passed and all(self._indexes(user, value) for user in users):
+        # Those that only touch rows which are counted where they are gathered or scattered.
+        indexing = (
+            one.opcode in WRITING or (one.opcode in READING and one.operands[0] == value.name)
+            for one in users
+        )
+        if not passed and all(indexing):
             return 0
         direct = value.size if users else 0
         if all(user.opcode in SLICING for user in users):
             direct = sum(user.size for user in users)
         return min(value.size, direct + sum(self._read_of(one) for one in passed))
-
-    def _parameter(self, fusion: Instruction, number: int) -> Instruction:
-        """Return a parameter of the computation that a fusion calls."""
-        inside = self._inside[fusion.fusion]
-        return next(one for one in inside if one.number == number)
-
-    def _indexes(self, user: Instruction, operand: Instruction) -> bool:
-        """Return whether an operation only touches those rows of an operand that it counts."""
-        first = user.operands[0] == operand.name
-        return user.opcode in WRITING or (user.opcode in READING and first)
 
     def _origin(self, one: Instruction) -> Instruction:
         """Return the instruction of which a result is a view."""

@@ -44,7 +44,6 @@ from tpu_embed.core.layout import (
     FeatureLayout,
     Layout,
     MeshAxes,
-    Stack,
     TableSlice,
     make_axes,
     make_layout,
@@ -230,11 +229,13 @@ class Request:
     @functools.cached_property
     def held(self) -> dict[str, int]:
         """Bytes that a device always holds, independent of the batch."""
-        stacks = self.layout.stacks
-        return {
-            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
-            "slots": sum(_slots(g, self.size) for g in stacks),
-        }
+        stacks, size = self.layout.stacks, self.size
+        # Slots that have no rows, too.
+        whole = [slot for g in stacks for slot in slot_shapes(g).values() if not slot.per_row]
+        bytes_of = [costs.stack_bytes(g, g.num_rows, size) for g in stacks]
+        slots = sum(slots for _, slots in bytes_of)
+        slots += sum(size(slot.shape, np.dtype(slot.dtype)) for slot in whole)
+        return {"tables": sum(table for table, _ in bytes_of), "slots": slots}
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
@@ -267,12 +268,8 @@ class Request:
     @property
     def wasted(self) -> dict[str, int]:
         """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
-        held = {"tables": 0, "slots": 0}
-        for stack in self.layout.stacks:
-            table, slots = costs.stack_bytes(stack, stack.num_rows, self.size)
-            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
-            held["tables"] += table - used_by_table
-            held["slots"] += slots - used_by_slots
+        wasted = [costs.wasted_bytes(g, g.num_rows, self.size) for g in self.layout.stacks]
+        held = {"tables": sum(t for t, _ in wasted), "slots": sum(s for _, s in wasted)}
         used = self._passing(untiled_bytes)
         return held | {name: size - used[name] for name, size in self.passing.items()}
 
@@ -280,14 +277,6 @@ class Request:
         """Return the request with some fields of some tables changed."""
         feature_config = with_tables(self.declared, changes)
         return dataclasses.replace(self, declared=structure.flatten(feature_config))
-
-
-def _slots(stack: Stack, size: Size) -> int:
-    """Return the bytes of all slots of a stack, with and without rows."""
-    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
-    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
-        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
-    )
 
 
 def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
