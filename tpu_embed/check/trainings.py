@@ -116,19 +116,16 @@ def _step(engine, state, batch, gradients):
     return engine.update(state, batch, gradients), activations
 
 
-def _run(devices, features, *, placed=True, **options):
-    """Train; return tables and slots before, the activations of each step, both after.
-
-    Args:
-      devices: of a mesh of one axis, "model", or `[data, model]`.
-      features: what is trained.
-      placed: whether the host places the batch.
-      options: of the engine.
-    """
+def _engine(devices, features, **options):
+    """Return an engine on devices of one axis, "model", or `[data, model]`."""
     grid = np.asarray(devices)
     mesh = Mesh(grid, ("data", "model")[-grid.ndim :])
     configs = {name: one.config for name, one in features.items()}
-    engine = EmbeddingEngine(configs, mesh=mesh, **options)
+    return EmbeddingEngine(configs, mesh=mesh, **options)
+
+
+def _run(engine, features, *, placed=True):
+    """Train; return tables and slots before, the activations of each step, both after."""
     state = engine.init(jax.random.key(0))
     found = [host_arrays(state, engine.layout)]
     batch = {name: one.ids for name, one in features.items()}
@@ -140,10 +137,11 @@ def _run(devices, features, *, placed=True, **options):
     return [*found, host_arrays(state, engine.layout)]
 
 
-def _train(tables, forms, devices, report, tolerance=FLOAT32, **options):
+def _train(tables, forms, devices, report, *, placed=True, tolerance=FLOAT32, **options):
     """Train tables, and compare all activations, and rows and slots in the end, with the loops."""
     features = _draw(tables, forms, np.size(devices))
-    (rows, slots), *steps, last = _run(devices, features, **options)
+    engine = _engine(devices, features, **options)
+    (rows, slots), *steps, last = _run(engine, features, placed=placed)
     for table in tables:
         rounded, rule, name = table.dtype == "bfloat16", table.optimizer, str(table.name)
         compare = functools.partial(report.compare, tolerance=BFLOAT16 if rounded else tolerance)
@@ -229,10 +227,12 @@ def check_bits(devices: list[Any], report: PartReport) -> str:
         _table("replicated", 7, placement="replicated"),
     ]
     features, right = _draw(tables, ("ragged", "dense"), counts[-1]), None
-    for count, again in itertools.product(counts, ("", ", again")):
-        found = _run(devices[:count], features)
-        right = right or jax.tree.leaves_with_path(found)
-        for (path, expected), got in zip(right, jax.tree.leaves(found), strict=True):
-            where = f"{jax.tree_util.keystr(path)} on {count} device(s){again}"
-            report.compare(where, expected, got, tolerance=0)
+    for count in counts:
+        engine = _engine(devices[:count], features)
+        for again in ("", ", again"):
+            found = _run(engine, features)
+            right = right or jax.tree.leaves_with_path(found)
+            for (path, expected), got in zip(right, jax.tree.leaves(found), strict=True):
+                where = f"{jax.tree_util.keystr(path)} on {count} device(s){again}"
+                report.compare(where, expected, got, tolerance=0)
     return f"the same bits on {', '.join(map(str, counts))} device(s), and in a second run"
