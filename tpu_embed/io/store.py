@@ -128,14 +128,6 @@ class Bucket:
             expected, got = f"size and CRC-32 {said}, as its commit says", f"{found}"
             raise OSError(message(f"{self}", expected=expected, got=got))
 
-    def last_bytes(self, n: int) -> bytes:
-        """Return the last n bytes of the object.
-
-        Raises:
-          FileNotFoundError, OSError: as for `read_bytes`.
-        """
-        return self._read(byte_range=slice(-n, None))
-
     def put(self, data: bytes, *, new: bool = False) -> None:
         """Write the object.
 
