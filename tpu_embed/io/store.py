@@ -110,7 +110,9 @@ class Bucket:
           FileNotFoundError: there is none.
           OSError: no answer; other bytes than a commit says.
         """
-        return b"".join(self.blocks()) if self.key in (self.parts or {}) else self._read()
+        if self.key in (self.parts or {}):
+            return b"".join(self.blocks())
+        return self.bytes_of(self._store.read(self.key))
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of an object that a commit names, some at a time.
@@ -126,7 +128,7 @@ class Bucket:
             reads = (store.read(self.key, byte_range=each) for each in ranges)
         waiting, found = collections.deque(itertools.islice(reads, _AHEAD)), [0, 0]
         while waiting:
-            some = self._bytes_of(waiting.popleft())
+            some = self.bytes_of(waiting.popleft())
             waiting.extend(itertools.islice(reads, 1))
             found = [found[0] + len(some), zlib.crc32(some, found[1])]
             yield some
@@ -197,10 +199,12 @@ class Bucket:
         # "0" is the character after "/".
         return ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
 
-    def _read(self, **options: Any) -> bytes:
-        return self._bytes_of(self._store.read(self.key, **options))
+    def bytes_of(self, read: ts.Future) -> bytes:
+        """Return what a request for an object has brought, of this name or one inside.
 
-    def _bytes_of(self, read: ts.Future) -> bytes:
+        Raises:
+          FileNotFoundError, OSError: as for `read_bytes`.
+        """
         found = wait(read, self)
         if found.state != "value":
             raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))

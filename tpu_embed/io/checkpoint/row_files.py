@@ -6,9 +6,11 @@ logical order, padding last. For V = 5 and S = 2, where . is padding:
 
     MOD  [[0, 1], [2, 3], [4, .]]        DIV  [[0, 1, 2], [3, 4, .]]
 
-Every chunk is a file that ends with the CRC-32C of its bytes. That finds a damaged chunk, but not
-an undamaged one that was put in the place of another. So the writer of a chunk records its checksum
-too, and the reader compares it with the file before using the bytes.
+Every chunk is a file that ends with the CRC-32C of its bytes, which tensorstore checks. That finds
+a damaged chunk, but not an undamaged one that was put in the place of another. So the writer of a
+chunk records its checksum, and the reader compares it with the file before using the bytes. A chunk
+in a bucket has its bytes alone, of which the writer records the CRC-32: to fetch it takes one
+request, and those of the chunks that follow it are under way meanwhile.
 
 Input: blocks of rows and their places, or checksums by file name. Output: files and their
 checksums, or rows.
@@ -21,6 +23,7 @@ import dataclasses
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ from tpu_embed.io import files
 from tpu_embed.io.store import Bucket, Place, wait
 
 _AT_ONCE, _AT_ONCE_IN_BUCKET = 4, 16
-"""The number of blocks that are written at once, or read ahead; a bucket takes longer to answer."""
+"""Blocks that are written at once; in a bucket, which takes longer to answer, also read ahead."""
 
 _LEAST_RUN = 64
 """Rows that follow each other are read together if runs have about so many of them at least."""
@@ -86,11 +89,6 @@ class RowArray:
         """Rows of a shard that are written or read at a time; at most `BLOCK` bytes in all."""
         return max(1, min(self.rows_per_shard, self._rows_of_block()))
 
-    @property
-    def at_once(self) -> int:
-        """The number of blocks that are written at once, or read ahead."""
-        return _AT_ONCE_IN_BUCKET if isinstance(self.path, Bucket) else _AT_ONCE
-
     def _rows_of_block(self) -> int:
         width = int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
         return BLOCK // max(1, width * (self.shards if self.alternate else 1))
@@ -124,7 +122,8 @@ class RowArray:
             raise ValueError(text) from error
 
     def _metadata(self) -> dict[str, Any]:
-        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
+        codecs = _CODECS[: 1 if isinstance(self.path, Bucket) else 2]
+        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs}
 
     def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
         kvstore, above = {"driver": "file", "path": f"{self.path}/"}, None
@@ -145,7 +144,8 @@ class RowWriter:
 
     def __init__(self, array: RowArray, shards_together: int) -> None:
         self._array, self._store = array, array.create(shards_together)
-        self._writing: collections.deque[tuple[str, np.ndarray, ts.Future]] = collections.deque()
+        self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
+        self._writing: collections.deque[tuple[str, ts.Future]] = collections.deque()
         metadata = files.checksum(array.path / _METADATA, "")
         self._checksums = {_METADATA: metadata}
 
@@ -156,12 +156,17 @@ class RowWriter:
           place: the place of the rows; no other process may write to the same chunk.
           rows: the rows, which must not change before `finish` has returned.
         """
-        if len(self._writing) == self._array.at_once:
+        if len(self._writing) == self._at_once:
             self._finish_one()
         sizes = _chunk_shape(self._store)
         numbers = [part.start // size for part, size in zip(place, sizes, strict=False)]
+        name = _chunk_name(self._array, numbers)
         future = self._store[place].write(rows, can_reference_source_data_indefinitely=True)
-        self._writing.append((_chunk_name(self._array, numbers), rows, future))
+        self._writing.append((name, future))
+        if isinstance(self._array.path, Bucket):
+            sum_of_rows = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            padding = bytes(_rows_bytes(self._store) - rows.nbytes)  # at the end of the last chunks
+            self._checksums[name] = zlib.crc32(padding, sum_of_rows)
 
     def finish(self) -> dict[str, int]:
         """Wait for all chunks; return the checksum of every file by file name."""
@@ -170,13 +175,11 @@ class RowWriter:
         return self._checksums
 
     def _finish_one(self) -> None:
-        name, rows, future = self._writing.popleft()
+        name, future = self._writing.popleft()
         path = self._array.path / name
         wait(future, path)
         if isinstance(path, Path):
-            self._checksums[name] = _stored_sum(path, _chunk_bytes(self._store))
-        else:  # to ask for it takes longer than to compute it
-            self._checksums[name] = _crc32c(rows, _chunk_shape(self._store))
+            self._checksums[name] = _stored_sum(path, _rows_bytes(self._store))
 
 
 def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
@@ -196,7 +199,8 @@ def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
 class RowReader:
     """Read rows of an array on disk, from files whose checksums are compared.
 
-    Each file is checked when its first row is read; those that follow it are on their way then.
+    Each file is checked when its first row is read. In a bucket those that follow it are on their
+    way then: up to 64 MiB, 16 blocks.
 
     Args:
       array: the array.
@@ -217,7 +221,7 @@ class RowReader:
         self._store = array.open()
         grids = zip(array.shape, _chunk_shape(self._store)[:2], strict=False)
         self._grids = [Grid(-(-n // size), size, alternate=False) for n, size in grids]
-        self._ahead = max(1, array.at_once // runs)
+        self._ahead = _AT_ONCE_IN_BUCKET // runs if isinstance(array.path, Bucket) else 0
         # Of each run, the chunks of a block and of those ahead; chunks side by side are a block.
         side_by_side = self._grids[1].shards if array.alternate else 1
         self._room = (runs * (1 + self._ahead) + 1) * side_by_side
@@ -277,10 +281,7 @@ class RowReader:
         return chunks[wanted]
 
     def _begin(self, name: str, place: tuple[int, int]) -> ts.Future:
-        """Begin to read a chunk: on a disk its rows, in a bucket the bytes with the sum at the end.
-
-        A disk gives the sum by itself at no cost, and then tensorstore compares it elsewhere.
-        """
+        """Begin to read a chunk: on a disk its rows, in a bucket the bytes of the object."""
         if isinstance(self.array.path, Bucket):
             return self._store.kvstore.read(name)
         sizes = [grid.size for grid in self._grids]
@@ -294,19 +295,13 @@ class RowReader:
           FileNotFoundError: the file is missing.
           ValueError: it is damaged, or not the one that was written.
         """
-        path, size = self.array.path / name, _chunk_bytes(self._store)
-        if isinstance(path, Path):
-            self._check(name, _stored_sum(path, size))
-            return np.asarray(wait(self._chunks[name], path))
-        found = wait(self._chunks[name], path)
-        if found.state != "value":
-            raise FileNotFoundError(message(f"{path}", expected="an object", got="none"))
-        data = np.frombuffer(found.value, np.uint8)
-        _check_size(path, data.size, size)
-        rows, stored = np.split(data, [size - _SUM_BYTES])
-        self._check(name, _crc32c(rows, rows.shape))
-        self._check(name, int.from_bytes(stored.tobytes(), "little"))
-        return rows.view(self.array.dtype).reshape(_chunk_shape(self._store))
+        path, future = self.array.path / name, self._chunks[name]
+        if isinstance(path, Bucket):
+            data = path.bytes_of(future)
+            self._check(name, zlib.crc32(data))
+            return np.frombuffer(data, self.array.dtype).reshape(_chunk_shape(self._store))
+        self._check(name, _stored_sum(path, _rows_bytes(self._store)))
+        return np.asarray(wait(future, path))
 
     def _check(self, name: str, found: int) -> None:
         """Check that the checksum of a file is the recorded one."""
@@ -347,10 +342,9 @@ def _chunk_name(array: RowArray, numbers: Sequence[int]) -> str:
     return ".".join(map(str, ("c", *numbers, *[0] * len(array.row))))
 
 
-def _chunk_bytes(store: ts.TensorStore) -> int:
-    """Return the size in bytes of a chunk's file; zarr pads chunks at the edges to full size."""
-    size = int(np.prod(_chunk_shape(store), dtype=np.int64))
-    return size * store.dtype.numpy_dtype.itemsize + _SUM_BYTES
+def _rows_bytes(store: ts.TensorStore) -> int:
+    """Return the bytes of a chunk's rows; zarr pads chunks at the edges with zeros to full size."""
+    return int(np.prod(_chunk_shape(store), dtype=np.int64)) * store.dtype.numpy_dtype.itemsize
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
@@ -359,7 +353,7 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
 
 
 def _stored_sum(path: Path, size: int) -> int:
-    """Return the CRC-32C at the end of a chunk's file.
+    """Return the CRC-32C at the end of a chunk's file, after `size` bytes of rows.
 
     Raises:
       FileNotFoundError: the file is missing.
@@ -369,28 +363,7 @@ def _stored_sum(path: Path, size: int) -> int:
         found = os.fstat(file.fileno()).st_size
         file.seek(-min(found, _SUM_BYTES), os.SEEK_END)
         stored = file.read()
-    _check_size(path, found, size)
+    if found != size + _SUM_BYTES:
+        text = message(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")
+        raise ValueError(text)
     return int.from_bytes(stored, "little")
-
-
-def _check_size(path: Place, found: int, size: int) -> None:
-    if found != size:
-        raise ValueError(message(f"{path}", expected=f"{size} bytes", got=f"{found}"))
-
-
-def _crc32c(rows: np.ndarray, chunk: tuple[int, ...]) -> int:
-    """Return the CRC-32C at the end of a chunk's file, which tensorstore makes in memory.
-
-    Args:
-      rows: the rows in it.
-      chunk: its shape; zarr fills chunks at the edges with zeros.
-    """
-    grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-    form = {"shape": rows.shape, "data_type": rows.dtype.name, "codecs": _CODECS}
-    spec = {"driver": "zarr3", "kvstore": "memory://", "metadata": form | {"chunk_grid": grid}}
-    options = {"create": True, "store_data_equal_to_fill_value": True}
-    store = ts.open(spec | options, context=ts.Context()).result()
-    store.write(rows, can_reference_source_data_indefinitely=True).result()
-    name = "/".join(["c", *["0"] * rows.ndim])
-    found = store.kvstore.read(name, byte_range=slice(-_SUM_BYTES, None)).result()
-    return int.from_bytes(found.value, "little")
