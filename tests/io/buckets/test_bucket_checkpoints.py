@@ -116,7 +116,7 @@ def test_no_chunk_is_read_twice(bucket):
 
 
 def test_unchanged_rows_at_home_are_named_by_later_commits(bucket):
-    url, server = bucket
+    url, _ = bucket
     place = store.place_of(url)
 
     def made():
