@@ -225,10 +225,10 @@ class _InBucket(Committer):
                 text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
                 raise FileExistsError(text)
             raise OSError(_swept(root))
-        start, own = len(self._beside("").key), len(root.name) + 1
+        start, own = len(self._beside("").key), f"{root.name}/"
         named = {key[start:]: said for mine in parts for key, said in mine.items()}
-        shared = sorted(name for name in named if not name.startswith(f"{root.name}/"))
-        names = {name[own:]: said for name, said in named.items() if name not in shared}
+        shared = sorted(name for name in named if not name.startswith(own))
+        names = {name[len(own) :]: named[name] for name in named.keys() - {*shared}}
         root.written[self._commit.key] = []  # from now on it may be there
         try:
             value = {"root": root.name, "parts": names, "shared": shared}

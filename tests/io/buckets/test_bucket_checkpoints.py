@@ -14,6 +14,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
+from tpu_embed.io.checkpoint import row_files
 from tpu_embed.io.commits import committer
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
@@ -103,16 +104,18 @@ def test_a_run_is_restored_on_other_devices(bucket):
     assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
 
 
-def test_no_chunk_is_read_twice(bucket):
+@pytest.mark.parametrize(("placement", "block", "chunks"), [("div", 2**22, 8), ("mod", 2**18, 40)])
+def test_no_chunk_is_read_twice(bucket, monkeypatch, placement, block, chunks):
     url, server = bucket
-    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement="div"))
+    monkeypatch.setattr(row_files, "BLOCK", block)
+    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement=placement))
     made = tpu_embed.EmbeddingEngine(features, mesh=mesh(8))
     io.save(f"{url}/1", made, made.init(jax.random.key(0)))
     server.seen.clear()
     io.restore(f"{url}/1", made)
     seen = [path.partition("?")[0].replace("%2F", "/") for _, path, _ in server.seen]
     reads = [seen.count(path) for path in {*seen} if "/table/c." in path]
-    assert reads == [1] * 8  # with its sum
+    assert reads == [1] * chunks
 
 
 def test_unchanged_rows_at_home_are_named_by_later_commits(bucket):

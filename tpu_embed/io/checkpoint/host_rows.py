@@ -303,7 +303,7 @@ def _write(
     return checksums
 
 
-def _directory_of(directory: Place, segment: Mapping[str, Any]) -> Place:
+def _directory_of(directory: Any, segment: Mapping[str, Any]) -> Any:
     """Return the directory of the tables where a segment is: this one, or of an earlier root."""
     root = segment.get("root")
     return directory if root is None else directory.parent.parent / root / directory.name

@@ -145,7 +145,7 @@ class RowWriter:
     def __init__(self, array: RowArray, shards_together: int) -> None:
         self._array, self._store = array, array.create(shards_together)
         self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
-        self._writing: collections.deque[tuple[str, ts.Future]] = collections.deque()
+        self._writing: collections.deque[tuple[str, Any]] = collections.deque()
         metadata = files.checksum(array.path / _METADATA, "")
         self._checksums = {_METADATA: metadata}
 
@@ -164,7 +164,7 @@ class RowWriter:
         future = self._store[place].write(rows, can_reference_source_data_indefinitely=True)
         self._writing.append((name, future))
         if isinstance(self._array.path, Bucket):
-            sum_of_rows = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8))
+            sum_of_rows = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
             padding = bytes(_rows_bytes(self._store) - rows.nbytes)  # at the end of the last chunks
             self._checksums[name] = zlib.crc32(padding, sum_of_rows)
 
@@ -283,7 +283,8 @@ class RowReader:
     def _begin(self, name: str, place: tuple[int, int]) -> ts.Future:
         """Begin to read a chunk: on a disk its rows, in a bucket the bytes of the object."""
         if isinstance(self.array.path, Bucket):
-            return self._store.kvstore.read(name)
+            kvstore: Any = self._store.kvstore
+            return kvstore.read(name)
         sizes = [grid.size for grid in self._grids]
         ends = zip(place, sizes, self.array.shape, strict=False)
         return self._store[tuple(slice(k * n, min(k * n + n, end)) for k, n, end in ends)].read()
