@@ -473,7 +473,7 @@ def _capacities(view: StackView) -> dict[str, int]:
         "row_capacity": (rows, min(n, stack.num_rows)),
         "partials": (partials, min(n, stack.num_rows * blocks) if view.accumulates else 0),
     }
-    if view.merges_on_host:
+    if view.is_merged:
         room["merged"] = (merged, min(n * replicas, stack.num_rows))
     return {name: min(roomy(math.ceil(size)), most) for name, (size, most) in room.items()}
 
