@@ -9,7 +9,6 @@ Input: the devices. Output: figures, and lines that show them.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from typing import Any
@@ -61,28 +60,24 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
     budget = memory // _PART_OF_MEMORY * count if memory else _CPU_BYTES
     numbers = budget // count // 8
     sharding = NamedSharding(mesh, PartitionSpec("devices"))
-    zeros = jnp.zeros((count * numbers,), jnp.float32, device=sharding)
+    zeros = jnp.zeros(count * numbers, jnp.float32, device=sharding)
     copy = 8 * numbers / _median(jax.jit(lambda x: x + 1, donate_argnums=0), zeros) / 1e9
-    sizes, hots = zip(*(map(int, one.split("x")) for one in _TABLES.split()), strict=True)
-    while sum(sizes) * _DIM * 4 * 2 > budget:  # half the largest ones, again and again
-        sizes = [min(rows, max(sizes) // 2) for rows in sizes]
-    rng = np.random.default_rng(0)
-    features = [
-        FeatureConfig(TableConfig(rows, _DIM, combiner="sum", name=f"t{i}"))
-        for i, rows in enumerate(sizes)
-    ]
+    sizes, hots = np.array([one.split("x") for one in _TABLES.split()], int).T
+    while sizes.sum() * _DIM * 4 * 2 > budget:  # half the largest ones, again and again
+        sizes = np.minimum(sizes, sizes.max() // 2)
+    largest, rng = int(sizes.max()), np.random.default_rng(0)
     ids = [
-        rng.integers(0, rows, (samples, hot)).astype(np.int32)
+        rng.integers(0, rows, (samples, hot), np.int32)
         for rows, hot in zip(sizes, hots, strict=True)
     ]
+    features = [FeatureConfig(TableConfig(int(rows), _DIM, combiner="sum")) for rows in sizes]
     engine = EmbeddingEngine(features, optimizers.Adagrad(0.01), mesh=mesh)
     batch, state, look = engine.place(ids), engine.init(jax.random.key(0)), jax.jit(engine.lookup)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def train(state, batch):
-        # The gradients that a loss of half the sum of squares would give.
-        return engine.update(state, batch, engine.lookup(state, batch))
-
+    # The gradients that a loss of half the sum of squares would give.
+    train = jax.jit(
+        lambda state, batch: engine.update(state, batch, engine.lookup(state, batch)),
+        donate_argnums=0,
+    )
     place = _median(lambda _: engine.place(ids).packed)
     lookup = _median(lambda _: look(state, batch))
     step = _median(lambda state: train(state, batch), state)
@@ -91,7 +86,7 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
         "devices": count,
         "chips": chips,
         "samples": samples,
-        "table_rows": max(sizes),
+        "table_rows": largest,
         "copy_gb_per_second": copy,
         "lookup_seconds": lookup,
         "lookup_gb_per_second": moved["lookup"] / lookup / 1e9,
@@ -101,7 +96,7 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
         "samples_per_second_and_chip": per_chip,
     }
     lines = [
-        f"26 tables of at most {max(sizes):,} rows x {_DIM}, Adagrad; "
+        f"26 tables of at most {largest:,} rows x {_DIM}, Adagrad; "
         f"{samples:,} samples of 214 uniform ids",
         f"{'copy':8}{copy:,.1f} GB/s a device, read and written",
     ]

@@ -12,14 +12,12 @@ import functools
 import math
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed.core.batch import BatchSpec, StackView, line_length, line_of
+from tpu_embed.core.batch import BatchSpec, StackView, line_length, line_of, view_stacks
 from tpu_embed.core.layout import Layout, Stack, sent_rows_format, sent_sums_format
-from tpu_embed.core.state import slot_format, slot_shapes
+from tpu_embed.core.state import row_formats
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
-from tpu_embed.optimizers import SlotShape
 
 Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
@@ -86,26 +84,17 @@ def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:
     return size(array.shape, np.dtype(array.dtype))
 
 
-def slot_bytes(stack: Stack, rows: int, size: Size) -> int:
-    """Return the bytes of the slots of `rows` rows."""
-    return sum(array_bytes(slot_format(stack, slot), rows, size) for slot in _row_slots(stack))
-
-
 def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     """Return the bytes of `rows` rows of a stack, and of their slots."""
-    return array_bytes(stack.row_format, rows, size), slot_bytes(stack, rows, size)
+    table, *slots = (array_bytes(one, rows, size) for one in row_formats(stack).values())
+    return table, sum(slots)
 
 
 def wasted_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     """Return how many bytes of `rows` rows of a stack, and of their slots, are padding."""
+    used = [rows * untiled_bytes(one.shape, one.dtype) for one in row_formats(stack).values()]
     table, slots = stack_bytes(stack, rows, size)
-    per_row = sum(untiled_bytes(slot.shape, slot.dtype) for slot in _row_slots(stack))
-    return table - rows * stack.dim * _stored(stack).itemsize, slots - rows * per_row
-
-
-def _row_slots(stack: Stack) -> list[SlotShape]:
-    """Return the slots of a stack that have a part for each row."""
-    return [slot for slot in slot_shapes(stack).values() if slot.per_row]
+    return table - used[0], slots - sum(used[1:])
 
 
 def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
@@ -114,15 +103,12 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
     Stacks are processed one after the other, so the exchange counts only the largest stage of the
     largest stack.
     """
-    activations = 0
-    for f, feature in enumerate(layout.features):
-        stack = layout.stacks[feature.stack]
-        activations += _row_bytes(stack, spec.activation_rows(f), size)
-    stacks = range(len(layout.stacks))
+    views = view_stacks(spec, layout)
+    activations = (_row_bytes(one.stack, bags, size) for one in views for bags in one.counts)
     return {
         "ids": size((line_length(line_of(spec, layout)),), np.dtype(np.int32)),
-        "activations": 2 * activations,
-        "exchange": max([_fullest_stage(layout, spec, g, size) for g in stacks], default=0),
+        "activations": 2 * sum(activations),
+        "exchange": max((_fullest_stage(view, size) for view in views), default=0),
     }
 
 
@@ -132,20 +118,19 @@ def _row_bytes(stack: Stack, rows: int, size: Size) -> int:
     return size((rows, -(-stack.dim // line) * line), stack.compute_dtype)
 
 
-def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
+def _fullest_stage(view: StackView, size: Size) -> int:
     """Return the bytes of the largest stage of one stack: fetching rows, sending, or applying sums.
 
     SparseCores fetch the rows to update as soon as their row ids are known, so these are held
     while sums are still being sent.
     """
-    stack = layout.stacks[g]
-    asked, partials, received, touched = _moving_rows(layout, spec, g)
+    stack = view.stack
+    asked, partials, received, touched = _moving_rows(view)
     # `held`: the rows to update and their full-width slots. `repacked`: on a TPU, rows that do not
     # fill whole lines are copied to packed ones. Sending needs partial sums and those received,
     # then those received and their merged sums.
     rows = functools.partial(_row_bytes, stack, size=size)
-    wide = [slot for slot in _row_slots(stack) if slot.shape]
-    held = (1 + len(wide)) * rows(touched)
+    held = sum(rows(touched) for one in row_formats(stack).values() if one.shape)
     repacked = 0 if stack.row_format.words % LINE == 0 else sum(stack_bytes(stack, touched, size))
     fetching = 2 * array_bytes(stack.row_format, asked, size)
     sending = max(rows(partials) + rows(received), rows(received) + rows(touched))
@@ -154,18 +139,17 @@ def _fullest_stage(layout: Layout, spec: BatchSpec, g: int, size: Size) -> int:
     return max(fetching, sending, held + rows(touched))
 
 
-def _moving_rows(layout: Layout, spec: BatchSpec, g: int) -> tuple[int, int, int, int]:
+def _moving_rows(view: StackView) -> tuple[int, int, int, int]:
     """Return how many rows of a stack a device asks for, sends sums of, receives, and updates."""
-    stack, capacity = layout.stacks[g], spec.stacks[g]
-    sources = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes))
-    asked = stack.num_shards * capacity.row_capacity if stack.num_shards > 1 else 0
-    if _is_gathered(layout, spec, g):  # the gradients of the bags of all devices
-        replicas = layout.axes.replicas
-        bags, ids = replicas * _bags(spec, g), replicas * spec.ids(g)
-        return asked, bags, bags, min(ids, stack.num_rows)
-    partials = stack.num_shards * capacity.partials
+    stack, axes = view.stack, view.layout.axes
+    asked = stack.num_shards * view.room.row_capacity if stack.num_shards > 1 else 0
+    if _is_gathered(view):  # the gradients of the bags of all devices
+        bags = axes.replicas * sum(view.counts)
+        return asked, bags, bags, min(axes.replicas * view.num_ids, stack.num_rows)
+    partials = stack.num_shards * view.room.partials
     # Every source sends up to `partials` sums; without an exchange one device sums its own ids.
-    received = sources * partials if partials else spec.ids(g)
+    sources = axes.size(axes.other_batch_axes(stack.shard_axes))
+    received = sources * partials if partials else view.num_ids
     return asked, partials, received, min(received, stack.num_rows)
 
 
@@ -176,7 +160,9 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
     copies (on batch axes that do not split the rows), sums are sent on to all copies.
     """
     total = {"ids": 0, "rows": 0, "gradients": 0}
-    for g, (stack, capacity) in enumerate(zip(layout.stacks, spec.stacks, strict=True)):
+    replicas = layout.axes.replicas
+    for view in view_stacks(spec, layout):
+        stack, capacity = view.stack, view.room
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
         # The exact bytes per row, also where several rows share a line: those of many, divided.
@@ -186,19 +172,18 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
         total["ids"] += others * capacity.row_capacity * index
         total["rows"] += others * capacity.row_capacity * row
-        if _is_gathered(layout, spec, g):
-            replicas = layout.axes.replicas - 1
-            total["ids"] += replicas * spec.ids(g) * index
-            total["gradients"] += replicas * _bags(spec, g) * width
+        if _is_gathered(view):
+            total["ids"] += (replicas - 1) * view.num_ids * index
+            total["gradients"] += (replicas - 1) * sum(view.counts) * width
             continue
         total["gradients"] += others * capacity.partials * one_sum
         if others:
             total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
         # A replicated table: a psum of the block sums of all rows, or partial sums sent to all
         # replicas, whichever is smaller. Rounded sums are always sent.
-        if not others and layout.axes.replicas > 1:
-            blocks = max(layout.sum_blocks, layout.axes.replicas)
-            partials = layout.axes.replicas * capacity.partials
+        if not others and replicas > 1:
+            blocks = max(layout.sum_blocks, replicas)
+            partials = replicas * capacity.partials
             whole = min(blocks * stack.num_rows, partials) * width
             total["gradients"] += whole if stack.exchange_dtype is None else partials * one_sum
     return total
@@ -213,33 +198,24 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
     the touched rows are read and written.
     """
     total = {"lookup": 0, "update": 0, "exchange": 0}
-    for g, stack in enumerate(layout.stacks):
-        asked, partials, _, touched = _moving_rows(layout, spec, g)
+    for view in view_stacks(spec, layout):
+        stack, ids = view.stack, view.num_ids
+        asked, partials, _, touched = _moving_rows(view)
         row = stack.dim * stack.compute_dtype.itemsize
-        stored = stack.dim * _stored(stack).itemsize
+        stored = stack.dim * stack.row_format.dtype.itemsize
         # What is read for an id, and sent: if the exchange rounds, it takes fewer bytes.
         sent_row = stack.dim * sent_rows_format(stack).dtype.itemsize
         sent_sum = stack.dim * sent_sums_format(stack).dtype.itemsize
-        total["lookup"] += asked * (stored + sent_row) + spec.ids(g) * sent_row
-        total["lookup"] += _bags(spec, g) * row
+        total["lookup"] += asked * (stored + sent_row) + ids * sent_row
+        total["lookup"] += sum(view.counts) * row
         total["exchange"] += 2 * asked * sent_row + 2 * partials * sent_sum
         if stack.optimizer is not None:
-            slots = slot_bytes(stack, touched, untiled_bytes)
-            total["update"] += spec.ids(g) * row + 2 * partials * sent_sum
+            _, slots = stack_bytes(stack, touched, untiled_bytes)
+            total["update"] += ids * row + 2 * partials * sent_sum
             total["update"] += 2 * (touched * stored + slots)
     return total
 
 
-def _bags(spec: BatchSpec, g: int) -> int:
-    """Return the bags of a stack on one device."""
-    return sum(map(spec.activation_rows, spec.stacks[g].features))
-
-
-def _is_gathered(layout: Layout, spec: BatchSpec, g: int) -> bool:
+def _is_gathered(view: StackView) -> bool:
     """Whether the owners gather the ids of a stack for an update, which the host does not route."""
-    view = StackView(spec, layout, g)
     return view.updates and not (view.routes_update or view.is_local or view.by_psum)
-
-
-def _stored(stack: Stack) -> np.dtype:
-    return jnp.dtype(stack.dtype)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tpu_embed.core.layout import Stack
-from tpu_embed.core.state import slot_shapes
+from tpu_embed.core.state import row_formats
 from tpu_embed.initializers import wants_shard_info
 from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning.costs import readable
@@ -52,7 +52,13 @@ def _changes_of_tables(request: Request) -> dict[str, Changes]:
     tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
     replicated = [name for name, table in tables.items() if table.placement == "replicated"]
     wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
-    slotted = [t.name for g in request.layout.stacks if _has_wide_slots(g) for t in g.tables]
+    # Those of more than one number per row; the rows themselves are a part, too.
+    wide = [
+        stack
+        for stack in request.layout.stacks
+        if sum(bool(one.shape) for one in row_formats(stack).values()) > 1
+    ]
+    slotted = [table.name for stack in wide for table in stack.tables]
     changes: dict[str, Changes] = {
         'no replicated tables (placement="mod")': {n: {"placement": "mod"} for n in replicated},
         "bfloat16 tables": {name: {"dtype": "bfloat16"} for name in wider},
@@ -66,11 +72,6 @@ def _changes_of_tables(request: Request) -> dict[str, Changes]:
                 everything[name] |= fields
         changes["all changes of tables"] = everything
     return changes
-
-
-def _has_wide_slots(stack: Stack) -> bool:
-    """Return whether the optimizer of a stack keeps more than one number per row."""
-    return any(slot.per_row and slot.shape for slot in slot_shapes(stack).values())
 
 
 def _more_devices(request: Request, batch: int) -> str:

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +44,7 @@ from tpu_embed.core.layout import (
     FeatureLayout,
     Layout,
     MeshAxes,
+    Stack,
     TableSlice,
     make_axes,
     make_layout,
@@ -108,17 +109,17 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
       optimizer: the optimizer of tables without one of their own.
       devices: the number of devices.
     """
-    named = zip(declared.table_names, declared.tables, strict=True)
-    auto = {name: table for name, table in named if table.placement == "auto"}
     chosen, left = {}, 1024 * REPLICATED_BYTES
+    named = zip(declared.table_names, declared.tables, strict=True)
     # The smallest tables first, until the bytes for replicated tables are used up.
-    for name, table in sorted(auto.items(), key=lambda item: _bytes(item[1])):
-        against = _against_replication(table, optimizer, devices, left)
-        if against:
-            chosen[name] = "mod", against
-        else:
-            left -= _bytes(table)
-            chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
+    for name, table in sorted(named, key=lambda item: _bytes(item[1])):
+        if table.placement == "auto":
+            against = _against_replication(table, optimizer, devices, left)
+            if against:
+                chosen[name] = "mod", against
+            else:
+                left -= _bytes(table)
+                chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
     return chosen
 
 
@@ -154,8 +155,8 @@ def _against_replication(table: TableConfig, optimizer: Any, devices: int, left:
     if _bytes(table) > REPLICATED_BYTES:
         return f"{readable(_bytes(table))}, over {readable(REPLICATED_BYTES)}"
     rule = optimizer if table.optimizer is None else table.optimizer
-    accumulates = not isinstance(rule, TableOptimizer) or rule.use_gradient_accumulation
-    if table.trainable and not accumulates:
+    sums = not isinstance(rule, TableOptimizer) or rule.use_gradient_accumulation
+    if table.trainable and not sums:
         return "its optimizer does not accumulate gradients"
     return "" if _bytes(table) <= left else "enough tables are replicated"
 
@@ -229,13 +230,20 @@ class Request:
     @functools.cached_property
     def held(self) -> dict[str, int]:
         """Bytes that a device always holds, independent of the batch."""
-        stacks, size = self.layout.stacks, self.size
         # Slots that have no rows, too.
-        whole = [slot for g in stacks for slot in slot_shapes(g).values() if not slot.per_row]
-        bytes_of = [costs.stack_bytes(g, g.num_rows, size) for g in stacks]
-        slots = sum(slots for _, slots in bytes_of)
-        slots += sum(size(slot.shape, np.dtype(slot.dtype)) for slot in whole)
-        return {"tables": sum(table for table, _ in bytes_of), "slots": slots}
+        whole = [
+            one for g in self.layout.stacks for one in slot_shapes(g).values() if not one.per_row
+        ]
+        slots = sum(self.size(one.shape, np.dtype(one.dtype)) for one in whole)
+        held = self._of_stacks(costs.stack_bytes)
+        return held | {"slots": held["slots"] + slots}
+
+    def _of_stacks(self, bytes_of: Callable[[Stack, int, Size], tuple[int, int]]) -> dict[str, int]:
+        pairs = [bytes_of(g, g.num_rows, self.size) for g in self.layout.stacks]
+        return {
+            "tables": sum(table for table, _ in pairs),
+            "slots": sum(slots for _, slots in pairs),
+        }
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
@@ -268,10 +276,9 @@ class Request:
     @property
     def wasted(self) -> dict[str, int]:
         """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
-        wasted = [costs.wasted_bytes(g, g.num_rows, self.size) for g in self.layout.stacks]
-        held = {"tables": sum(t for t, _ in wasted), "slots": sum(s for _, s in wasted)}
         used = self._passing(untiled_bytes)
-        return held | {name: size - used[name] for name, size in self.passing.items()}
+        wasted = {name: size - used[name] for name, size in self.passing.items()}
+        return self._of_stacks(costs.wasted_bytes) | wasted
 
     def changed(self, changes: Mapping[str, Mapping[str, Any]]) -> Request:
         """Return the request with some fields of some tables changed."""
@@ -298,13 +305,19 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
       ValueError: ids and shapes are mixed; the structure differs; the batch size does not divide.
     """
     leaves, are_shapes = _leaves(declared, batch)
-    if are_shapes:
-        return _expected(layout, leaves)
-    hosts = _host_ids(layout, leaves)
-    stored = _keys(layout, hosts, [table for _, table in layout.on_host])
-    places = {name: (keys, _places(layout, name, keys)) for name, keys in stored.items()}
-    pairs = zip(layout.features, hosts, strict=True)
-    return exact_spec([_with_some_rows(*pair, places) for pair in pairs], layout).bucketed()
+    if not are_shapes:
+        hosts = _host_ids(layout, leaves)
+        stored = _keys(layout, hosts, [table for _, table in layout.on_host])
+        pairs = zip(layout.features, hosts, strict=True)
+        return exact_spec([_with_some_rows(*pair, stored) for pair in pairs], layout).bucketed()
+    shapes = tuple(_feature_shapes(layout, leaves))
+    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
+    spec = BatchSpec(layout.axes.replicas, shapes, bare, "update")
+    spec.check_batch([feature.path for feature in layout.features])
+    rooms = [
+        dataclasses.replace(view.room, **_capacities(view)) for view in view_stacks(spec, layout)
+    ]
+    return dataclasses.replace(spec, stacks=tuple(rooms))
 
 
 def distinct_rows(
@@ -328,25 +341,24 @@ def distinct_rows(
       TypeError, ValueError: as for `spec_of`.
     """
     leaves, are_shapes = _leaves(declared, batch)
-    if not are_shapes:
-        found = _keys(layout, _host_ids(layout, leaves), tables)
-        counts = {table: batches * found[table.name].size for table in tables}
-    else:
-        ids: dict[str, int] = collections.Counter()
+    ids: dict[str, int] = collections.Counter()
+    found: dict[str, np.ndarray] = {}
+    if are_shapes:
         for feature, shape in zip(layout.features, _feature_shapes(layout, leaves), strict=True):
-            name, replicas = feature.table.name, layout.axes.replicas
-            ids[name] += _num_ids(shape.batch, shape, replicas=replicas)
-        counts = {t: math.ceil(_distinct(batches * ids[t.name], t.declared_size)) for t in tables}
-    # Of keys there may be more than rows; of row numbers there are not.
-    return {
-        table.name: count if _has_keys(table) else min(count, table.declared_size)
-        for table, count in counts.items()
-    }
-
-
-def _has_keys(table: TableSlice) -> bool:
-    """Return whether the ids of a table that has a map are keys."""
-    return not table.is_on_host or table.key_table is not None
+            ids[feature.table.name] += _num_ids(shape.batch, shape, replicas=layout.axes.replicas)
+    else:
+        found = _keys(layout, _host_ids(layout, leaves), tables)
+    counts = {}
+    for table in tables:
+        name, size = table.name, table.declared_size
+        if are_shapes:
+            count = math.ceil(_distinct(batches * ids[name], size))
+        else:
+            count = batches * found[name].size
+        # Of keys there may be more than rows; of row numbers there are not.
+        has_keys = not table.is_on_host or table.key_table is not None
+        counts[name] = count if has_keys else min(count, size)
+    return counts
 
 
 def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
@@ -379,43 +391,36 @@ def _keys(
     return found
 
 
-def _places(layout: Layout, name: str, keys: np.ndarray) -> np.ndarray:
-    """Return places on the devices, int32 `[n]`, for distinct ids of a table on the host.
+def _with_some_rows(
+    feature: FeatureLayout, host: HostIds, stored: Mapping[str, np.ndarray]
+) -> HostIds:
+    """Return the ids of a feature, with rows that its keys might have.
 
     Raises:
-      ValueError: they are more than the devices hold.
+      ValueError: its table is on the host, and has more distinct ids than the devices hold rows.
     """
-    _, table = layout.table(name)
-    if keys.size > table.vocabulary_size:
-        expected = f"at most {table.vocabulary_size} distinct ids in a batch"
-        remedy = f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches"
-        got = f"{keys.size}"
-        raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
-    draw = np.random.default_rng(0)
-    rows = draw.choice(table.vocabulary_size, keys.size, replace=False, shuffle=False)
-    return rows.astype(np.int32)
-
-
-def _with_some_rows(
-    feature: FeatureLayout, host: HostIds, places: Mapping[str, tuple[np.ndarray, np.ndarray]]
-) -> HostIds:
-    """Return the ids of a feature, with rows that its keys might have."""
     if host.keys is None:
         return host
+    name, size = feature.table.name, feature.table.vocabulary_size
     if feature.table.is_on_host:
-        keys, given = places[feature.table.name]
-        rows = given[np.searchsorted(keys, host.keys)]
+        keys = stored[name]
+        if keys.size > size:
+            expected = f"at most {size} distinct ids in a batch"
+            remedy = f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches"
+            got = f"{keys.size}"
+            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+        # The same seed for all features of the table.
+        places = np.random.default_rng(0).choice(size, keys.size, replace=False, shuffle=False)
+        rows = places[np.searchsorted(keys, host.keys)]
     else:
         # The low bits of mixed keys, so that all features of a table give a key the same row.
-        mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-        rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
-    return give_rows_of(feature, host, rows)
+        rows = ((host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) % np.uint64(size)
+    return give_rows_of(feature, host, rows.astype(np.int32))
 
 
-def _feature_shapes(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> list[FeatureShape]:
-    """Return the shape of each feature of a placed batch."""
-    dense_shapes = []
-    for feature, leaf in zip(layout.features, shapes, strict=True):
+def _feature_shapes(layout: Layout, leaves: list[jax.ShapeDtypeStruct]) -> Iterator[FeatureShape]:
+    """Yield the shape of each feature of a placed batch."""
+    for feature, leaf in zip(layout.features, leaves, strict=True):
         path = f"feature {feature.path!r}"
         check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
         shape = dense_shape(path, feature.config, leaf.shape, weighted=False)
@@ -423,8 +428,7 @@ def _feature_shapes(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> list[
             # A placed batch has a place per id, here for rows that are all full.
             places = shape.batch * shape.bags // layout.axes.replicas
             shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
-        dense_shapes.append(shape)
-    return dense_shapes
+        yield shape
 
 
 def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
@@ -434,34 +438,24 @@ def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
     return size * shape.bags * (shape.width or 0)
 
 
-def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
-    dense_shapes = _feature_shapes(layout, shapes)
-    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
-    spec.check_batch([feature.path for feature in layout.features])
-    stacks = tuple(
-        dataclasses.replace(one, **_capacities(view))
-        for one, view in zip(bare, view_stacks(spec, layout), strict=True)
-    )
-    return dataclasses.replace(spec, stacks=stacks)
-
-
 def _capacities(view: StackView) -> dict[str, int]:
     """Return the expected room for a stack's exchange.
 
     Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. A
     device sends one sum per distinct row and block of the batch.
     """
-    stack, spec, layout = view.stack, view.spec, view.layout
-    replicas, n = layout.axes.replicas, view.num_ids
+    stack, replicas, n = view.stack, view.layout.axes.replicas, view.num_ids
     if not view.is_routed:
         return {"row_capacity": 0, "partials": 0}
     blocks = view.blocks_per_device
     rows = partials = merged = 0.0
     for table in stack.tables:
-        mine = [f for f in view.features if layout.features[f].table == table]
-        shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
-        ids = sum(_num_ids(*one) for one in shapes)
+        sized = zip(view.features, view.sizes, view.shapes, strict=True)
+        ids = sum(
+            _num_ids(size, shape)
+            for f, size, shape in sized
+            if view.layout.features[f].table == table
+        )
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct_in(table, ids)
         summed = blocks * _distinct_in(table, ids / blocks)
