@@ -25,7 +25,7 @@ import numpy as np
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import compile_for, estimate
-from tpu_embed.planning.profile import profile_step, scopes_of
+from tpu_embed.planning.profile import profile_step
 
 RULES = {
     "Adagrad": optimizers.Adagrad(0.1),
@@ -134,7 +134,7 @@ def measure(name, most):
         print(f"  published    {line.published}")
     show_rows(compiled)
     if profile is not None:
-        show_operations(profile, line, most)
+        show_operations(profile, dict(NAMED.findall(compiled.text)), line, most)
         show_kernels(kernels)
     return [name, f"{line.ids:,}", *figures(line, compiled, found, profile, kernels, clock)]
 
@@ -169,12 +169,12 @@ def show_rows(compiled):
         print(f"  | {name} | {compiled.operations[name]} | {moved / 1e6:.1f} |")
 
 
-def show_operations(profile, line, most):
-    """Print the most expensive operations of the TensorCore."""
+def show_operations(profile, scopes, line, most):
+    """Print the most expensive operations of the TensorCore; `scopes` has the scope of each."""
     print("\n  | cycles | per id | times | operation | stage |\n  |---|---|---|---|---|")
     for one in profile.operations[:most]:
         cells = [f"{one.total:,}", f"{one.total / line.ids:.2f}", one.count, one.name]
-        print("  | " + " | ".join(map(str, [*cells, stage(one.scope)])) + " |")
+        print("  | " + " | ".join(map(str, [*cells, stage(scopes.get(one.name, ""))])) + " |")
 
 
 def show_kernels(kernels):
@@ -188,6 +188,7 @@ def show_kernels(kernels):
         print(f"  | {kernel} | {stage(one.scope)} | {one.bundles} | {loops} |")
 
 
+NAMED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name=\"([^\"]*)\"", re.MULTILINE)
 SECTION = re.compile(r"^tec\n(.*?)(?=^[a-z]+\n|\Z)", re.DOTALL | re.MULTILINE)
 LABEL = re.compile(r"^(?P<label>\.LBB\w+):")
 BUNDLE = re.compile(r"^0x[0-9a-f]+: \{")
@@ -210,7 +211,7 @@ class Kernel(NamedTuple):
 
 def read_kernels(directory, text):
     """Return the programs of vector subcores that libtpu wrote, in the order of their names."""
-    scopes, found = scopes_of(text), []
+    scopes, found = dict(NAMED.findall(text)), []
     for path in sorted(Path(directory).glob("*_bundles.txt")):
         # NAME_MICROSECONDS_bundles.txt. A file without a section `tec` has no vector program.
         section = SECTION.search(path.read_text())

@@ -9,7 +9,7 @@ from tpu_embed.planning.compiled import Compiled, estimate
 from tpu_embed.planning.profile import Operation, Profile
 
 MOVED = {"gather": 819_000, "copy": 819_000}
-PROFILE = Profile([Operation("sort", 1_750_000, 2, ""), Operation("add", 7, 1, "")], 3)
+PROFILE = Profile([Operation("sort", 1_750_000, 2), Operation("add", 7, 1)], 3)
 
 
 def compiled(topology):

@@ -57,9 +57,9 @@ def test_what_was_written_before_libtpu_aborted_counts(monkeypatch):
     two = profile_step([*command, SORT, TWO], TEXT + equal)
     assert (two.cycles, two.missing) == (66032, 0)
     assert two.operations == [
-        Operation("gather_fusion.2", 20000, 2, "jit(step)/lookup/t/route"),
-        Operation("sort.47", 26025, 1, "jit(step)/update/t/dedup/sort"),
-        Operation("add.3", 7, 1, ""),
+        Operation("gather_fusion.2", 20000, 2),
+        Operation("sort.47", 26025, 1),
+        Operation("add.3", 7, 1),
     ]
     with pytest.raises(RuntimeError, match="estimates by libtpu, got none: Check failed: of libt"):
         profile_step(command, TEXT)

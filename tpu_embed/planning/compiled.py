@@ -189,8 +189,14 @@ def compile_for(
       TypeError: `lower` is no function.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
-    if lower is not None:
-        _check_lower(lower, loss, placed=placed)
+    if lower is not None and not callable(lower):
+        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
+        remedy = "it returns jax.jit(step).lower(…)"
+        raise TypeError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
+    if lower is not None and (loss is not None or not placed):
+        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
+        remedy = "the step that it lowers has a loss of its own"
+        raise ValueError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
@@ -201,7 +207,8 @@ def compile_for(
         # The plan's mesh has no processes; the devices of the topology belong to several.
         batch = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
     else:
-        batch = _sharded_shapes(engine, batch)
+        axes = engine.layout.axes
+        batch = _sharded(batch, axes.sharding(axes.batch_axes))
     if lower is None:
         lowered = _lowered(engine, batch, loss or _squares)
     else:
@@ -230,23 +237,6 @@ def compile_for(
     )
 
 
-def _check_lower(lower: Any, loss: Any, *, placed: bool) -> None:
-    """Check what is given with a step of the user's own.
-
-    Raises:
-      TypeError, ValueError: see `compile_for`.
-    """
-    what = "compile_for: lower"
-    if not callable(lower):
-        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
-        remedy = "it returns jax.jit(step).lower(…)"
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
-    if loss is not None or not placed:
-        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
-        remedy = "the step that it lowers has a loss of its own"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-
 def _compiled(lowered: Any) -> tuple[dict[str, Any], str]:
     """Compile a lowered program; return what the compiler says of its memory, and its text."""
     start = time.perf_counter()
@@ -270,25 +260,28 @@ def _lowered_admit(
     "write" is for a first batch, in which all rows are new; "exchange" for as many rows as a step
     moves, or for those of a whole batch where that is not known.
     """
-    state, mine = abstract_state(engine), [(table, plans[table.name]) for table in stack.tables]
+    state = abstract_state(engine)
     held = StackShard(state.tables[stack.name], state.slots[stack.name])
     sharding = engine.layout.axes.sharding(stack.shard_axes)
 
     def array(*shape: int, dtype: Any = np.uint32) -> Any:
         return jax.ShapeDtypeStruct((stack.num_shards, *shape), dtype, sharding=sharding)
 
-    def room(rows: list[int]) -> int:
+    def room(rows: Mapping[str, int]) -> int:
         """Return the rows that a device's parcel has room for, if rows are even over the shards."""
-        pairs = zip(mine, rows, strict=True)
-        sizes = {table.name: min(count, table.vocabulary_size) for (table, _), count in pairs}
-        spread = {name: np.arange(count, dtype=np.int64) for name, count in sizes.items()}
+        sizes = {table.name: table.vocabulary_size for table in stack.tables}
+        spread = {one: np.arange(min(rows[one], size)) for one, size in sizes.items()}
         return Parcels(stack, spread).size
 
-    first = room([one.batch_rows for _, one in mine])
+    first = room({name: one.batch_rows for name, one in plans.items()})
     writer = NewRowWriter(engine.layout)
     yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
     # A row leaves for each that comes, from home or drawn.
-    count = room([one.batch_rows if one.rows_out is None else one.rows_out for _, one in mine])
+    moving = {
+        name: one.batch_rows if one.rows_out is None else one.rows_out
+        for name, one in plans.items()
+    }
+    count = room(moving)
     fields = row_fields(stack).items()
     values = {name: array(count, *one.shape, dtype=one.dtype) for name, one in fields}
     sent = Sent(array(2, count), array(2, count), values)
@@ -302,17 +295,6 @@ def _lowered(engine: EmbeddingEngine, batch: PyTree, loss: Callable[[PyTree], Ar
         return engine.update(state, ids, gradients)
 
     return jax.jit(step, donate_argnums=0).lower(abstract_state(engine), batch)
-
-
-def _sharded_shapes(engine: EmbeddingEngine, batch: PyTree) -> PyTree:
-    """Return the shapes of dense ids, split over the batch axes."""
-    axes = engine.layout.axes
-    sharding = axes.sharding(axes.batch_axes)
-
-    def sharded(shape: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    return jax.tree.map(sharded, batch)
 
 
 def describe_topology(topology: Topology) -> list[Any]:
@@ -361,17 +343,16 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
       engine: an engine on a mesh whose devices need not exist.
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
-    tables, slots = state_specs(engine.layout.stacks, engine.layout.axes)
-    whole = PartitionSpec()
-    counters: Any = dict.fromkeys(shapes.counters, whole)
-    vocabulary: Any = shapes.vocabulary and dict.fromkeys(shapes.vocabulary, whole)
-    specs = TableState(tables, slots, whole, counters, vocabulary)  # type: ignore[arg-type]
-    mesh = engine.layout.axes.mesh
+    axes, whole = engine.layout.axes, PartitionSpec()
+    specs: Any = TableState(*state_specs(engine.layout.stacks, axes), whole, whole, whole)  # type: ignore[arg-type]
+    return jax.tree.map(
+        lambda spec, part: _sharded(part, NamedSharding(axes.mesh, spec)), specs, shapes
+    )
 
-    def sharded(shape: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(sharded, shapes, specs)
+def _sharded(shapes: PyTree, sharding: NamedSharding) -> PyTree:
+    """Return shapes with a sharding."""
+    return jax.tree.map(lambda one: one.update(sharding=sharding), shapes)
 
 
 def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
@@ -437,10 +418,10 @@ class Estimate:
     def explain(self) -> str:
         """Return the bounds as text to print."""
         bounds = self.bounds
-        longest = max(bounds, key=lambda name: bounds[name])
+        longest = max(bounds, key=bounds.__getitem__)
         memory = f"{readable(self.moved)} moved at {self.bandwidth / 1e9:,g} GB/s"
         core = "not known: the profile was left out, or on this chip libtpu writes no whole one"
-        if self.cycles is not None and self.clock is not None:
+        if "TensorCore" in bounds:
             lost = f"; {self.missing} operation(s) not counted" if self.missing else ""
             by = f"{self.cycles:,} cycles by libtpu's profile at {self.clock / 1e9:g} GHz{lost}"
             core = f"{_milliseconds(bounds['TensorCore'])}   {by}"
@@ -466,10 +447,11 @@ def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
       The bounds; without that of the TensorCore also where the clock of the chip is None.
     """
     chip = Topology(compiled.plan.target).chip
-    moved, bandwidth = sum(compiled.moved.values()), chip.bandwidth * 1e9
+    found = Estimate(sum(compiled.moved.values()), chip.bandwidth * 1e9)
     if profile is None or chip.clock is None:
-        return Estimate(moved, bandwidth)
-    return Estimate(moved, bandwidth, profile.cycles, chip.clock * 1e9, profile.missing)
+        return found
+    figures = profile.cycles, chip.clock * 1e9, profile.missing
+    return Estimate(found.moved, found.bandwidth, *figures)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -26,7 +26,7 @@ from tpu_embed.planning import costs
 from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.remedies import find_remedies
-from tpu_embed.planning.request import Request, distinct_rows
+from tpu_embed.planning.request import Request
 from tpu_embed.planning.targets import GivenTarget, read_target
 from tpu_embed.vocabulary import check_lookahead
 
@@ -142,9 +142,8 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as a JSON object, without `spec`."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields = dataclasses.asdict(self)
         del fields["spec"]
-        fields["tables"] = [dataclasses.asdict(table) for table in self.tables]
         return json.dumps(fields | {"bytes_per_device": self.bytes_per_device, "fits": self.fits})
 
     def explain(self) -> str:
@@ -225,9 +224,8 @@ def plan(
     lookahead = check_lookahead(lookahead)
     known = read_target(target)
     known = known if memory is None else known._replace(memory=memory)
-    declared = structure.flatten(feature_config)
     options = hit_rates, touched_rows, exchange_dtype, lookahead
-    request = Request(known, declared, optimizer, batch, *options)
+    request = Request(known, structure.flatten(feature_config), optimizer, batch, *options)
     found = _planned(request)
     if found.fits:
         return found
@@ -236,12 +234,10 @@ def plan(
 
 def _planned(request: Request) -> Plan:
     """Return the plan, without remedies."""
-    declared, why = request.placed
     layout, size, spec, host = request.layout, request.size, request.spec, request.host
-    living, batches = [table for _, table in layout.living], request.lookahead + 1
-    ahead = distinct_rows(declared, layout, request.batch, living, batches=batches)
+    ahead = request.distinct_rows(layout.living, batches=request.lookahead + 1)
     tables = []
-    for name in declared.table_names:
+    for name in request.declared.table_names:
         stack, table = layout.table(name)
         copies = stack.num_shards if stack.shard_axes else 1
         held = costs.stack_bytes(stack, table.rows_per_shard, size)
@@ -251,7 +247,7 @@ def _planned(request: Request) -> Plan:
             dim=stack.dim,
             dtype=stack.dtype,
             placement=stack.placement,
-            why=why.get(name, "as declared"),
+            why=request.chosen[name][1] if name in request.chosen else "as declared",
             rows=table.rows_per_shard,
             padding=table.rows_per_shard * copies - table.vocabulary_size,
             table_bytes=held[0],

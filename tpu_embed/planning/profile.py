@@ -12,7 +12,7 @@ compiles, if flags that it reads when it is loaded ask for it, and it may abort 
 process of its own compiles the step for them, and what it had written counts.
 
 Input: optimised HLO text; a command that compiles the same step. Output: bytes by operation;
-operations with cycles and the stage of the step that they belong to.
+operations with cycles.
 """
 
 from __future__ import annotations
@@ -267,7 +267,6 @@ def _bytes(shapes: Iterable[re.Match[str]]) -> int:
 _FLAG = "--xla_jf_dump_static_llo_profile_to"
 _ESTIMATE = re.compile(r"^hlo_op_estimate \{\n(?P<fields>.*?)^\}", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r'^  (?P<name>\w+): "?(?P<value>[^"\n]*)"?$', re.MULTILINE)
-_NAMED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name=\"([^\"]*)\"", re.MULTILINE)
 _ON_SPARSE_CORE = re.compile(r'execution_thread="sparsecore", \w+=%?([\w.\-]+)')
 _COSTLY = ("fusion", "sort", "gather", "scatter")
 """Operations that must have an estimate if the profile is whole."""
@@ -280,13 +279,11 @@ class Operation(NamedTuple):
       name: as the compiled program has it.
       cycles: of one run of it.
       count: operations that are equal to it, itself included.
-      scope: the named scope it stands in, such as `…/update/items/dedup`; "" if it is not known.
     """
 
     name: str
     cycles: int
     count: int
-    scope: str
 
     @property
     def total(self) -> int:
@@ -335,31 +332,21 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         written = [path.read_text() for path in Path(folder).glob("*_static_llo_profile.textproto")]
-    scopes, found = scopes_of(text), []
+    found = []
     for estimate in _ESTIMATE.finditer("".join(written)):
         fields = dict(_FIELD.findall(estimate["fields"]))
-        name, count = fields["hlo_op_name"], int(fields.get("num_equivalent_hlos", 1))
-        cycles = int(fields["estimated_cycles"])
-        found.append(Operation(name, cycles, count, scopes.get(name, "")))
+        cycles, count = fields["estimated_cycles"], fields.get("num_equivalent_hlos", 1)
+        found.append(Operation(fields["hlo_op_name"], int(cycles), int(count)))
     if not found:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         what, expected = "profile of the TensorCore", "estimates by libtpu"
         raise RuntimeError(message(what, expected=expected, got=f"none: {last}"))
-    costly = _costly(text)
-    missing = len(costly) - sum(one.count for one in found if one.name in costly)
-    return Profile(sorted(found, key=lambda one: (-one.total, one.name)), missing)
-
-
-def scopes_of(text: str) -> dict[str, str]:
-    """Return name -> named scope of the instructions of a program."""
-    return dict(_NAMED.findall(text))
-
-
-def _costly(text: str) -> set[str]:
-    """Return the names of the operations that a TensorCore runs and that cost cycles."""
-    program, elsewhere = Program(text), set(_ON_SPARSE_CORE.findall(text))
-    return {
+    # What a TensorCore runs, and costs cycles.
+    program, elsewhere = Program(text), _ON_SPARSE_CORE.findall(text)
+    costly = {
         one.name
         for one in program.instructions.values()
         if one.opcode in _COSTLY and not program.is_fused(one) and one.computation not in elsewhere
     }
+    missing = len(costly) - sum(one.count for one in found if one.name in costly)
+    return Profile(sorted(found, key=lambda one: (-one.total, one.name)), missing)

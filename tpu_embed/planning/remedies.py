@@ -20,7 +20,7 @@ from tpu_embed.initializers import wants_shard_info
 from tpu_embed.optimizers import RowWiseAdagrad
 from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import row_bytes
-from tpu_embed.planning.request import Request, distinct_rows
+from tpu_embed.planning.request import Request
 from tpu_embed.storage import HostStorage
 
 Changes = dict[str, dict[str, Any]]
@@ -130,8 +130,7 @@ def _moved_to_host(request: Request) -> Changes:
 
 def _candidates(request: Request) -> list[_Candidate]:
     """Return the tables that may have fewer rows on the devices, the largest first."""
-    declared, _ = request.placed
-    configs = dict(zip(declared.table_names, declared.tables, strict=True))
+    configs = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
     pairs = [(s, t) for s in request.layout.stacks for t in s.tables]
     fit = [(s, t) for s, t in pairs if _may_be_on_host(s, configs[t.name])]
     # What a batch has is counted as if they were there with all of their rows.
@@ -139,8 +138,7 @@ def _candidates(request: Request) -> list[_Candidate]:
     counted = request.changed(
         {t.name: {"storage": _storage(None, min(t.vocabulary_size, _MOST_ROWS))} for t in here}
     )
-    on_host = [table for _, table in counted.layout.on_host]
-    batch_rows = distinct_rows(counted.placed[0], counted.layout, request.batch, on_host)
+    batch_rows = counted.distinct_rows(counted.layout.on_host)
     found = []
     for stack, table in fit:
         rows = table.vocabulary_size

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -31,7 +31,6 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.ids import (
     FeatureRules,
-    FeatureShape,
     HostIds,
     Structure,
     check_dtype,
@@ -199,19 +198,16 @@ class Request:
         return 2**63 if self.target.memory is None else self.target.memory
 
     @functools.cached_property
-    def placed(self) -> tuple[Structure, dict[str, str]]:
-        """The features without "auto", and table -> reason for each chosen placement."""
-        chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
-        placed = {name: {"placement": to} for name, (to, _) in chosen.items()}
-        why = {name: reason for name, (_, reason) in chosen.items()}
-        return structure.flatten(with_tables(self.declared, placed)), why
+    def chosen(self) -> dict[str, tuple[str, str]]:
+        """Table -> (placement, reason) for the tables that are "auto"."""
+        return placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
 
     @functools.cached_property
     def layout(self) -> Layout:
         """Where each row lives."""
-        declared, _ = self.placed
+        placed = {name: {"placement": to} for name, (to, _) in self.chosen.items()}
         layout = make_layout(
-            declared,
+            self.changed(placed).declared,
             self.optimizer,
             self.axes,
             sum_blocks=8,
@@ -248,16 +244,51 @@ class Request:
     @functools.cached_property
     def spec(self) -> BatchSpec:
         """The shape of the batch, for which a step is compiled."""
-        declared, _ = self.placed
-        return spec_of(declared, self.layout, self.batch)
+        return spec_of(self.declared, self.layout, self.batch)
 
     @functools.cached_property
     def host(self) -> dict[str, HostPlan]:
         """What tables on the host have there, and what they move, by table."""
-        declared, _ = self.placed
-        tables = [table for _, table in self.layout.on_host]
-        rows = distinct_rows(declared, self.layout, self.batch, tables)
+        rows = self.distinct_rows(self.layout.on_host)
         return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
+
+    def distinct_rows(
+        self, tables: Iterable[tuple[Stack, TableSlice]], *, batches: int = 1
+    ) -> dict[str, int]:
+        """Return how many distinct rows of some tables that have a map there are, by table.
+
+        Of ids, the batches are taken to share no row; of shapes, all ids to be uniform.
+
+        Args:
+          tables: the tables, each with its stack.
+          batches: how many batches like the given one are counted together.
+
+        Raises:
+          TypeError, ValueError: as for `spec_of`.
+        """
+        layout, (leaves, are_shapes) = self.layout, _leaves(self.declared, self.batch)
+        ids: dict[str, int] = collections.Counter()
+        found: dict[str, np.ndarray] = {}
+        if are_shapes:
+            spec, replicas = self.spec, layout.axes.replicas
+            for f, (feature, shape) in enumerate(
+                zip(layout.features, spec.feature_shapes, strict=True)
+            ):
+                room = shape.room_per_bag or 0
+                ids[feature.table.name] += replicas * spec.activation_rows(f) * room
+        else:
+            found = _keys(layout, _host_ids(layout, leaves))
+        counts = {}
+        for _, table in tables:
+            name, size = table.name, table.declared_size
+            if are_shapes:
+                count = math.ceil(_distinct(batches * ids[name], size))
+            else:
+                count = batches * found[name].size
+            # Of keys there may be more than rows; of row numbers there are not.
+            has_keys = not table.is_on_host or table.key_table is not None
+            counts[name] = count if has_keys else min(count, size)
+        return counts
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
@@ -307,58 +338,26 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
     leaves, are_shapes = _leaves(declared, batch)
     if not are_shapes:
         hosts = _host_ids(layout, leaves)
-        stored = _keys(layout, hosts, [table for _, table in layout.on_host])
+        stored = _keys(layout, hosts)
         pairs = zip(layout.features, hosts, strict=True)
         return exact_spec([_with_some_rows(*pair, stored) for pair in pairs], layout).bucketed()
-    shapes = tuple(_feature_shapes(layout, leaves))
+    shapes = []
+    for feature, leaf in zip(layout.features, leaves, strict=True):
+        path = f"feature {feature.path!r}"
+        check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
+        shape = dense_shape(path, feature.config, leaf.shape, weighted=False)
+        if shape.capacity is not None:
+            # A placed batch has a place per id, here for rows that are all full.
+            places = shape.batch * shape.bags // layout.axes.replicas
+            shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
+        shapes.append(shape)
     bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, shapes, bare, "update")
+    spec = BatchSpec(layout.axes.replicas, tuple(shapes), bare, "update")
     spec.check_batch([feature.path for feature in layout.features])
     rooms = [
         dataclasses.replace(view.room, **_capacities(view)) for view in view_stacks(spec, layout)
     ]
     return dataclasses.replace(spec, stacks=tuple(rooms))
-
-
-def distinct_rows(
-    declared: Structure,
-    layout: Layout,
-    batch: PyTree,
-    tables: Sequence[TableSlice],
-    *,
-    batches: int = 1,
-) -> dict[str, int]:
-    """Return how many distinct rows of some tables that have a map there are, by table.
-
-    Of ids, the batches are taken to share no row; of shapes, all ids to be uniform.
-
-    Args:
-      declared, layout, batch: as for `spec_of`.
-      tables: the tables.
-      batches: how many batches like the given one are counted together.
-
-    Raises:
-      TypeError, ValueError: as for `spec_of`.
-    """
-    leaves, are_shapes = _leaves(declared, batch)
-    ids: dict[str, int] = collections.Counter()
-    found: dict[str, np.ndarray] = {}
-    if are_shapes:
-        for feature, shape in zip(layout.features, _feature_shapes(layout, leaves), strict=True):
-            ids[feature.table.name] += _num_ids(shape.batch, shape, replicas=layout.axes.replicas)
-    else:
-        found = _keys(layout, _host_ids(layout, leaves), tables)
-    counts = {}
-    for table in tables:
-        name, size = table.name, table.declared_size
-        if are_shapes:
-            count = math.ceil(_distinct(batches * ids[name], size))
-        else:
-            count = batches * found[name].size
-        # Of keys there may be more than rows; of row numbers there are not.
-        has_keys = not table.is_on_host or table.key_table is not None
-        counts[name] = count if has_keys else min(count, size)
-    return counts
 
 
 def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
@@ -379,16 +378,13 @@ def _host_ids(layout: Layout, leaves: list[Any]) -> list[HostIds]:
     ]
 
 
-def _keys(
-    layout: Layout, hosts: list[HostIds], tables: Sequence[TableSlice]
-) -> dict[str, np.ndarray]:
+def _keys(layout: Layout, hosts: list[HostIds]) -> dict[str, np.ndarray]:
     """Return the distinct ids of tables that have a map, uint64 `[n]`, ascending."""
-    found = {}
-    for table in tables:
-        pairs = zip(layout.features, hosts, strict=True)
-        some = [host.keys for feature, host in pairs if feature.table == table]
-        found[table.name] = np.unique(np.concatenate(some))  # type: ignore[arg-type]
-    return found
+    found: dict[str, list[np.ndarray]] = collections.defaultdict(list)
+    for feature, host in zip(layout.features, hosts, strict=True):
+        if host.keys is not None:
+            found[feature.table.name].append(host.keys)
+    return {name: np.unique(np.concatenate(keys)) for name, keys in found.items()}
 
 
 def _with_some_rows(
@@ -418,26 +414,6 @@ def _with_some_rows(
     return give_rows_of(feature, host, rows.astype(np.int32))
 
 
-def _feature_shapes(layout: Layout, leaves: list[jax.ShapeDtypeStruct]) -> Iterator[FeatureShape]:
-    """Yield the shape of each feature of a placed batch."""
-    for feature, leaf in zip(layout.features, leaves, strict=True):
-        path = f"feature {feature.path!r}"
-        check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
-        shape = dense_shape(path, feature.config, leaf.shape, weighted=False)
-        if shape.capacity is not None:
-            # A placed batch has a place per id, here for rows that are all full.
-            places = shape.batch * shape.bags // layout.axes.replicas
-            shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
-        yield shape
-
-
-def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
-    """Return how many ids a feature of `size` examples, or of some replicas, has."""
-    if shape.has_places:
-        return replicas * (shape.capacity or 0)
-    return size * shape.bags * (shape.width or 0)
-
-
 def _capacities(view: StackView) -> dict[str, int]:
     """Return the expected room for a stack's exchange.
 
@@ -450,12 +426,9 @@ def _capacities(view: StackView) -> dict[str, int]:
     blocks = view.blocks_per_device
     rows = partials = merged = 0.0
     for table in stack.tables:
-        sized = zip(view.features, view.sizes, view.shapes, strict=True)
-        ids = sum(
-            _num_ids(size, shape)
-            for f, size, shape in sized
-            if view.layout.features[f].table == table
-        )
+        bags = zip(view.features, view.counts, view.shapes, strict=True)
+        mine = [one for one in bags if view.layout.features[one[0]].table == table]
+        ids = sum(count * (shape.room_per_bag or 0) for _, count, shape in mine)
         share = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += share * _distinct_in(table, ids)
         summed = blocks * _distinct_in(table, ids / blocks)
