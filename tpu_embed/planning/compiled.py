@@ -344,9 +344,12 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     axes, whole = engine.layout.axes, PartitionSpec()
-    specs: Any = TableState(*state_specs(engine.layout.stacks, axes), whole, whole, whole)  # type: ignore[arg-type]
+    vocabulary: Any = shapes.vocabulary and whole
+    specs: Any = *state_specs(engine.layout.stacks, axes), whole, whole, vocabulary
     return jax.tree.map(
-        lambda spec, part: _sharded(part, NamedSharding(axes.mesh, spec)), specs, shapes
+        lambda spec, part: _sharded(part, NamedSharding(axes.mesh, spec)),
+        TableState(*specs),
+        shapes,
     )
 
 

@@ -10,6 +10,7 @@ table on the host; or a `HitCount`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
@@ -102,7 +103,8 @@ def count_hits(
     rules = DynamicVocabulary(evict=storage.evict)
     # The places on the devices, and which rows have been at home.
     places, home = VocabularyMap(rules, storage.device_rows, lookahead), HostRows(_SEEN)
-    total, taken, touched = np.zeros(5, np.int64), 0, 0
+    counts: dict[str, int] = collections.Counter()
+    taken = touched = 0
     for ids in _read(batches):
         # In order of first appearance, in which the map gives unknown keys their places.
         distinct = dispatch.host_kernels().distinct_keys(_keys(ids)).keys
@@ -110,28 +112,24 @@ def count_hits(
         known = found[found >= 0]
         moved = places.take(known, distinct[found < 0])
         if moved.unseen:
-            _refuse(storage.device_rows, moved.unseen, lookahead)
+            # As `EmbeddingEngine.place` does.
+            size = storage.device_rows
+            many = "a batch" if not lookahead else f"{lookahead + 1} batches"
+            expected, got = f"at most {size} distinct ids in {many}", f"{size + moved.unseen}"
+            remedy = f"give HostStorage(device_rows={got}) or more, or smaller batches"
+            raise ValueError(message("batches", expected=expected, got=got, remedy=remedy))
         places.forget(places.step)
         brought, left = int(home.contains(moved.new_keys).sum()), moved.evicted_keys
         drawn = moved.new_keys.size - brought
         home.write(left, {"seen": np.zeros((left.size, 1), np.uint8)})
         taken, touched = taken + 1, touched + drawn
         if taken > warm_up:
-            total += distinct.size, known.size, brought, drawn, left.size
+            found = {"rows": distinct.size, "hits": known.size, "sent": left.size}
+            counts.update(found, brought=brought, drawn=drawn)
     if taken <= warm_up:
         expected, got = f"more than {warm_up} batches, those of warm_up", f"{taken}"
         raise ValueError(message("batches", expected=expected, got=got))
-    names = ("rows", "hits", "brought", "drawn", "sent")
-    counts = dict(zip(names, total.tolist(), strict=True))
     return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)
-
-
-def _refuse(device_rows: int, more: int, lookahead: int) -> None:
-    """Refuse a batch as `EmbeddingEngine.place` does."""
-    many = "a batch" if not lookahead else f"{lookahead + 1} batches"
-    expected, got = f"at most {device_rows} distinct ids in {many}", f"{device_rows + more}"
-    remedy = f"give HostStorage(device_rows={device_rows + more}) or more, or smaller batches"
-    raise ValueError(message("batches", expected=expected, got=got, remedy=remedy))
 
 
 def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
@@ -236,10 +234,8 @@ def host_plans(
     for what, given in {"hit_rates": hit_rates, "touched_rows": touched}.items():
         for name in given:
             if name not in sizes:
-                expected, remedy = (
-                    f"tables on the host, of {sorted(sizes)}",
-                    did_you_mean(name, sizes),
-                )
+                expected = f"tables on the host, of {sorted(sizes)}"
+                remedy = did_you_mean(name, sizes)
                 raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
     for name, rate in hit_rates.items():
         if not isinstance(rate, HitCount) and not (is_number(rate) and 0 <= rate <= 1):

@@ -19,7 +19,6 @@ from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import (
     ExchangeDtype,
-    Layout,
     TableSlice,
 )
 from tpu_embed.planning import costs
@@ -257,6 +256,19 @@ def _planned(request: Request) -> Plan:
             host=host.get(name),
         )
         tables.append(one)
+    plans, hosts = list(host.values()), request.target.hosts
+
+    def shared(field: str, some: Iterable[HostPlan]) -> int:
+        return -(-sum(getattr(one, field) for one in some) // hosts)
+
+    on_host = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
+    in_files = [one for one in plans if one.path]
+    if plans:
+        in_memory = [one for one in plans if not one.path]
+        on_host["rows at home"] = shared("row_store_bytes", in_memory)
+        on_host["index"] = shared("index_bytes", plans)
+    known = [one for one in plans if one.hit_rate is not None]
+    missed = {"in": shared("bytes_in", known), "out": shared("bytes_out", known)}
     return Plan(
         target=request.target.name,
         devices=request.axes.mesh.size,
@@ -271,29 +283,12 @@ def _planned(request: Request) -> Plan:
         moved=costs.moved(layout, spec),
         spec=spec,
         lookahead=request.lookahead,
-        hosts=request.target.hosts,
-        **_of_hosts(layout, list(host.values()), request.target.hosts),
+        hosts=hosts,
+        host_bytes=sum(on_host.values()),
+        on_host=on_host,
+        file_bytes=shared("row_store_bytes", in_files),
+        missed=missed if known else None,
     )
-
-
-def _of_hosts(layout: Layout, plans: list[HostPlan], hosts: int) -> dict[str, Any]:
-    """Return the fields of a plan that say what each host holds, and moves in a step."""
-
-    def shared(field: str, some: Iterable[HostPlan]) -> int:
-        return -(-sum(getattr(one, field) for one in some) // hosts)
-
-    parts = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
-    if plans:
-        parts["rows at home"] = shared("row_store_bytes", (one for one in plans if not one.path))
-        parts["index"] = shared("index_bytes", plans)
-    known = [one for one in plans if one.hit_rate is not None]
-    missed = {"in": shared("bytes_in", known), "out": shared("bytes_out", known)}
-    return {
-        "host_bytes": sum(parts.values()),
-        "on_host": parts,
-        "file_bytes": shared("row_store_bytes", (one for one in plans if one.path)),
-        "missed": missed if known else None,
-    }
 
 
 def _map_bytes(table: TableSlice) -> int:

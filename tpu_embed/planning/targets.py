@@ -90,7 +90,7 @@ _SLICES = {
 
 _CHIPS_PER_HOST = 4
 
-_TYPES = {**{name: name for name in CHIPS}, "v5litepod": "v5e"}
+_TYPES = {name: name for name in CHIPS} | {"v5litepod": "v5e"}
 """How accelerator types begin -> the chip."""
 
 
