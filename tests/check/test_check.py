@@ -48,7 +48,7 @@ def test_a_part_finds_nothing(name, devices, monkeypatch):
 
 def test_every_rule_and_every_part_is_there():
     known = {name for name in optimizers.__all__ if name[0].isupper()}
-    interfaces = {"LearningRateKind", "OptaxOptimizer", "RowOptimizer", "SlotShape"}
+    interfaces = {"LearningRateKind", "RowOptimizer", "SlotShape"}
     tried = {type(rule).__name__ for rule in trainings.rules()}
     assert tried >= known - interfaces - {"TableOptimizer"}
     assert list(DEVICES) == list(PARTS)

@@ -28,26 +28,26 @@ _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 _SPECIAL = (0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 1e-39)
 """Both zeros, infinities, NaN, the greatest number, a tie to either side, one below 2⁻¹²⁶."""
 
-# A kernel takes the format of a table, its stored rows [R, D], bfloat16 as uint16, and four arrays:
-# index [N], of rows and numbers that are none; segments [N], ascending, the sum of each entry;
-# weights [N]; and places [R], the rows to write, every second of which is none. A format to be
-# sent in has rows rounded on their way.
+# A kernel takes the format of a table, its stored rows [R, D], bfloat16 as uint16, the format that
+# they are sent in if they are rounded on their way, and four arrays: index [N], of rows and numbers
+# that are none; segments [N], ascending, the sum of each entry; weights [N]; and places [R], the
+# rows to write, every second of which is none.
 
 
-def _read(form, rows, index, *_, sent=None):
+def _read(form, rows, sent, index, *_):
     array = form.pack(rows).reshape(form.array(_ROWS).shape)
     if sent:
         return sent.unpack(rounded.read_rows(array, index, form, sent))
     return form.unpack(dispatch.read_rows(array, index, form))
 
 
-def _write(form, rows, index, segments, weights, places, sent=None):
+def _write(form, rows, sent, index, segments, weights, places):
     array = form.pack(rows).reshape(form.array(_ROWS).shape)
     array = dispatch.write_rows(array, places, rows[::-1], form)
     return form.unpack(form.by_row(array))[:_ROWS]
 
 
-def _add(form, rows, index, segments, weights, places, sent=None):
+def _add(form, rows, sent, index, segments, weights, places):
     given = RowsToSum(rows, index, segments, weights if form.dtype == _FLOAT32 else None)
     if sent:
         return storage.widened(sent.unpack(rounded.gather_sum(given, _SUMS, sent)))
@@ -99,13 +99,13 @@ def check_kernels(devices: list[Any], report: PartReport) -> str:
         dtypes = (_FLOAT32,) if rounds else (_FLOAT32, _BFLOAT16)
         forms = [RowFormat((d,), dtype, packing) for dtype in dtypes for d in DIMS]
         tables = [rng.normal(size=(_ROWS, *form.shape)).astype(form.dtype) for form in forms]
-        for rows in tables if not tolerance else ():
-            rows[: len(_SPECIAL)] = np.array(_SPECIAL, rows.dtype)[:, None]
+        if not tolerance:
+            for rows in tables:
+                rows[: len(_SPECIAL)] = np.array(_SPECIAL, rows.dtype)[:, None]
 
         def of_tables(tables, *asked, kernel=kernel, forms=forms, rounds=rounds):
             sent = [rounds and dataclasses.replace(form, dtype=_BFLOAT16) for form in forms]
-            whole = zip(forms, tables, sent, strict=True)
-            return [kernel(form, rows, *asked, sent=to) for form, rows, to in whole]
+            return [kernel(*one, *asked) for one in zip(forms, tables, sent, strict=True)]
 
         with report.during(f"kernel {name}"):
             found = on_each(devices, of_tables)([_stored(rows) for rows in tables], *asked)

@@ -17,7 +17,7 @@ import numpy as np
 
 Slots = dict[str, Any]
 """The slots of one row: `[D]`, or one number."""
-Rule = Callable[[np.ndarray, Slots, np.ndarray, int], tuple[np.ndarray, Slots]]
+Rule = Callable[..., tuple[np.ndarray, Slots]]
 """(row [D], its slots, the row's gradient [D], t) -> (row, slots)."""
 
 
@@ -267,6 +267,12 @@ def _leaky(o, w, s, g, t, lr):
     return w - lr * trail, {"trail": trail, "seen": s["seen"] + 1}
 
 
+def _trace(o, w, s, g, t, lr):
+    """Momentum, as `optax.sgd(lr, momentum=0.8)` has it."""
+    m = 0.8 * s["trace"] + g
+    return w - lr * m, {"trace": m}
+
+
 FORMULAS: dict[str, Callable[..., Any]] = {
     "SGD": _sgd,
     "Momentum": _momentum,
@@ -283,5 +289,6 @@ FORMULAS: dict[str, Callable[..., Any]] = {
     "ProximalAdagrad": _proximal_adagrad,
     "Yogi": _yogi,
     "CustomOptimizer": _leaky,
+    "OptaxOptimizer": _trace,
 }
 """The formula of each optimizer by the name of its class."""

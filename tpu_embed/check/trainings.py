@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from tpu_embed import optimizers as o
@@ -49,13 +50,14 @@ def leaky_rule(gradient, row, slots, learning_rate, step):
 
 def rules() -> list[Any]:
     """Return every optimizer."""
+    *named, _, _ = oracle.FORMULAS  # the last two are those of rules of one's own
     bounds: Any = {"clipvalue": 0.5, "clip_weight_min": -0.2, "clip_weight_max": 0.3}
-    *named, _ = oracle.FORMULAS  # the last one is that of `leaky_rule`
     return [
         *(getattr(o, name)(RATE, **_OPTIONS.get(name, {})) for name in named),
         o.SGD(RATE, weight_decay_factor=0.1, **bounds),
         o.Adagrad(RATE, use_gradient_accumulation=False),
         o.CustomOptimizer(leaky_rule, {"trail": 0, "seen": 0}, RATE),
+        o.OptaxOptimizer(optax.sgd(RATE, momentum=0.8)),
     ]
 
 
@@ -88,12 +90,11 @@ def _draw(tables, forms, size):
     rng, batch, found = np.random.default_rng(0), -(-_EXAMPLES // size) * size, {}
     for table, form in itertools.product(tables, forms):
         shape = (batch,) if form == "one" else (batch, _HOT)
-        ids = rng.integers(0, _ROWS, shape).astype(np.int32)
-        ids[rng.random(shape) < 0.3] = -1
-        present = ids >= 0
-        weights = np.ones(shape, np.float32)
-        if form in ("sparse", "ragged"):
-            weights = rng.uniform(0.5, 2, shape).astype(np.float32)
+        present = rng.random(shape) < 0.7
+        ids = np.where(present, rng.integers(0, _ROWS, shape, np.int32), -1)
+        weighted = form in ("sparse", "ragged")
+        weights = rng.uniform(0.5, 2, shape) if weighted else np.ones(shape)
+        weights = weights.astype(np.float32)
         # A bag for each id, or for each example.
         per_id = form in ("one", "sequence")
         pairs = [zip(ids.flat, weights.flat, strict=True)] * (1 if per_id else _HOT)
@@ -147,7 +148,9 @@ def _train(tables, forms, devices, report, *, placed=True, tolerance=FLOAT32, **
         compare = functools.partial(report.compare, tolerance=BFLOAT16 if rounded else tolerance)
         kind = type(rule).__name__
         where = f"table {name!r}, {kind}"
-        formula = functools.partial(oracle.update_row, oracle.FORMULAS[kind], rule, lr=RATE)
+        # An optax transform has no bounds, and no decay: as few as the default rule.
+        options = _ADAGRAD if isinstance(rule, o.OptaxOptimizer) else rule
+        formula = functools.partial(oracle.update_row, oracle.FORMULAS[kind], options, lr=RATE)
         mine = {path: one for path, one in features.items() if one.config.table is table}
         held, held_slots = rows[name].astype(np.float64), slots[name]
         for t, activations in enumerate(steps):
