@@ -93,10 +93,11 @@ class AdmitProgram:
 
     def explain(self) -> str:
         """Return the figures as a line of text."""
-        sizes = self.arguments, self.results, self.temporaries
-        words = zip(map(readable, sizes), ("arguments", "results", "temporaries"), strict=True)
-        parts = ", ".join(f"{size} {what}" for size, what in words)
-        return f"  admit {self.name:8} {self.rows:>11,} rows a device: {parts}"
+        return (
+            f"  admit {self.name:8} {self.rows:>11,} rows a device: "
+            f"{readable(self.arguments)} arguments, {readable(self.results)} results, "
+            f"{readable(self.temporaries)} temporaries"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tpu_embed.core.batch import BatchSpec, StackView, line_length, line_of, view_stacks
-from tpu_embed.core.layout import Layout, Stack, sent_rows_format, sent_sums_format
+from tpu_embed.core.layout import Layout, Stack, round_up, sent_rows_format, sent_sums_format
 from tpu_embed.core.state import row_formats
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 
@@ -52,11 +52,12 @@ def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """
     itemsize = np.dtype(dtype).itemsize
     if len(shape) < 2:
-        return _up(math.prod(shape), _LANES * _SUBLANES) * itemsize
+        return round_up(math.prod(shape), _LANES * _SUBLANES) * itemsize
     *lead, rows, columns = shape
     # [1000, 16]: row-major [1000, 128] are 128,000 elements, column-major [16, 1024] are 16,384
     elements = min(
-        _up(rows, _SUBLANES) * _up(columns, _LANES), _up(columns, _SUBLANES) * _up(rows, _LANES)
+        round_up(rows, _SUBLANES) * round_up(columns, _LANES),
+        round_up(columns, _SUBLANES) * round_up(rows, _LANES),
     )
     return math.prod(lead) * elements * itemsize
 
@@ -72,10 +73,6 @@ def readable(size: float) -> str:
     while round(size, 1) >= 1024 and unit < len(_UNITS) - 1:
         size, unit = size / 1024, unit + 1
     return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:

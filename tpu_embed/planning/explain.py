@@ -81,8 +81,8 @@ def _misses(plan: Any) -> str:
     unknown = [one.name for one in plan.tables if one.host and one.host.hit_rate is None]
     counted = ""
     if plan.missed is not None:
-        sizes = (readable(plan.missed[way]) for way in ("in", "out"))
-        counted = "misses, each step and host: {} to its devices, {} home".format(*sizes)
+        came, left = readable(plan.missed["in"]), readable(plan.missed["out"])
+        counted = f"misses, each step and host: {came} to its devices, {left} home"
     if not unknown:
         return counted
     names = f" of {', '.join(unknown)}" if counted else ""

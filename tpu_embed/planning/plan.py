@@ -157,14 +157,13 @@ class Plan:
         Raises:
           ValueError: it does not fit; the message says by how much, and lists the remedies.
         """
-        if not self.fits:
-            assert self.memory is not None, "without a memory everything fits"
+        memory, needed = self.memory, self.bytes_per_device
+        if memory is not None and needed > memory:
             raise ValueError(
                 message(
                     f"plan for {self.target}",
-                    expected=f"at most {readable(self.memory)} a device",
-                    got=f"{readable(self.bytes_per_device)}, "
-                    f"{readable(self.bytes_per_device - self.memory)} too much",
+                    expected=f"at most {readable(memory)} a device",
+                    got=f"{readable(needed)}, {readable(needed - memory)} too much",
                     remedy="; ".join(self.remedies),
                 )
             )
@@ -240,22 +239,23 @@ def _planned(request: Request) -> Plan:
         stack, table = layout.table(name)
         copies = stack.num_shards if stack.shard_axes else 1
         held = costs.stack_bytes(stack, table.rows_per_shard, size)
-        one = TablePlan(
-            name=name,
-            vocabulary_size=table.declared_size,
-            dim=stack.dim,
-            dtype=stack.dtype,
-            placement=stack.placement,
-            why=request.chosen[name][1] if name in request.chosen else "as declared",
-            rows=table.rows_per_shard,
-            padding=table.rows_per_shard * copies - table.vocabulary_size,
-            table_bytes=held[0],
-            slot_bytes=held[1],
-            wasted_bytes=sum(costs.wasted_bytes(stack, table.rows_per_shard, size)),
-            lookahead_rows=ahead.get(name),
-            host=host.get(name),
+        tables.append(
+            TablePlan(
+                name=name,
+                vocabulary_size=table.declared_size,
+                dim=stack.dim,
+                dtype=stack.dtype,
+                placement=stack.placement,
+                why=request.chosen[name][1] if name in request.chosen else "as declared",
+                rows=table.rows_per_shard,
+                padding=table.rows_per_shard * copies - table.vocabulary_size,
+                table_bytes=held[0],
+                slot_bytes=held[1],
+                wasted_bytes=sum(costs.wasted_bytes(stack, table.rows_per_shard, size)),
+                lookahead_rows=ahead.get(name),
+                host=host.get(name),
+            )
         )
-        tables.append(one)
     plans, hosts = list(host.values()), request.target.hosts
 
     def shared(field: str, some: Iterable[HostPlan]) -> int:

@@ -191,21 +191,18 @@ def _read(text: str) -> Iterator[Instruction]:
         arguments, rest = match["rest"].split(")", 1)
         calls = _CALLS.search(rest) if match["opcode"] == "fusion" else None
         accessed = _ACCESSED.search(line) if kernel else None
+        shapes = list(_SHAPE.finditer(match["type"]))
         yield Instruction(
             name=match["name"],
             opcode=match["name"].split(".")[0] if kernel else match["opcode"],
-            size=_bytes(_SHAPE.finditer(match["type"])),
+            size=_bytes(shapes),
             operands=tuple(_OPERAND.findall(arguments)),
             computation=computation,
             root=bool(match["root"]),
             fusion=calls[1] if calls else "",
             number=int(arguments) if match["opcode"] == "parameter" else -1,
             on_chip=bool(_ON_CHIP.search(match["type"])),
-            stored=_bytes(
-                part
-                for part in _SHAPE.finditer(match["type"])
-                if not _ON_CHIP.search(part["layout"] or "")
-            ),
+            stored=_bytes(one for one in shapes if not _ON_CHIP.search(one["layout"] or "")),
             is_kernel=kernel,
             accessed=int(accessed[1]) if accessed else None,
         )

@@ -14,7 +14,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tpu_embed.core.layout import Stack
 from tpu_embed.core.state import row_formats
 from tpu_embed.initializers import wants_shard_info
 from tpu_embed.optimizers import RowWiseAdagrad
@@ -129,10 +128,19 @@ def _moved_to_host(request: Request) -> Changes:
 
 
 def _candidates(request: Request) -> list[_Candidate]:
-    """Return the tables that may have fewer rows on the devices, the largest first."""
+    """Return the tables that are or could be at home on the host, the largest first.
+
+    They may have fewer rows on the devices.
+    """
     configs = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
-    pairs = [(s, t) for s in request.layout.stacks for t in s.tables]
-    fit = [(s, t) for s, t in pairs if _may_be_on_host(s, configs[t.name])]
+    fit = []
+    for stack in request.layout.stacks:
+        changes_all = stack.optimizer is not None and stack.optimizer.updates_every_row
+        if stack.placement != "replicated" and not changes_all:
+            for table in stack.tables:
+                initializer = configs[table.name].initializer
+                if initializer is None or not wants_shard_info(initializer):
+                    fit.append((stack, table))
     # What a batch has is counted as if they were there with all of their rows.
     here = [t for _, t in fit if not t.is_on_host]
     counted = request.changed(
@@ -146,16 +154,6 @@ def _candidates(request: Request) -> list[_Candidate]:
         found.append(_Candidate(table.name, table.storage, rows, least, row_bytes(stack)))
     fewer = (one for one in found if one.least < one.rows)
     return sorted(fewer, key=lambda one: -one.rows * one.row_bytes)
-
-
-def _may_be_on_host(stack: Stack, config: Any) -> bool:
-    """Return whether a table of a stack, with its config, is or could be at home on the host."""
-    rule, initializer = stack.optimizer, config.initializer
-    return (
-        stack.placement != "replicated"
-        and not (rule is not None and rule.updates_every_row)
-        and not (initializer is not None and wants_shard_info(initializer))
-    )
 
 
 def _changes(some: Iterable[_Candidate], share: float) -> Changes:

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -253,7 +253,7 @@ class Request:
         return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
 
     def distinct_rows(
-        self, tables: Iterable[tuple[Stack, TableSlice]], *, batches: int = 1
+        self, tables: Sequence[tuple[Stack, TableSlice]], *, batches: int = 1
     ) -> dict[str, int]:
         """Return how many distinct rows of some tables that have a map there are, by table.
 
@@ -267,28 +267,24 @@ class Request:
           TypeError, ValueError: as for `spec_of`.
         """
         layout, (leaves, are_shapes) = self.layout, _leaves(self.declared, self.batch)
-        ids: dict[str, int] = collections.Counter()
-        found: dict[str, np.ndarray] = {}
         if are_shapes:
-            spec, replicas = self.spec, layout.axes.replicas
-            for f, (feature, shape) in enumerate(
-                zip(layout.features, spec.feature_shapes, strict=True)
-            ):
-                room = shape.room_per_bag or 0
-                ids[feature.table.name] += replicas * spec.activation_rows(f) * room
+            ids: dict[str, int] = collections.Counter()
+            for f, feature in enumerate(layout.features):
+                room = self.spec.feature_shapes[f].room_per_bag or 0
+                rows = layout.axes.replicas * self.spec.activation_rows(f)
+                ids[feature.table.name] += batches * rows * room
+            sizes = {table.name: table.declared_size for _, table in tables}
+            counts = {name: math.ceil(_distinct(ids[name], size)) for name, size in sizes.items()}
         else:
-            found = _keys(layout, _host_ids(layout, leaves))
-        counts = {}
-        for _, table in tables:
-            name, size = table.name, table.declared_size
-            if are_shapes:
-                count = math.ceil(_distinct(batches * ids[name], size))
-            else:
-                count = batches * found[name].size
-            # Of keys there may be more than rows; of row numbers there are not.
-            has_keys = not table.is_on_host or table.key_table is not None
-            counts[name] = count if has_keys else min(count, size)
-        return counts
+            _, keys = _read_ids(layout, leaves)
+            counts = {name: batches * some.size for name, some in keys.items()}
+        # Of keys there may be more than rows; of row numbers there are not.
+        return {
+            table.name: min(counts[table.name], table.declared_size)
+            if table.is_on_host and table.key_table is None
+            else counts[table.name]
+            for _, table in tables
+        }
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
@@ -337,8 +333,7 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
     """
     leaves, are_shapes = _leaves(declared, batch)
     if not are_shapes:
-        hosts = _host_ids(layout, leaves)
-        stored = _keys(layout, hosts)
+        hosts, stored = _read_ids(layout, leaves)
         pairs = zip(layout.features, hosts, strict=True)
         return exact_spec([_with_some_rows(*pair, stored) for pair in pairs], layout).bucketed()
     shapes = []
@@ -371,20 +366,16 @@ def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
     return leaves, bool(shapes)
 
 
-def _host_ids(layout: Layout, leaves: list[Any]) -> list[HostIds]:
-    return [
-        host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
-        for feature, ids in zip(layout.features, leaves, strict=True)
-    ]
-
-
-def _keys(layout: Layout, hosts: list[HostIds]) -> dict[str, np.ndarray]:
-    """Return the distinct ids of tables that have a map, uint64 `[n]`, ascending."""
-    found: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    for feature, host in zip(layout.features, hosts, strict=True):
+def _read_ids(layout: Layout, leaves: list[Any]) -> tuple[list[HostIds], dict[str, np.ndarray]]:
+    """Return the ids by feature, and the distinct ones of each table that has a map, ascending."""
+    hosts, keys = [], collections.defaultdict(list)
+    for feature, ids in zip(layout.features, leaves, strict=True):
+        path, name = f"feature {feature.path!r}", feature.table.name
+        host = host_ids(path, feature.config, name, ids, None)
+        hosts.append(host)
         if host.keys is not None:
-            found[feature.table.name].append(host.keys)
-    return {name: np.unique(np.concatenate(keys)) for name, keys in found.items()}
+            keys[name].append(host.keys)
+    return hosts, {name: np.unique(np.concatenate(some)) for name, some in keys.items()}
 
 
 def _with_some_rows(

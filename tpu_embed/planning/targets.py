@@ -129,7 +129,7 @@ class Topology:
             )
         if len(self.shape) != known.axes:
             expected = f"{known.axes} sizes for {kind}"
-            remedy = f"for example {kind}:" + "x".join("2" for _ in range(known.axes))
+            remedy = f"for example {kind}:{'x'.join('2' * known.axes)}"
             raise ValueError(message("topology", expected=expected, got=self.name, remedy=remedy))
         if math.prod(self.shape) > known.pod:
             expected = f"at most {known.pod:,} chips, a pod of {kind}"
