@@ -218,9 +218,9 @@ def read_stream(value: Any) -> Any | None:
       ImportError: pyarrow is not there.
       TypeError: pyarrow does not know the type of a column.
     """
-    if not hasattr(value, "__arrow_c_stream__") or _is_of("pandas", value):
-        return None
-    if _is_of("pyarrow", value):  # its arrays and frames need no stream
+    # Arrays and frames of pyarrow need no stream.
+    is_other = not _is_of("pandas", value) and not _is_of("pyarrow", value)
+    if not (hasattr(value, "__arrow_c_stream__") and is_other):
         return None
     what = f"{type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     try:
@@ -370,12 +370,9 @@ def _of_arrow(value: Any) -> np.ndarray:
 
     array = _one_chunk(value)
     if kinds.is_dictionary(array.type):
-        views, words = (
-            {"string_view": "large_string", "binary_view": "large_binary"},
-            array.dictionary,
-        )
-        if str(words.type) in views:  # strings of polars, for which Arrow has no decoding
-            words = words.cast(views[str(words.type)])
+        kind = str(array.dictionary.type)
+        if kind in ("string_view", "binary_view"):  # of polars; Arrow has no decoding for them
+            words = array.dictionary.cast(f"large_{kind.removesuffix('_view')}")
             array = type(array).from_arrays(array.indices, words)
         array = array.dictionary_decode()
     if kinds.is_null(array.type):

@@ -42,14 +42,11 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 
 # The functions of `jax.nn.initializers` that look at the fan-in, which one row does not show.
 
-_FAN_IN_FACTORIES = frozenset(
-    [
-        f"{name}_{kind}"
-        for name in ("glorot", "xavier", "lecun", "he", "kaiming")
-        for kind in ("normal", "uniform")
-    ]
-    + ["variance_scaling", "orthogonal", "delta_orthogonal"]
-)
+_FAN_IN_FACTORIES = {
+    f"{name}_{kind}"
+    for name in ("glorot", "xavier", "lecun", "he", "kaiming")
+    for kind in ("normal", "uniform")
+} | {"variance_scaling", "orthogonal", "delta_orthogonal"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

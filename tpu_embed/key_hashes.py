@@ -50,9 +50,11 @@ def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         hashes, missing = _hashes(encoded[0], state)
         return np.append(hashes, np.uint64(0))[encoded[1]], np.append(missing, True)[encoded[1]]
     arrow = as_arrow(keys)
-    if arrow is not None and _holds_strings(arrow):
-        strings, missing = _strings_of_arrow(arrow)
-        return _hash_strings(strings, state), missing
+    if arrow is not None:
+        kind = str(arrow.type).removeprefix("large_").removesuffix("_view")
+        if kind in ("string", "binary"):
+            strings, missing = _strings_of_arrow(arrow)
+            return _hash_strings(strings, state), missing
     array = read_column(_KEYS, keys)
     missing, values = np.ma.getmaskarray(array), np.ma.getdata(array)
     some = bool(missing.any())
@@ -146,22 +148,14 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
     if all(issubclass(kind, (str, bytes)) for kind in kinds):
         return objects
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
-        return _in_64_bits(objects)
+        if not all(-(2**63) <= key < 2**64 for key in objects):
+            expected = "integers of 64 bits"
+            raise ValueError(_checks.message(_KEYS, expected=expected, got="a larger one"))
+        # Some are negative and others beyond int64: modulo 2⁶⁴.
+        return np.array([int(key) % 2**64 for key in objects], np.uint64)
     got, remedy = describe_values(objects)
     expected = f"{_EXPECTED}, not both"
     raise TypeError(_checks.message(_KEYS, expected=expected, got=got, remedy=remedy))
-
-
-def _in_64_bits(integers: np.ndarray) -> np.ndarray:
-    """Return integers `[n]`, some negative and others beyond int64, as uint64: modulo 2⁶⁴.
-
-    Raises:
-      ValueError: an integer has more than 64 bits.
-    """
-    if not all(-(2**63) <= key < 2**64 for key in integers):
-        expected = "integers of 64 bits"
-        raise ValueError(_checks.message(_KEYS, expected=expected, got="a larger one"))
-    return np.array([int(key) % 2**64 for key in integers], np.uint64)
 
 
 def _strings_of(keys: np.ndarray) -> _Strings:
@@ -202,12 +196,6 @@ def _utf8(strings: np.ndarray) -> np.ndarray:
     if points.max() < 128:
         return points.astype(np.uint8).view(f"S{width}")
     return np.strings.encode(strings, "utf-8", "surrogatepass")
-
-
-def _holds_strings(arrow: Any) -> bool:
-    """Tell whether an Arrow array holds strings or bytes of any length."""
-    name = str(arrow.type).removeprefix("large_").removesuffix("_view")
-    return name in ("string", "binary")
 
 
 def _strings_of_arrow(arrow: Any) -> tuple[_Strings, np.ndarray]:

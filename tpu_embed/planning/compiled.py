@@ -425,7 +425,7 @@ class Estimate:
         longest = max(bounds, key=bounds.__getitem__)
         memory = f"{readable(self.moved)} moved at {self.bandwidth / 1e9:,g} GB/s"
         core = "not known: the profile was left out, or on this chip libtpu writes no whole one"
-        if "TensorCore" in bounds:
+        if self.cycles is not None and self.clock is not None:
             lost = f"; {self.missing} operation(s) not counted" if self.missing else ""
             by = f"{self.cycles:,} cycles by libtpu's profile at {self.clock / 1e9:g} GHz{lost}"
             core = f"{_milliseconds(bounds['TensorCore'])}   {by}"
