@@ -249,7 +249,14 @@ def host_plans(
         rows, asked = min(sizes[name], rows), min(batch_rows[name], table.vocabulary_size)
         known, moved = hit_rates.get(name), {}
         if known is not None:
-            asked, share, came, left = _moving_rows(known, asked)
+            if isinstance(known, HitCount):
+                counts = known.rows, known.brought, known.sent
+                asked, came, left = (math.ceil(count / known.batches) for count in counts)
+                share = known.hit_rate
+            else:
+                # Each miss comes from home and displaces a row, as when all rows were touched.
+                share = float(known)
+                came = left = math.ceil(round(asked * (1 - share), 6))
             moved = {"hit_rate": share, "rows_in": came, "rows_out": left}
             moved |= {"bytes_in": came * size, "bytes_out": left * size}
         plans[name] = HostPlan(
@@ -264,17 +271,6 @@ def host_plans(
             **moved,
         )
     return plans
-
-
-def _moving_rows(rate: HitRate, rows: int) -> tuple[int, float, int, int]:
-    """Return the rows of a batch, the share of hits, and how many rows come and leave."""
-    if isinstance(rate, HitCount):
-        counts = (math.ceil(one / rate.batches) for one in (rate.rows, rate.brought, rate.sent))
-        rows, came, left = counts
-        return rows, rate.hit_rate, came, left
-    # Each miss comes from home and displaces a row, as when all rows were touched long ago.
-    misses = math.ceil(round(rows * (1 - float(rate)), 6))
-    return rows, float(rate), misses, misses
 
 
 def row_bytes(stack: Stack) -> int:

@@ -217,13 +217,20 @@ def plan(
       >>> found.held["tables"], found.held["slots"], found.fits
       (64028672, 64028672, True)
     """
+    known = read_target(target)
     if memory is not None:
         memory = check_int("memory, bytes of a device", memory, minimum=1)
-    lookahead = check_lookahead(lookahead)
-    known = read_target(target)
-    known = known if memory is None else known._replace(memory=memory)
-    options = hit_rates, touched_rows, exchange_dtype, lookahead
-    request = Request(known, structure.flatten(feature_config), optimizer, batch, *options)
+        known = known._replace(memory=memory)
+    request = Request(
+        known,
+        structure.flatten(feature_config),
+        optimizer,
+        batch,
+        hit_rates,
+        touched_rows,
+        exchange_dtype,
+        check_lookahead(lookahead),
+    )
     found = _planned(request)
     if found.fits:
         return found

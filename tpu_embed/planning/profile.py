@@ -30,7 +30,6 @@ from typing import NamedTuple
 from tpu_embed._checks import message
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
-READING = ("gather",)
 WRITING = ("scatter", "dynamic-update-slice")
 SLICING = ("slice", "dynamic-slice")
 FILLING = ("broadcast", "iota")
@@ -136,7 +135,7 @@ class Program:
         results = [self.instructions[name] for name in root.operands]
         parts = results if root.opcode == "tuple" else [root]
         # Rows that the fusion gathers or scatters are counted where these operations are.
-        indexed = sum(self._origin(one).opcode in (*READING, *WRITING) for one in parts)
+        indexed = sum(self._origin(one).opcode in ("gather", *WRITING) for one in parts)
         return total + fusion.stored * (len(parts) - indexed) // len(parts)
 
     def _read_of(self, value: Instruction) -> int:
@@ -153,7 +152,7 @@ class Program:
         users = [one for one in users if one.opcode not in (*VIEWS, "fusion")]
         # Those that only touch rows which are counted where they are gathered or scattered.
         indexing = (
-            one.opcode in WRITING or (one.opcode in READING and one.operands[0] == value.name)
+            one.opcode in WRITING or (one.opcode == "gather" and one.operands[0] == value.name)
             for one in users
         )
         if not passed and all(indexing):
@@ -227,7 +226,7 @@ def moved(program: Program) -> dict[str, int]:
         opcode, read = one.opcode.removesuffix("-start"), program.loaded(one.operands)
         if one.is_kernel:
             size = read + one.stored if one.accessed is None else one.accessed
-        elif opcode in READING:
+        elif opcode == "gather":
             size = one.size * (1 + program.in_memory(one))
         elif opcode in WRITING:
             written = sum(program.instructions[name].size for name in one.operands[1:])
