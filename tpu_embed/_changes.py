@@ -3,7 +3,7 @@
 Python may run a finalizer between any two lines of a thread, even between a look at a condition and
 the sleep that follows it. If that finalizer makes the condition true and notifies, a
 `threading.Condition` whose lock can be taken twice by one thread has nobody to wake yet, and the
-thread then sleeps for ever. Here a waiter leaves a box for notes before it looks.
+thread then sleeps for ever. Here a note waits until somebody has read it.
 
 Ctrl-C may come between any two lines, too. So the lock is taken by a `with` of the lock itself,
 which Python never interrupts halfway; a method of ours could be interrupted once it has the lock.
@@ -41,12 +41,12 @@ class Changes:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # a finalizer may need it in the thread that has it
-        self._boxes: set[queue.SimpleQueue[None]] = set()
+        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def notify_all(self) -> None:
-        """Let those who wait look again; the caller holds the lock."""
-        for box in tuple(self._boxes):
-            box.put(None)  # it may be called in the middle of a `get` of the same thread
+        """Let one who waits look again at once, and all others within a second."""
+        if self._notes.empty():
+            self._notes.put(None)  # it may be called in the middle of a `get` of the same thread
 
     def wait_for(self, look: Callable[[], _T | None]) -> _T:
         """Wait until a look finds something, and return it; the caller does not hold the lock.
@@ -56,15 +56,10 @@ class Changes:
             while there is nothing to be found. It is also called every second, for what nobody
             notes, such as a signal; what it raises ends the wait.
         """
-        box: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._boxes.add(box)
-        try:
-            while True:
-                with self.lock:
-                    found = look()
-                if found:
-                    return found
-                with contextlib.suppress(queue.Empty):
-                    box.get(timeout=1)
-        finally:
-            self._boxes.discard(box)
+        while True:
+            with self.lock:
+                found = look()
+            if found:
+                return found
+            with contextlib.suppress(queue.Empty):
+                self._notes.get(timeout=1)

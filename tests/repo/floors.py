@@ -15,7 +15,6 @@ FLOORS = {
     "_snapshot": 0,
     "_jaxprs": 0,
     "_calls": 0,
-    "_signals": 0,
     "_stop": 0,
     "kernels": 1,
     "optimizers": 1,
@@ -75,7 +74,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "processes": ["departures", "messages", "turns", "conversations"],
+    "processes": ["departures", "messages", "order", "conversations"],
     "vocabulary": [
         "config",
         "fixed",

@@ -10,6 +10,7 @@ from facade_cases import assert_same, batch, gradients, make_embedding, make_emb
 
 import tpu_embed
 from tpu_embed import optimizers as o
+from tpu_embed._calls import Exchange
 
 LONG = 60
 """Seconds after which a thread that waits has a deadlock."""
@@ -44,14 +45,14 @@ def during_updates(monkeypatch):
         prepare = embedding.engine.prepare_update
 
         def prepared(*arguments):
-            update = prepare(*arguments)
+            exchange = prepare(*arguments)
 
-            def run():
-                state = update()
+            def run(call):
+                state = exchange._work(call)
                 function()
                 return state
 
-            return run
+            return Exchange(run)
 
         monkeypatch.setattr(embedding.engine, "prepare_update", prepared)
 

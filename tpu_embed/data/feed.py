@@ -1,18 +1,19 @@
 """Read a source of batches one by one, place each, and remember how far the source has been read.
 
-Input: turns. Output: placed batches, each with the state of the source after it.
+Input: items. Output: placed batches, each with the state of the source after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from tpu_embed._checks import message
-from tpu_embed.core.place import Turn
 from tpu_embed.data.items import ItemRules
+from tpu_embed.vocabulary import Pin
 
 
 @runtime_checkable
@@ -41,7 +42,7 @@ class Placed(NamedTuple):
 
 
 class Feed:
-    """The thread's part: reads items, and places them.
+    """The work of a prefetcher's thread: it reads items, and places them.
 
     Args:
       engine: places them.
@@ -52,37 +53,44 @@ class Feed:
 
     def __init__(self, engine: Any, source: Iterator[Any], rules: ItemRules, skipped: int) -> None:
         self._engine, self._source, self._rules = engine, source, rules
+        self._intake = engine.intake
+        self._others = self._intake.agreements["update" if rules.training else "lookup"]
         self._number = self._skipped = skipped
+        # A lookup has the rows of the moment at which the loop asked for it.
+        self.pin = (lambda: None) if rules.training else self._intake.pin
 
-    def place_next(self, turn: Turn) -> Placed | None:
-        """Return the next batch, placed in its turn; None if there are no more in any process.
+    def compute(self, pin: Pin | None) -> Placed | None:
+        """Return the next batch, placed; None if there are no more in any process.
 
         Raises:
           ValueError: there are more in another process.
           Exception: what the source or `place` raises.
         """
-        with turn.hold():
-            return self._place_next(turn)
-
-    def _place_next(self, turn: Turn) -> Placed | None:
-        """Do what `place_next` does, in a thread that holds the turn."""
         self._number += 1
         try:
             item = self._rules.take_apart(self._read())
             source_state = state_of(self._source)
         except StopIteration:
-            turn.end()
+            self._others.end()
             return None
         except BaseException as error:
-            turn.refuse(error)
+            self._others.refuse(error)
             raise
+        training, step = self._rules.training, pin and pin.step
         try:
-            batch = turn.place(item.features, item.weights, self._rules.spec)
+            given = item.features, item.weights, self._rules.spec
+            batch = self._intake.place_ids(*given, training=training, step=step)
             placed = item.around(batch, self._engine)
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise
-        return Placed(placed, source_state, turn.shapes)
+        return Placed(placed, source_state, self._intake.shapes())
+
+    def leave(self, reason: BaseException | None) -> None:
+        """Tell the other processes that there are no more batches, or why."""
+        # If they have a batch, or have left, their loops raise it.
+        with contextlib.suppress(ValueError, TypeError, RuntimeError):
+            self._others.end() if reason is None else self._others.refuse(reason)
 
     def _read(self) -> Any:
         """Return the next item, after those that are left out."""

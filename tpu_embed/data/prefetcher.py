@@ -9,14 +9,12 @@ Input: any iterable of batches. Output: an iterator of placed ones, and the posi
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from tpu_embed._checks import check_int, message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import check_engine
 from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
@@ -29,9 +27,6 @@ class Places(Protocol):
     """What places batches: an engine."""
 
     intake: Any
-
-    def next_turn(self, *, training: bool = True) -> Any:
-        """Return the right to place the next batch."""
 
 
 class _Taken(NamedTuple):
@@ -107,7 +102,7 @@ class Prefetcher:
         training: bool = True,
     ) -> None:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
-        if not hasattr(engine, "next_turn"):
+        if not hasattr(engine, "intake"):
             check_engine("Prefetcher: engine", engine)
         if not isinstance(batches, Iterable):
             got = type(batches).__name__
@@ -189,13 +184,18 @@ class Prefetcher:
         if self._worker is None:
             assert self._source is not None
             skipped = 0 if self._stateful else self._before
-            feed = Feed(self._engine, self._source, self._rules, skipped)
-            draw = functools.partial(self._engine.next_turn, training=self._rules.training)
-            with SignalsDeferred():  # else there might be a thread that nobody ends
-                self._worker = Worker(draw, feed.place_next)
-                self._if_lost = weakref.finalize(self, self._worker.stop)
+            worker = Worker(Feed(self._engine, self._source, self._rules, skipped))
+            order = self._engine.intake.order(training=self._rules.training)
+            try:
+                if order is not None:
+                    order.let(worker)
+                worker.start()
+                self._if_lost = weakref.finalize(self, worker.stop)
                 self._if_lost.atexit = False  # `worker.py` sees to the exit
-                self._source = None
+                self._worker, self._source = worker, None
+            except BaseException:
+                worker.stop()  # nobody else would
+                raise
             self._worker.request(self._depth)
         return self._worker
 

@@ -27,7 +27,6 @@ from jax._src import core  # which trace is current, and of which kind, has no p
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
 from tpu_embed._checks import message, refuse_derivatives, warn_user
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
@@ -212,14 +211,15 @@ class TableLayer(nnx.Module, EngineLayer):
           the admitted batch, which the jitted step takes.
 
         Raises:
-          ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is.
+          ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is. After
+            Ctrl-C in the middle of it, the layer's arrays may be gone: then every call refuses
+            them, and a restore brings others.
         """
         maps = self.engine.vocabularies
         if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
             maps.check_next(map_version(self.state), batch.keys)  # of a clone that is left behind
-        with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
-            state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
-            self.set_state(state)
+        state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
+        self.set_state(state)
         return admitted
 
     def bare(self, nest: Any) -> Any:

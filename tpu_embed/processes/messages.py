@@ -5,14 +5,15 @@ point where that could happen, all processes exchange a short message: "all is w
 the error. The messages go through the key-value store of `jax.distributed`, not through the
 devices, so the exchange does not wait for running programs.
 
-Input: a text of this process, or None if it has nothing to say. Output: the texts of all processes
-of the same round.
+Input: what this process has to say, or None. Output: what all processes of the same round say; or
+the error that one of them reports.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import struct
 import threading
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import jax
 
 from tpu_embed._checks import message
-from tpu_embed.processes import departures
+from tpu_embed.processes.departures import client, left
 
 WAIT_SECONDS = 600
 """How long a process waits for the others to place their parts of a batch."""
@@ -55,6 +56,10 @@ class _AloneError(Exception):
     """Another process has left."""
 
 
+Said = dict[int, tuple[Any, bytes]]
+"""By process, a JSON value and bytes; a process that has nothing to say is missing."""
+
+
 def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     """Return `function()`; if it raises in one process, raise in every process.
 
@@ -77,9 +82,9 @@ def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     try:
         result = function()
     except Exception as error:
-        exchange(what, name, refusal_of(error), FILES_SECONDS)
+        refuse(what, name, error, FILES_SECONDS)
         raise
-    raise_refusals(f"{what} {path}", "failed", exchange(what, name, None, FILES_SECONDS))
+    exchange(what, name, None, FILES_SECONDS, refused=f"{what} {path}: process {{}} failed")
     return result
 
 
@@ -95,8 +100,8 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    said = exchange(what, f"tpu_embed/said/{what}", json.dumps(value), FILES_SECONDS)
-    return [said[process] for process in sorted(said)]
+    said = exchange(what, f"tpu_embed/said/{what}", {"value": value}, FILES_SECONDS)
+    return [said[process][0]["value"] for process in sorted(said)]
 
 
 def gather_bytes(what: str, mine: bytes) -> list[bytes]:
@@ -109,16 +114,18 @@ def gather_bytes(what: str, mine: bytes) -> list[bytes]:
     Raises:
       RuntimeError: as for `raise_on_all`.
     """
-    sizes = gather_from_all(f"{what}: sizes", len(mine))
-    if len(sizes) == 1:
+    if jax.process_count() == 1:
         return [mine]
-    parts: list[list[bytes]] = [[] for _ in sizes]
-    for first in range(0, max(sizes), _MOST_BYTES):
-        news = mine[first : first + _MOST_BYTES] or None
-        said = exchange_bytes(what, f"tpu_embed/bytes/{what}", news, FILES_SECONDS)
-        for process, some in said.items():
-            parts[process].append(some)
-    return [b"".join(some) for some in parts]
+    parts: dict[int, bytes] = collections.defaultdict(bytes)
+    for first in itertools.count(0, _MOST_BYTES):
+        rest = mine[first:]
+        news, name = {"more": len(rest) > _MOST_BYTES}, f"tpu_embed/bytes/{what}"
+        said = exchange(what, name, news, FILES_SECONDS, rest[:_MOST_BYTES])
+        for process, (_, some) in said.items():
+            parts[process] += some
+        if not any(one["more"] for one, _ in said.values()):
+            break
+    return [parts[process] for process in sorted(parts)]
 
 
 def agree_on(what: str, value: str) -> str:
@@ -132,11 +139,11 @@ def agree_on(what: str, value: str) -> str:
     """
     if jax.process_count() == 1:
         return value
-    client, key = departures.listen().client, f"tpu_embed/agreed/{what}"
+    store, key = client(), f"tpu_embed/agreed/{what}"
     # Only the first of these calls has an effect: a key is not overwritten.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set_bytes(key, value.encode())
-    return client.blocking_key_value_get_bytes(key, SLICE_MS).decode()
+        store.key_value_set_bytes(key, value.encode())
+    return store.blocking_key_value_get_bytes(key, SLICE_MS).decode()
 
 
 def check_same(what: str, value: str) -> None:
@@ -157,70 +164,61 @@ def check_same(what: str, value: str) -> None:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def refusal_of(error: BaseException) -> str:
-    """Return the message which says that this process raises an error."""
-    return json.dumps({"error": f"{error}", "kind": type(error).__name__})
+def refuse(what: str, name: str, error: BaseException, seconds: int) -> None:
+    """Take part in an exchange with the error that this process raises; see `exchange`."""
+    _exchange(what, name, {"error": f"{error}", "kind": type(error).__name__}, b"", seconds)
 
 
-def raise_refusals(what: str, did: str, said: dict[int, Any]) -> None:
-    """Raise the first error that a process has reported, if there is one.
-
-    Args:
-      what: what was being done, for the message.
-      did: what the process did, for the message: "failed", for example.
-      said: the messages, by process.
-    """
-    for process, one in sorted(said.items()):
-        if "error" in one:
-            text = f"{what}: process {process} {did}: {one['error']}"
-            raise _ERRORS.get(one["kind"], RuntimeError)(text)
-
-
-def exchange(what: str, name: str, news: str | None, seconds: int) -> dict[int, Any]:
-    """Wait for all processes, and return the news of those that have some, by process.
+def exchange(
+    what: str,
+    name: str,
+    news: Any,
+    seconds: int,
+    body: bytes = b"",
+    *,
+    refused: str = "process {} failed",
+) -> Said:
+    """Give what this process has to say to all processes, and return what each of them says.
 
     Args:
       what: what is done, for messages.
       name: the name of the exchange, the same in all processes.
-      news: JSON, or None if this process has nothing to say.
+      news: a dictionary as JSON has it; None if this process has nothing to say.
       seconds: how long to wait for the other processes.
+      body: bytes that belong to the news.
+      refused: what a process has done that reports an error, for messages, with its number.
 
     Raises:
-      RuntimeError: as for `exchange_bytes`.
-    """
-    said = exchange_bytes(what, name, None if news is None else news.encode(), seconds)
-    return {process: json.loads(text) for process, text in said.items()}
-
-
-def exchange_bytes(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
-    """Give this process's bytes to all processes, and return the bytes of each.
-
-    Args:
-      what: what is done, for messages.
-      name: the name of the exchange, the same in all processes.
-      news: bytes, or None if this process has nothing to say.
-      seconds: how long to wait for the other processes.
-
-    Returns:
-      The news by process; a process with nothing to say is missing.
-
-    Raises:
+      Exception: a process reports an error: one of the same class if that is one of the common
+        classes, otherwise RuntimeError.
       RuntimeError: another process has left or did not come in time, or this process's last
         exchange of this name was interrupted.
     """
-    listener, number = departures.listen(), _rounds[name]
+    said = _exchange(what, name, news, body, seconds)
+    for process, (one, _) in sorted(said.items()):
+        if "error" in one:
+            kind = _ERRORS.get(one["kind"], RuntimeError)
+            raise kind(f"{refused.format(process)}: {one['error']}")
+    return said
+
+
+def _exchange(what: str, name: str, news: Any, body: bytes, seconds: int) -> Said:
+    number = _rounds[name]
     if name in _unfinished:
         got = f"call {number - 1} cut off by an exception, or not done yet in another thread"
         expected = "calls one after the other, each to its end"
         remedy = "the processes are out of step: end all, and start again"
         raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+    store = client()
     _unfinished.add(name)
     _rounds[name] += 1
     try:
-        said = _meet(listener, f"{name}/{number}", news, seconds)
+        # A line of JSON, and the bytes that follow it.
+        mine = None if news is None else json.dumps(news, default=vars).encode() + b"\n" + body
+        said = _meet(store, f"{name}/{number}", mine, seconds)
         # Everyone has arrived at this round, so everyone has read the previous one.
         if number and not jax.process_index():
-            listener.client.key_value_delete(f"{name}/{number - 1}/")
+            store.key_value_delete(f"{name}/{number - 1}/")
     except (jax.errors.JaxRuntimeError, _AloneError) as error:
         expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
         remedy = "make the same calls in the same order on every process"
@@ -229,39 +227,41 @@ def exchange_bytes(what: str, name: str, news: bytes | None, seconds: int) -> di
         text = message(what, expected=expected, got=f"{error}", remedy=remedy)
         raise RuntimeError(text) from error
     _unfinished.remove(name)
-    return said
+    lines = {process: one.partition(b"\n") for process, one in said.items()}
+    return {process: (json.loads(line), rest) for process, (line, _, rest) in lines.items()}
 
 
-def _meet(
-    listener: departures.Listener, round_: str, news: bytes | None, seconds: int
-) -> dict[int, bytes]:
+def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
     """Wait until all processes have arrived at this round; return their news by process.
 
     The last process to arrive sees from the count that it is the last. It gathers the news and
     publishes them, which lets the others go on. The others wait in short slices; between two
     slices Python can be interrupted, and they check whether a process has left.
     """
-    client, arrival = listener.client, 1
-    _check_nobody_left(listener, ask=False)
+    arrival = 1
     if news is not None:
-        client.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", news)
+        store.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", news)
         arrival += _WITH_NEWS
     # The low bits of the count are arrivals, the high bits those with news. With 3 processes, one
     # of which has news, the last to arrive reads 2**15 + 3.
-    count = client.key_value_increment(f"{round_}/count", arrival)
+    count = store.key_value_increment(f"{round_}/count", arrival)
     if count % _WITH_NEWS == jax.process_count():
-        told = client.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
+        told = store.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
         said = {int(key.rsplit("/", 1)[-1]): news for key, news in told}
-        client.key_value_set_bytes(f"{round_}/all", _join_news(said))
+        store.key_value_set_bytes(f"{round_}/all", _join_news(said))
         return said
-    end = time.monotonic() + seconds
+    end, main = time.monotonic() + seconds, threading.main_thread()
     while True:
         try:
-            return _part_news(client.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
+            return _part_news(store.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
-            if not departures.is_timeout(error) or time.monotonic() > end:
+            if "DEADLINE_EXCEEDED" not in f"{error}" or time.monotonic() > end:
                 raise
-        _check_nobody_left(listener, ask=True)
+        if (reason := left(store)) is not None:
+            raise _AloneError(reason)
+        # Python has begun to run exit handlers: then the main thread counts as ended.
+        if threading.current_thread() is not main and not main.is_alive():
+            raise _AloneError("the end of this process")
 
 
 _HEADER = struct.Struct("<IQ")
@@ -281,17 +281,3 @@ def _part_news(joined: bytes) -> dict[int, bytes]:
         at += _HEADER.size + size
         said[process] = joined[at - size : at]
     return said
-
-
-def _check_nobody_left(listener: departures.Listener, *, ask: bool) -> None:
-    """Raise `_AloneError` if another process has left; `ask`: ask the store as well.
-
-    A thread also stops waiting when its own process is at its end: Python has begun to run exit
-    handlers, and the main thread counts as ended.
-    """
-    main = threading.main_thread()
-    if threading.current_thread() is not main and not main.is_alive():
-        raise _AloneError("the end of this process")
-    left = listener.left(ask=ask)
-    if left is not None:
-        raise _AloneError(left)

@@ -14,12 +14,12 @@ Input: batches, and states. Output: records.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from tpu_embed._calls import Exchange
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
@@ -34,8 +34,7 @@ def placed_step(batch: Batch) -> int:
     return int(steps[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Enqueued:
+class Enqueued(NamedTuple):
     """A batch that waits in the queue, or was dequeued.
 
     Attributes:
@@ -56,15 +55,10 @@ class Enqueued:
         """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
         return placed_step(self.batch) if self.batch.keys.is_training else None
 
-    def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
-        """Return the batch with its activations; look them up unless that was done before."""
-        if self.activations is not None:
-            return self
-        return dataclasses.replace(self, activations=lookup(self.batch))
-
-    def withdrawn(self) -> Enqueued:
-        """Return the batch without activations, so that it is looked up again."""
-        return dataclasses.replace(self, activations=None)
+    @property
+    def size(self) -> tuple[int, ...] | None:
+        """The examples of every feature per replica; None of a batch that is not for training."""
+        return self.batch.spec.local_sizes if self.training else None
 
 
 class Record(NamedTuple):
@@ -76,8 +70,8 @@ class Record(NamedTuple):
       waiting: the enqueued batches, oldest first.
       dequeued: the batch dequeued last, until its gradients are applied.
       failure: why the state is invalid, or None.
-      update: None, or the list into which a running update, which takes the memory of the state,
-        puts the new state.
+      update: None, or what is running in the memory of the state, and how to record its result. An
+        interrupted one is gone on with by the next call.
     """
 
     state: TableState | None = None
@@ -85,30 +79,13 @@ class Record(NamedTuple):
     waiting: tuple[Enqueued, ...] = ()
     dequeued: Enqueued | None = None
     failure: str | None = None
-    update: list[TableState] | None = None
+    update: tuple[Exchange[Any], Callable[[Record, Any], Record]] | None = None
 
     @property
     def progress(self) -> str:
         """How far the training is, in words: `step 3, 2 batches waiting`."""
         step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
         return f"{step}, {len(self.waiting)} batches waiting"
-
-    def settled(self) -> Record:
-        """Return the record after the end of its update, however that ended.
-
-        If the update has put a new state into its list, that state is taken. Otherwise the old
-        state stays; it is invalid if the update has taken its arrays.
-        """
-        # `self.update` is None without an update, [] before a result, [state] after it.
-        if self.update:
-            assert self.state is not None
-            new = dataclasses.replace(self.update[0], vocabulary=self.state.vocabulary)
-            return self._replace(state=new, dequeued=None, update=None)
-        failure = self.failure
-        taken = self.update is not None and _any_deleted(jax.tree.leaves(self.state))
-        if failure is None and taken:
-            failure = "one whose arrays were taken by an update that did not finish"
-        return self._replace(failure=failure, update=None)
 
     def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Record:
         """Return the record with the size of training batches set.
@@ -169,22 +146,10 @@ class Record(NamedTuple):
         waiting = tuple(item for item in self.waiting if id(item) not in gone)
         return self._replace(waiting=waiting, dequeued=dequeued)
 
-    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Record:
-        """Return the record after a batch of its queue was admitted into its state."""
-        waiting = tuple(new if item is old else item for item in self.waiting)
-        return self._replace(state=state, waiting=waiting, update=None)
-
-    def withdraw_first(self, item: Enqueued, before: Record) -> Record:
-        """Return the record with the queue and the size of an earlier one.
-
-        Args:
-          item: the batch that was enqueued since. An admitted batch is in the queue in its place,
-            and stays there, because admitting cannot be undone.
-          before: the earlier record.
-        """
-        if self.waiting[0] is not item:
-            return self
-        return self._replace(waiting=before.waiting, per_replica=before.per_replica)
+    def with_item(self, at: int, item: Enqueued) -> Record:
+        """Return the record with a batch at a place of its queue, or behind the last one."""
+        waiting = *self.waiting[:at], item, *self.waiting[at + 1 :]
+        return self._replace(waiting=waiting, per_replica=item.size or self.per_replica)
 
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""
@@ -216,18 +181,18 @@ class Record(NamedTuple):
         # A running update may take the state's arrays at any moment, so they are not looked at.
         if self.failure is not None or self.state is None or self.update is not None:
             return self.failure
-        leaves: list[Any] = jax.tree.leaves(self.state)
         try:
             # Programs run asynchronously. The results of one that failed after its dispatch are
             # "ready" and raise its error here. Results that are still computed are not waited for.
-            if not _any_deleted(leaves):
-                jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
+            if not any_deleted(self.state):
+                ready = [leaf for leaf in jax.tree.leaves(self.state) if leaf.is_ready()]
+                jax.block_until_ready(ready)
                 return None
         except jax.errors.JaxRuntimeError as error:
             return after_a_device_error(f"{error}")
         except RuntimeError:
             # An array was deleted by another thread between the two lines above.
-            if not _any_deleted(leaves):
+            if not any_deleted(self.state):
                 raise
         return "one whose arrays were donated to another function, or deleted"
 
@@ -257,8 +222,9 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
     return tuple(check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs)
 
 
-def _any_deleted(leaves: list[Any]) -> bool:
-    return any(leaf.is_deleted() for leaf in leaves)
+def any_deleted(state: TableState | None) -> bool:
+    """Tell whether an array of a state was donated or deleted."""
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def is_readable(arrays: PyTree) -> bool:

@@ -1,8 +1,8 @@
 """Keeps the record of a `TPUEmbedding`, and replaces its state when a program has made a new one.
 
-A program that updates the state takes its memory. So the record (`record.py`) first says that the
-state is being taken, and then gets the new one, in a way that no signal can interrupt. Calls that
-read the state or change it wait for each other.
+A program that updates the state takes its memory. So the record (`record.py`) first gets what is to
+run, an `Exchange`, then the new state. Where an interrupt comes between the two, the next call goes
+on with it. Calls that read the state or change it wait for each other.
 
 Input: functions of states. Output: records with valid states; errors about invalid ones.
 """
@@ -10,22 +10,22 @@ Input: functions of states. Output: records with valid states; errors about inva
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from tpu_embed._calls import call_into, is_device_error
+from tpu_embed._calls import Exchange, is_device_error
 from tpu_embed._checks import message, warn_user
-from tpu_embed._signals import SignalsDeferred
+from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
 from tpu_embed.stateful.record import (
     Enqueued,
     Record,
     after_a_device_error,
+    any_deleted,
     is_readable,
     placed_step,
 )
@@ -151,12 +151,13 @@ class StateKeeper:
             if enqueued <= step and maps.placed == step + 1:
                 maps.undo(step)
 
-        maps.turns.run_next(undo)  # nobody places a batch meanwhile
+        maps.order.run(undo)  # nobody places a batch meanwhile
 
     def settle(self) -> Record:
-        """Return the record. The caller holds `lock`, so no update is running."""
+        """Return the record, once what was interrupted has ended. The caller holds `lock`."""
         if self.now.update is not None:
-            self.derive(Record.settled)
+            exchange, _ = self.now.update
+            self._end("an interrupted call", go_on=exchange.begun)
         return self.now
 
     def settled(self, what: str) -> Record:
@@ -174,15 +175,11 @@ class StateKeeper:
         Raises:
           RuntimeError: the state is invalid.
         """
-        while True:
-            record = self.now
-            problem, now = record.problem(), self.now
+        while (problem := (record := self.now).problem()) is not None:
             # Try again if another thread's update has taken the arrays during the check.
-            if now.state is record.state and now.update is record.update:
-                break
-        if problem is not None:
-            expected, remedy = "a valid state", "load the tables, or set `state`"
-            raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
+            if self.now.state is record.state and self.now.update is record.update:
+                expected, remedy = "a valid state", "load the tables, or set `state`"
+                raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
         return record
 
     def trained_state(self, what: str) -> TableState:
@@ -202,73 +199,70 @@ class StateKeeper:
             raise RuntimeError(text)
         return self.built()
 
-    def update(self, what: str, update: Callable[[], TableState]) -> None:
-        """Run an update in the memory of the state, and take its result as the new state.
+    def update(self, what: str, update: Exchange[TableState]) -> None:
+        """Run an update in the memory of the state, and take its result as the new state."""
+        self._run(what, update, lambda now, state: now._replace(state=state, dequeued=None))
 
-        The record holds the list `results` before the update begins, and the new state is appended
-        to that list. From its second call on, JAX runs the program without Python code, so nothing
-        can be raised between the two. The first call runs Python code, so signals are deferred.
+    def _run(
+        self, what: str, exchange: Exchange[Any], taken: Callable[[Record, Any], Record]
+    ) -> None:
+        """Run a program in the memory of the state; `taken` makes the record of its result.
+
+        Raises:
+          Exception: what the program raises.
         """
-        results: list[TableState] = []
-        with SignalsDeferred():
-            self.change(update=results)
-            try:
-                call_into(results, update)
-            except Exception as error:
-                self._note(what, error)
-                raise
-            finally:
-                self.settle()
+        self.change(update=(exchange, taken))
+        error = self._end(what)
+        if error is not None:
+            raise error
 
-    def _note(self, what: str, error: Exception) -> None:
-        """Record that the state is invalid, if this is a device error."""
-        if is_device_error(error):
-            self.change(failure=after_a_device_error(f"{what}: {error}"))
-
-    def issue(
-        self, what: str, state: TableState, items: tuple[Enqueued, ...]
-    ) -> tuple[TableState, tuple[Enqueued, ...]]:
-        """Look up batches that were not yet; admit them before.
-
-        Returns:
-          The state, which is a new one if a batch was admitted, and the batches with activations.
-        """
-        issued = []
+    def _end(self, what: str, *, go_on: bool = True) -> Exception | None:
+        """Run what the record says is running, or what is left of it, and return its error."""
+        assert self.now.update is not None
+        exchange, taken = self.now.update
+        error = None
         try:
-            for item in items:
-                if item.batch.keys.is_training:
-                    state, item = self._admit(state, item)
-                issued.append(item.issued(functools.partial(self._engine.lookup, state)))
-        except Exception as error:
-            self._note(what, error)
-            raise
-        return state, tuple(issued)
+            if go_on:
+                found = exchange.run()
+                self.derive(lambda now: taken(now, found)._replace(update=None))
+                return None
+        except Exception as raised:
+            error = raised
+        self._fail(what, error)
+        return error
 
-    def issue_first(self, what: str, item: Enqueued, before: Record) -> None:
-        """Look up the only batch of the queue; if that fails, take it out of the queue again.
+    def _fail(self, what: str, error: Exception | None) -> None:
+        """Record whether the state is invalid after an error, or an interrupt."""
+        failure = self.now.failure
+        if error is not None and is_device_error(error):
+            failure = after_a_device_error(f"{what}: {error}")
+        elif failure is None and any_deleted(self.now.state):
+            failure = "one whose arrays were taken by an update that did not finish"
+        self.change(failure=failure, update=None)
 
-        If it was admitted before the failure, it stays, and `dequeue` looks it up again.
+    def issue(self, what: str, at: int, item: Enqueued) -> None:
+        """Admit and look up a batch, unless that was done.
 
         Args:
-          what: the call, for the message.
+          what: the call, for messages.
+          at: its place in the queue, where it is once it was admitted or looked up.
           item: the batch.
-          before: the record before the batch was put into the queue.
-        """
-        try:
-            _, (found,) = self.issue(what, self.built(), (item,))
-        except BaseException:
-            self.derive(lambda now: now.withdraw_first(item, before))
-            raise
-        self.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
 
-    def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
-        """Admit a batch of keys, in the memory of the state; record the new state."""
-        with SignalsDeferred():
-            self.change(update=[])
+        Raises:
+          Exception: what the engine raises.
+        """
+        if item.batch.keys.is_training:
+
+            def admitted(now: Record, found: tuple[TableState, Batch]) -> Record:
+                return now.with_item(at, item._replace(batch=found[1]))._replace(state=found[0])
+
+            self._run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)
+            item = self.now.waiting[at]
+        if item.activations is None:
             try:
-                state, batch = self._engine.admit(state, item.batch)
-                new = dataclasses.replace(item, batch=batch)
-                self.derive(lambda record: record.with_admitted(item, new, state))
-            finally:
-                self.settle()
-        return state, new
+                activations = self._engine.lookup(self.built(), item.batch)
+            except Exception as error:
+                self._fail(what, error)
+                raise
+            looked_up = item._replace(activations=activations)
+            self.derive(lambda now: now.with_item(at, looked_up))

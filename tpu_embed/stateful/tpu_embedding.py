@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
 from tpu_embed._checks import check_int, explain_arguments, message, refuse_pickle
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -40,8 +39,9 @@ class TPUEmbedding:
     step as they were. After a device error the state is invalid: every call raises an error that
     says so, until `load` succeeds or `state` is set.
 
-    A call that is interrupted (Ctrl-C) has either happened or not, never by half. `waiting`,
-    `dequeued` and `state.step` tell which, and the training loop can go on from there.
+    After Ctrl-C in a call, this is as before the call, or as after it: `waiting`, `dequeued` and
+    `state.step` tell which, and the training loop can go on from there. Or the state is invalid,
+    as after a device error; that is rare but for the first call of each shape.
 
     Every method may be called from any thread. Any number of threads may enqueue while one dequeues
     and applies, because checking and sending ids does not wait for other calls. Batches of the same
@@ -192,10 +192,9 @@ class TPUEmbedding:
             if isinstance(features, Batch):
                 self._push(what, Enqueued(self.engine.place(features, weights), training, name))
                 return
-            placed = maps.placed
+            placed, place = maps.placed, self.engine.intake.place_ids
             try:
-                turn = self.engine.next_turn(training=training)
-                batch = turn.place(features, weights, step=before)
+                batch = place(features, weights, training=training, step=before)
                 # Another thread may have placed a batch of its own before this one.
                 placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
@@ -206,12 +205,11 @@ class TPUEmbedding:
 
     def _push(self, what: str, item: Enqueued) -> None:
         """Append a placed batch; wait for other calls only if the tables are needed."""
-        size = item.batch.spec.local_sizes if item.training else None
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
 
         def pushed(record: Record) -> Record:
-            record = record.with_size(size, what, remedy)
-            return record._replace(waiting=(*record.waiting, item))
+            checked = record.with_size(item.size, what, remedy)
+            return checked.with_item(len(checked.waiting), item)
 
         self._keeper.check_keys(what, item)
         if self._keeper.now.state is not None and not self._pipelined:
@@ -219,12 +217,13 @@ class TPUEmbedding:
             return
         with self._keeper.lock:
             before = self._keeper.settled(what)
-            before.with_size(size, what, remedy)
+            before.with_size(item.size, what, remedy)
             self._keeper.built()
-            self._keeper.derive(pushed)
             # The first batch in a pipelined queue is looked up at once (see `record.py`).
             if self._pipelined and not before.waiting:
-                self._keeper.issue_first(what, item, before)
+                self._keeper.issue(what, 0, item)
+            else:
+                self._keeper.derive(pushed)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
@@ -248,15 +247,11 @@ class TPUEmbedding:
                 got, remedy = "an empty queue", "call enqueue first"
                 raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
             # Pipelined, the batch after this one is looked up too, before this one's update.
-            heads = record.waiting[: 2 if self._pipelined else 1]
-            _, (head, *following) = self._keeper.issue(what, self._keeper.built(), heads)
-
-            # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
-            def popped(now: Record) -> Record:
-                rest = now.waiting[len(heads) :]
-                return now._replace(waiting=(*following, *rest), dequeued=head)
-
-            self._keeper.derive(popped)
+            for at, item in enumerate(record.waiting[: 2 if self._pipelined else 1]):
+                self._keeper.issue(what, at, item)
+            head = self._keeper.now.waiting[0]
+            # Other threads may have enqueued meanwhile.
+            self._keeper.derive(lambda now: now._replace(waiting=now.waiting[1:], dequeued=head))
             return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
@@ -369,23 +364,21 @@ class TPUEmbedding:
         with first.lock, second.lock:
             theirs = other._keeper.trained_state("adopt")
             load = self.engine.prepare_adopt(theirs, other.engine)
-            with SignalsDeferred():  # maps and tables change together
-                self._replace(load())
+            self._replace(load())
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
         self._keeper.settle()
         record = self._keeper.forget_lost()
-        heads = tuple(item.withdrawn() for item in record.waiting[:1])
-        if self._pipelined:
-            state, heads = self._keeper.issue("load", state, heads)
         dequeued = record.dequeued if record.problem() is None else None
 
         def replaced(now: Record) -> Record:
-            waiting = (*heads, *now.waiting[len(heads) :])
+            waiting = tuple(item._replace(activations=None) for item in now.waiting)
             return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
 
         self._keeper.derive(replaced)
+        if self._pipelined and (waiting := self._keeper.now.waiting):
+            self._keeper.issue("load", 0, waiting[0])
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""

@@ -115,20 +115,6 @@ class _Departure(NamedTuple):
     arrived: concurrent.futures.Future[None]
 
 
-class HomeContents(NamedTuple):
-    """What is at home, or on its way there.
-
-    Attributes:
-      rows: by table.
-      departures: rows on their way, or that were lost there, by step.
-      saves: see `Homes`.
-    """
-
-    rows: dict[str, HostRows]
-    departures: dict[int, _Departure]
-    saves: collections.deque[Save]
-
-
 class Homes:
     """The homes of all tables of an engine that are on the host: `engine.storage`.
 
@@ -157,9 +143,13 @@ class Homes:
       (16, 24)
     """
 
+    _rows: dict[str, HostRows]  # by table
+    _departures: dict[int, _Departure]  # rows on their way, or that were lost there, by step
+    saves: collections.deque[Save]
+
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:
         self.tables = dict(tables)
-        self._rows, self._departures, self.saves = self.contents_of({})
+        vars(self).update(self.contents_of({}))
         self._lock = threading.RLock()
         self._counts = {
             name: dict.fromkeys(("missed", "sent", "brought", "late"), 0) for name in tables
@@ -350,20 +340,20 @@ class Homes:
         marks = {name: rows.begin_mark() for name, rows in self._rows.items()}
         self.saves.append(Save(path, checkpoint, step, marks))
 
-    def contents_of(self, rows: Mapping[str, HostRows]) -> HomeContents:
-        """Return what is at home once these rows are, by table; the other tables have none."""
+    def contents_of(self, rows: Mapping[str, HostRows]) -> dict[str, Any]:
+        """Return the attributes that this has once these rows are at home, by table, and no others.
+
+        Whoever stores them calls `wait` before.
+        """
         whole = {
             name: rows[name] if name in rows else HostRows(one.fields, one.storage.path)
             for name, one in self.tables.items()
         }
-        return HomeContents(whole, {}, collections.deque(maxlen=_SAVES))
+        saves: collections.deque[Save] = collections.deque(maxlen=_SAVES)
+        return {"_rows": whole, "_departures": {}, "saves": saves}
 
-    def exchange(self, new: HomeContents) -> HomeContents:
-        """Take other contents, once rows on their way have arrived; return those from before."""
+    def wait(self) -> None:
+        """Wait until all rows that were sent home have arrived, or were lost there."""
         with self._lock:
             waiting = [one.arrived for one in self._departures.values()]
         concurrent.futures.wait(waiting)
-        with self._lock:
-            old = HomeContents(self._rows, self._departures, self.saves)
-            self._rows, self._departures, self.saves = new
-        return old
