@@ -1,14 +1,14 @@
 """Serve items that were born a moment ago: a trainer and a server that may be killed.
 
-The trainer learns from the stream of `stream.py`. Every 50 batches it publishes a delta, and every
-1,000 a full export. The server follows by the deltas, and scores each next window of 50 batches
-before the trainer's rows of it arrive; beside it, a second model is loaded from the full exports
-only. All that is trained stands in the tables, because arrays that a model closes over are
+The server shows the items of `stream.py` in windows of 50 batches, and scores them. The trainer
+learns from the clicks on each window, publishes, and saves; the server follows what is published,
+and shows the next window. Beside it, a second model follows full exports alone, one every 1,000
+batches. All that is trained stands in the tables, because arrays that a model closes over are
 constants of an exported program: so a delta is the whole difference between two models.
 
 With `--kills`, either process is killed again and again (SIGKILL), and started anew. The trainer
 goes on from its last checkpoint, which has the record of touched rows; the server loads what it
-needs. At every delta the server's keys are compared with the trainer's.
+needs. In every window the server's keys are compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -21,40 +21,8 @@ from pathlib import Path
 
 import numpy as np
 import settings
-from fresh_publisher import Follower, report
-from fresh_trainer import Trainer
-from stream_data import Stream
-
-from tpu_embed import hash_ids
-
-
-def serve(config, work: Path) -> None:
-    """Score every window by the deltas, and by the full exports alone; keep scores and lags."""
-    stream, root, kept = Stream(config), work / "published", work / "scores"
-    root.mkdir(parents=True, exist_ok=True)
-    kept.mkdir(exist_ok=True)
-    fresh, stale, last_full = Follower(root), Follower(root), -1
-    for begin in range(0, config.batches, config.every):
-        path = kept / f"{begin:06d}.npz"
-        if path.exists():  # scored before this process was started again
-            continue
-        note = fresh.wait(begin, ("delta",) if begin else ("full",))
-        fresh.follow(note)
-        lags = time.time() - np.array(note.born)
-        if last_full != begin // config.full:
-            last_full = begin // config.full
-            stale.follow(stale.wait(last_full * config.full, ("full",)))
-        found: dict[str, list] = {"click": [], "fresh": [], "stale": []}
-        for number in range(begin, min(begin + config.every, config.batches)):
-            batch = stream.batch(number)
-            asked = {"user": batch.user, "item": hash_ids(batch.item, None)}
-            found["click"].append(batch.click)
-            for name, follower in (("fresh", fresh), ("stale", stale)):
-                found[name].append(np.asarray(follower.model(asked)))
-        hidden = path.with_suffix(".new.npz")
-        click, scored, late = (np.concatenate(found[name]) for name in ("click", "fresh", "stale"))
-        np.savez(hidden, lags=lags, click=click, fresh=scored, stale=late)
-        hidden.rename(path)
+from fresh_server import report, serve
+from fresh_trainer import train
 
 
 def watch(arguments: list[str], work: Path, kills: int, seed: int) -> int:
@@ -98,7 +66,7 @@ def main() -> None:
     args, config = settings.read(options)
     config.every, config.full = args.every, args.full
     if args.role == "trainer":
-        Trainer(config, args.work).run()
+        train(config, args.work)
     elif args.role == "server":
         serve(config, args.work)
     else:

@@ -70,7 +70,7 @@ def _lines(name: str, one: Mapping[str, Any]) -> list[str]:
         f"table {name!r} at step {one['step']:,}: {one['keys']:,} of {one['capacity']:,} rows have "
         f"a key ({100 * one['occupancy']:.1f} %), {one['waiting']:,} keys wait"
     ]
-    ages = [f"{_share(share)} {age:,}" for share, age in one["ages"].items()]
+    ages = [f"{_fraction(fraction)} {age:,}" for fraction, age in one["ages"].items()]
     if ages:
         lines.append(f"  steps since a key was seen: {', '.join(ages)}")
     lines.append(f"  {'':10}{'in all':>17}{'per step':>12}")
@@ -81,8 +81,8 @@ def _lines(name: str, one: Mapping[str, Any]) -> list[str]:
     return lines + _keys("keys that wait, with the largest counts", one["waiting_most"])
 
 
-def _share(share: str) -> str:
-    return "all" if float(share) == 1 else f"{100 * float(share):g} %"
+def _fraction(fraction: str) -> str:
+    return "all" if float(fraction) == 1 else f"{100 * float(fraction):g} %"
 
 
 def _keys(title: str, keys: list[dict[str, int]]) -> list[str]:

@@ -16,8 +16,9 @@ NAMES = {
     "tpu_embed.data": ("EventValues Place Prefetcher balance_replicas place_values reorder_batch"),
     "tpu_embed.io": (
         "CheckpointManager FollowingModel ModuleCheckpointManager QuantizedTable Restored "
-        "ServedModel TouchedRows Version apply_delta export_delta export_model host_table "
-        "load_model quantize_rows restore restore_modules save save_modules serving_lookup"
+        "ServedModel TouchedRows Version apply_delta export_delta export_model follow "
+        "host_table load_model publish quantize_rows restore restore_modules save "
+        "save_modules serving_lookup"
     ),
     "tpu_embed.loop": "Best Report fit",
     "tpu_embed.metrics": (

@@ -14,8 +14,10 @@ from tpu_embed.io.serving import (
     FollowingModel,
     ServedModel,
     export_model,
+    follow,
     host_table,
     load_model,
+    publish,
     serving_lookup,
 )
 from tpu_embed.touched import TouchedRows, Version
@@ -43,8 +45,10 @@ __all__ = [
     "apply_delta",
     "export_delta",
     "export_model",
+    "follow",
     "host_table",
     "load_model",
+    "publish",
     "quantize_rows",
     "restore",
     "restore_modules",

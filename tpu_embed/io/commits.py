@@ -18,6 +18,7 @@ import abc
 import contextlib
 import dataclasses
 import glob
+import itertools
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,7 +136,8 @@ def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
             file = temporary / key.removeprefix(f"{root.key}/")
             files.make_directory(file.parent)
             with files.create(file) as opened:
-                opened.writelines(dataclasses.replace(root, key=key).blocks())
+                for some in dataclasses.replace(root, key=key).blocks():
+                    opened.write(some)
         how.finish(temporary, [])
     except BaseException:
         how.abandon(temporary)
@@ -176,8 +178,11 @@ class _OnDisk(Committer):
         return sorted(one.name for one in inside if one.is_dir() and UNFINISHED not in one.name)
 
     def sweep(self, name: str | None = None) -> None:
-        start = "*" if name is None else glob.escape(name)
-        for left in self.place.glob(f"{start}{UNFINISHED}*"):
+        patterns = [f"*{UNFINISHED}*"]
+        if name is not None:  # also what `directory.written` has left
+            start = glob.escape(name)
+            patterns = [f"{start}{UNFINISHED}*", f".{start}.*"]
+        for left in itertools.chain(*map(self.place.glob, patterns)):
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -108,7 +108,7 @@ def describe_file(root: Place, file: str) -> dict[str, Any]:
     """
     path = root / file
     if isinstance(path, Bucket):
-        size, crc32 = (path.written or {})[path.key]
+        size, crc32, *_ = (path.written or {})[path.key]
         return {"file": file, "bytes": size, "crc32": crc32}
     return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
 

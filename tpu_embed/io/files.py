@@ -15,12 +15,11 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
 from tpu_embed._checks import message
-from tpu_embed.io.store import Bucket, Place
+from tpu_embed.io.store import Bucket, NewFile, Place
 
 try:
     import fcntl
@@ -58,11 +57,11 @@ def file_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def create(path: Place) -> Iterator[BinaryIO]:
+def create(path: Place) -> Iterator[BinaryIO | NewFile]:
     """Open a new file for writing; when the block ends, its bytes are on disk, or in the bucket."""
     if isinstance(path, Bucket):
-        yield (content := BytesIO())
-        path.put(content.getvalue(), new=True)
+        yield (new := NewFile(path))
+        new.close()
         return
     with path.open("xb") as file:
         yield file

@@ -17,13 +17,15 @@ their sums.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import tensorstore as ts
 
@@ -38,7 +40,10 @@ _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "8s"}
 """Together about a quarter of a minute; tensorstore's own take a quarter of an hour."""
 
 _BLOCK = 2**26
-"""Bytes of an object that are read at a time where it is not wanted whole."""
+"""Bytes of one request. A file of more is written in pieces: S3 takes 5 GiB at a time."""
+
+_AHEAD = 3
+"""How many pieces are on their way while another one is made or used."""
 
 _NEW = b"\x02"
 """The generation of an object that is not there."""
@@ -54,7 +59,8 @@ class Bucket:
       bucket: the URL of the bucket, such as gs://models.
       key: the names of its objects, or the first part of them.
       context: tensorstore's context: retries and credentials.
-      parts: size and CRC-32 by key, of what a commit names; None: nothing is known.
+      parts: size and CRC-32 by key, of what a commit names, and the number of its pieces if it has
+        several, `key@0`, `key@1`, …; None: nothing is known.
       written: collects the same of what is put here; None: nobody asks.
     """
 
@@ -104,9 +110,7 @@ class Bucket:
           FileNotFoundError: there is none.
           OSError: no answer; other bytes than a commit says.
         """
-        found = self._read()
-        self._check(_sum(found))
-        return found
+        return b"".join(self.blocks()) if self.key in (self.parts or {}) else self._read()
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of an object that a commit names, some at a time.
@@ -114,17 +118,24 @@ class Bucket:
         Raises:
           FileNotFoundError, OSError: as for `read_bytes`, perhaps after all of them.
         """
-        size, crc32 = (self.parts or {})[self.key][0], 0
-        for first in range(0, size, _BLOCK):
-            some = self._read(byte_range=slice(first, min(first + _BLOCK, size)))
-            crc32 = zlib.crc32(some, crc32)
+        (size, _, *count), store = (self.parts or {})[self.key], self._store
+        if count:
+            reads = (store.read(self._piece(n)) for n in range(count[0]))
+        else:
+            ranges = (slice(n, min(n + _BLOCK, size)) for n in range(0, size, _BLOCK))
+            reads = (store.read(self.key, byte_range=each) for each in ranges)
+        waiting, found = collections.deque(itertools.islice(reads, _AHEAD)), [0, 0]
+        while waiting:
+            some = self._bytes_of(waiting.popleft())
+            waiting.extend(itertools.islice(reads, 1))
+            found = [found[0] + len(some), zlib.crc32(some, found[1])]
             yield some
-        self._check([size, crc32])
+        self._check(found)
 
     def _check(self, found: list[int]) -> None:
         """Compare size and CRC-32 of the object with what a commit says of it."""
-        said = (self.parts or {}).get(self.key)
-        if said is not None and found != [*said]:
+        said = [*(self.parts or {})[self.key][:2]]
+        if found != said:
             expected, got = f"size and CRC-32 {said}, as its commit says", f"{found}"
             raise OSError(message(f"{self}", expected=expected, got=got))
 
@@ -195,13 +206,69 @@ class Bucket:
         return ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
 
     def _read(self, **options: Any) -> bytes:
-        if (found := self._get(**options)) is None:
-            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
-        return found
+        return self._bytes_of(self._store.read(self.key, **options))
 
-    def _get(self, **options: Any) -> bytes | None:
-        found = wait(self._store.read(self.key, **options), self)
+    def _bytes_of(self, read: ts.Future) -> bytes:
+        found = wait(read, self)
+        if found.state != "value":
+            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
+        return found.value
+
+    def _piece(self, number: int) -> str:
+        return f"{self.key}@{number}"
+
+    def _get(self) -> bytes | None:
+        found = wait(self._store.read(self.key), self)
         return found.value if found.state == "value" else None
+
+    def begin_piece(self, number: int, data: bytes) -> ts.Future:
+        """Begin to write a piece of the file."""
+        return self._store.write(self._piece(number), data)
+
+
+@final
+class NewFile:
+    """Takes the bytes of a file in a bucket: of one object, or of pieces if they are many.
+
+    Args:
+      place: of the file.
+    """
+
+    def __init__(self, place: Bucket) -> None:
+        self._place, self._left, self._pieces = place, bytearray(), list[ts.Future]()
+        self._said = [0, 0]
+
+    def write(self, data: bytes) -> int:
+        """Take more bytes; those of some pieces may be under way."""
+        self._left += data
+        self._said = [self._said[0] + len(data), zlib.crc32(data, self._said[1])]
+        # A commit, whose number of pieces nobody would tell, is one object.
+        while len(self._left) > _BLOCK and self._place.written is not None:
+            self._begin_piece()
+        return len(data)
+
+    def close(self) -> None:
+        """Write what is left, and wait until all bytes are there.
+
+        Raises:
+          FileExistsError: the file is there, as one object.
+          OSError: no answer.
+        """
+        if not self._pieces:
+            self._place.put(bytes(self._left), new=True)
+            return
+        self._begin_piece()
+        for piece in self._pieces:
+            wait(piece, self._place)
+        assert self._place.written is not None
+        self._place.written[self._place.key] = [*self._said, len(self._pieces)]
+
+    def _begin_piece(self) -> None:
+        number = len(self._pieces)
+        if number >= _AHEAD:
+            wait(self._pieces[number - _AHEAD], self._place)
+        self._pieces.append(self._place.begin_piece(number, bytes(self._left[:_BLOCK])))
+        del self._left[:_BLOCK]
 
 
 Place = Path | Bucket

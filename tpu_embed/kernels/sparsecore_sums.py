@@ -174,8 +174,8 @@ def worker_bounds(segments: Array, workers: int, num_segments: int) -> Array:
     kept = jnp.sum(segments < num_segments, dtype=jnp.int32)
     numbers = jnp.arange(workers + WORDS, dtype=jnp.int32)
     # The last entry before each share. 6 entries for 2 workers are shares of 3: (-, 2, 5, 5, …).
-    share = (kept + workers - 1) // workers
-    last = segments[jnp.maximum(jnp.minimum(numbers * share, kept) - 1, 0)]
+    length = (kept + workers - 1) // workers
+    last = segments[jnp.maximum(jnp.minimum(numbers * length, kept) - 1, 0)]
     # Below worker 0's bound there is no segment. If nothing is kept, `last` is left out too.
     last = jnp.where(numbers == 0, PADDING_ID, jnp.minimum(last, num_segments - 1))
     return jnp.sum(segments[None] <= last[:, None], axis=1, dtype=jnp.int32)

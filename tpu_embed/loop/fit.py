@@ -29,6 +29,7 @@ from tpu_embed.loop.reports import Losses, Report
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import make_train_step
 from tpu_embed.nn import Embeddings
+from tpu_embed.touched import TouchedRows, check_record
 
 
 def fit(
@@ -44,6 +45,7 @@ def fit(
     directory: str | Path | None = None,
     save_every: int = 1000,
     keep: int | None = 3,
+    touched: TouchedRows | None = None,
     evaluation: Iterable[Any] | Callable[[], Iterable[Any]] | None = None,
     evaluate_every: int | None = None,
     measure: Callable[[Report], Any] | None = None,
@@ -94,6 +96,9 @@ def fit(
       directory: of the checkpoints, whose latest one is gone on from; None: none are written.
       save_every: how many steps lie between two checkpoints.
       keep: how many of the latest checkpoints stay; None: all.
+      touched: the record of this engine, in which each step is recorded, and which is saved with
+        the tables; so a callback can publish them (`io.publish`). A checkpoint without a record, of
+        a run that had none, begins it anew.
       evaluation: a second source, which is read from its beginning each time; or a function that
         returns one, such as a generator function. A number is the mean over its batches.
       evaluate_every: how many steps lie between two evaluations; None: one, at the end. It needs
@@ -125,8 +130,8 @@ def fit(
         or has no batch; `evaluate_every` without one; `best` without what it needs, or of a number
         that is not evaluated; features that differ in size, or do not divide into `micro_batches`;
         `steps` below those of the latest checkpoint; a directory with checkpoints of another
-        program; a state that is not the engine's, or was donated; whatever `place` and `restore`
-        refuse. Batches before a bad one have been trained on.
+        program; a state that is not the engine's, or was donated; the record of another engine;
+        whatever `place` and `restore` refuse. Batches before a bad one have been trained on.
       TypeError: an argument of another kind; a model with embedding layers, but for the one that is
         given; what the loss returned is no number, or what `measure` returned no dictionary of
         them.
@@ -156,7 +161,9 @@ def fit(
     placed = _placed(engine, source, weighted=weighted, depth=depth)
     objective, network = split_model(loss, model, rows)
     optimizer = check_optimizer(optimizer, model)
-    run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite))
+    if touched is not None:
+        check_record(engine, touched)
+    run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite), touched)
     parts = Parts(engine, micro_batches, whole_features)
     train_step = make_train_step(objective, optimizer, parts, seed)
     evaluate = make_evaluate(engine, objective, evaluation, measure, weighted=weighted, depth=depth)

@@ -28,12 +28,13 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
-from tpu_embed.io.checkpoint import MismatchError
+from tpu_embed.io.checkpoint import MODEL, TOUCHED, MismatchError
 from tpu_embed.loop.best import Record
 from tpu_embed.loop.network import Network
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.step import take_apart
 from tpu_embed.processes import raise_on_all
+from tpu_embed.touched import TouchedRows
 
 try:
     import fcntl
@@ -68,6 +69,8 @@ class Run:
       is_whole: False if a batch was admitted to the tables, but not trained on.
       ended: whether a callback has ended the run, or the patience for evaluations.
       best: the record of its evaluations; {} if they are not compared.
+      touched: the record of touched rows, or None.
+      first: `state.step` before the first of these batches.
     """
 
     engine: EmbeddingEngine
@@ -79,6 +82,8 @@ class Run:
     is_whole: bool = True
     ended: bool = False
     best: Record = dataclasses.field(default_factory=dict)
+    touched: TouchedRows | None = None
+    first: int = 0
 
     @property
     def state(self) -> TableState:
@@ -113,6 +118,11 @@ class Run:
             check_own(state, self.engine.layout)
         self.carry = state, *self.carry[1:]
         self.forget_placed()
+        self.note_first()
+
+    def note_first(self) -> None:
+        """Note which of the state's updates are this run's."""
+        self.first = int(self.state.step) - self.step
 
     def train(
         self, train_step: Callable[..., Any], item: Any, position: Callable[[], Any]
@@ -133,6 +143,8 @@ class Run:
         state, batch = self.engine.admit(self.state, batch)
         # `update` is one call of C, which no exception of a signal handler cuts in two.
         vars(self).update(carry=(state, *self.carry[1:]), is_whole=state is self.state)
+        if self.touched is not None:
+            self.touched.record(batch, self.first + self.step + 1)
         carry, found = step(self.carry, batch, rates=rates)
         vars(self).update(carry=carry, step=self.step + 1, position=position(), is_whole=True)
         self.losses.add(self.step, found[0])
@@ -169,6 +181,7 @@ def new_run(
     optimizer: optax.GradientTransformation,
     steps: int | None,
     losses: Losses,
+    touched: TouchedRows | None = None,
 ) -> Run:
     """Return a run that has no tables yet: `begin` makes them, or `Keeper.resume` reads them.
 
@@ -187,7 +200,7 @@ def new_run(
 
     network = jax.tree.map(placed, network)
     opt_state = jax.tree.map(placed, optimizer.init(network.trained))
-    return Run(engine, 0, (None, network, opt_state), steps, losses)
+    return Run(engine, 0, (None, network, opt_state), steps, losses, touched=touched)
 
 
 class Keeper:
@@ -246,12 +259,12 @@ class Keeper:
             raise ValueError(text)
         model = _saved_model(run)
         saved = f"{self.directory}/{latest}"
-        if model is None and self._manager.has_model(latest):  # the next one would not have it
+        if model is None and self._manager.has(latest, MODEL):  # the next one would not have it
             remedy = "give the model and its optimizer as before, or another directory"
             expected = f"one, as it is in {saved}"
             raise ValueError(message("fit: model", expected=expected, got="None", remedy=remedy))
         try:
-            position, carry = self._restored(run, None)
+            position, carry = self._restored(run, latest)
         except (ValueError, FileNotFoundError) as error:
             if isinstance(error, MismatchError):
                 error.advise(_REMEDY)
@@ -262,6 +275,7 @@ class Keeper:
             what, remedy = f"fit: directory {self.directory}", "give another directory"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         run.carry, run.step, run.position = carry, position["step"], position["data"]
+        run.note_first()
         run.best = position.get("best", {})
         steps = raise_on_all("fit", self.directory, self._manager.all_steps)
         if run.best_step not in (None, *steps):
@@ -280,11 +294,16 @@ class Keeper:
         run.is_whole = False
         for leaf in jax.tree.leaves(run.state):
             leaf.delete()
+        assert run.best_step is not None
         run.carry = self._restored(run, run.best_step)[1]
 
-    def _restored(self, run: Run, step: int | None) -> tuple[Any, tuple[Any, Network, PyTree]]:
-        """Return the position and the carry in a checkpoint, the latest one if `step` is None."""
-        found = self._manager.restore(step, model=_saved_model(run))
+    def _restored(self, run: Run, step: int) -> tuple[Any, tuple[Any, Network, PyTree]]:
+        """Return the position and the carry in a checkpoint; take its record of touched rows."""
+        has_record = run.touched is not None and self._manager.has(step, TOUCHED)
+        touched = run.touched if has_record else None
+        found = self._manager.restore(step, model=_saved_model(run), touched=touched)
+        if run.touched is not None and not has_record:
+            run.touched.begin(found.state)
         model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
         return found.position, (found.state, Network(*model["network"]), model["optimizer"])
 
@@ -310,7 +329,8 @@ class Keeper:
             position["best"] = run.best
         self._manager.pin(run.best_step)
         model = _saved_model(run)
-        self._manager.save(run.step, run.state, model=model, position=position, force=True)
+        options = {"model": model, "position": position, "touched": run.touched}
+        self._manager.save(run.step, run.state, **options, force=True)
 
     def rescue(self, run: Run, error: BaseException) -> None:
         """Save a run that an error has ended; notes on the error say what became of it.

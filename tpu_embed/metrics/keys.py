@@ -43,10 +43,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
     for name, totals in maps.admitted_counters.items():
         numbers: dict[str, float] = {"occupancy": totals["keys"] / maps.capacity(name), **totals}
         if name in last:
-            now = last[name]
-            counts = {"admitted": now.admitted, "evicted": now.evicted, "expired": now.expired}
-            numbers |= {f"last/{what}": keys.size for what, keys in counts.items()}
-            numbers["last/unseen"] = now.unseen
+            numbers |= {f"last/{what}": n for what, n in last[name].counts().items()}
         found |= {f"vocabularies/{name}/{what}": number for what, number in numbers.items()}
     return found
 

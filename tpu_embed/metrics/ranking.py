@@ -60,9 +60,9 @@ def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) 
     last = jnp.concatenate([~ties[1:], jnp.ones(1, bool)])
     most = jnp.where(last, total, total[-1])
     up_to = jax.lax.associative_scan(jnp.minimum, most, reverse=True)
-    share = below.astype(scores.dtype) + up_to.astype(scores.dtype)
-    share /= 2 * total[-1].astype(scores.dtype)
-    area = _sum(upper.astype(scores.dtype) * share) / _sum(upper).astype(scores.dtype)
+    before = below.astype(scores.dtype) + up_to.astype(scores.dtype)
+    before /= 2 * total[-1].astype(scores.dtype)
+    area = _sum(upper.astype(scores.dtype) * before) / _sum(upper).astype(scores.dtype)
     return jnp.where(missing, jnp.nan, area)
 
 

@@ -1,6 +1,6 @@
 """Which rows have changed since an export, so that only these need to be exported again."""
 
-from tpu_embed.touched.record import TouchedRows
+from tpu_embed.touched.record import TouchedRows, check_record
 from tpu_embed.touched.saved import Lineage, SavedMarks, SavedRecord, Version, merge_records
 from tpu_embed.touched.table_marks import Changes
 
@@ -11,5 +11,6 @@ __all__ = [
     "SavedRecord",
     "TouchedRows",
     "Version",
+    "check_record",
     "merge_records",
 ]

@@ -371,6 +371,15 @@ class TouchedRows:
             kept = self._start, self._lineage.ancestors, dict(self._keys_at)
             return SavedRecord(version, *kept, self._marks.saved())
 
+    def begin(self, state: TableState) -> None:
+        """Know nothing of what was before a state, which was restored without a record.
+
+        This is a new run. With several processes, all call this.
+        """
+        run, step = _new_run(), int(state.step)
+        with self._maps_lock, self._lock:
+            self._begin(Lineage(run), Version("", step, 0, self._admitted))
+
     def load(self, saved: SavedRecord) -> None:
         """Go on from what was saved, once the engine has the maps of the same moment.
 
@@ -387,6 +396,22 @@ class TouchedRows:
             self._edits = saved.version.edits
             self._keys_at = dict(saved.known)
             self._marks.load(saved.tables, self._admitted)
+
+
+def check_record(engine: EmbeddingEngine, touched: Any) -> None:
+    """Check that a record is one of an engine.
+
+    Raises:
+      TypeError: it is no record.
+      ValueError: it is another engine's.
+    """
+    if not isinstance(touched, TouchedRows):
+        raise TypeError(
+            message("touched", expected="a TouchedRows, or None", got=type(touched).__name__)
+        )
+    if touched.layout is not engine.layout:
+        expected, got = "the record of this engine", "another engine's"
+        raise ValueError(message("touched", expected=expected, got=got))
 
 
 def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:

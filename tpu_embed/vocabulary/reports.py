@@ -65,6 +65,11 @@ class KeyChanges(NamedTuple):
     expired: np.ndarray
     unseen: int
 
+    def counts(self) -> dict[str, int]:
+        """Return how many there are of each kind, by its name."""
+        kinds = ("admitted", "evicted", "expired")
+        return {kind: getattr(self, kind).size for kind in kinds} | {"unseen": self.unseen}
+
 
 def changes_of(
     moves: Moves, before: Mapping[str, Any], after: Mapping[str, Any]

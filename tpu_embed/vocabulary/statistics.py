@@ -44,7 +44,7 @@ def describe_keys(
     """
     ages = np.sort(scores.ages)
     # Of 5 keys, the age of the share 0.5 is that of the third youngest.
-    at = [max(0, int(np.ceil(share * ages.size)) - 1) for share in QUANTILES]
+    at = [max(0, int(np.ceil(fraction * ages.size)) - 1) for fraction in QUANTILES]
     fields = {
         "row": scores.rows,
         "batches_seen": scores.batches_seen,
@@ -57,7 +57,9 @@ def describe_keys(
         "occupancy": scores.keys.size / capacity,
         "waiting": scores.waiting_keys.size,
         "ages": {
-            f"{share:g}": int(ages[i]) for share, i in zip(QUANTILES, at, strict=True) if ages.size
+            f"{fraction:g}": int(ages[i])
+            for fraction, i in zip(QUANTILES, at, strict=True)
+            if ages.size
         },
         "totals": {name: int(count) for name, count in totals.items()},
         "per_step": {name: int(count) / max(1, scores.step) for name, count in totals.items()},

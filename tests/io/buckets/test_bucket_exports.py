@@ -1,6 +1,8 @@
 """Exports and deltas in buckets: a server downloads a model once, and reads deltas into memory."""
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor, wait
+from urllib.parse import unquote
 
 import bucket_fixtures
 import jax
@@ -13,6 +15,7 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
 from tpu_embed.io.commits import committer, download, find
+from tpu_embed.io.serving.publications import publications
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
@@ -67,6 +70,82 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
         served.apply(f"{url}/delta-0")
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
+
+
+def test_large_files_are_written_in_pieces(bucket, tmp_path_factory, monkeypatch):
+    url, server = bucket
+    monkeypatch.setattr(store, "_BLOCK", 2**12)
+    config = FeatureConfig(TableConfig(2_000, 3, name="t"))  # 24,000 bytes
+    values = np.arange(6_000, dtype=np.float32).reshape(2_000, 3)
+    ids = np.arange(0, 2_000, 7)
+    faults = itertools.cycle([None, "reset", None, 503, None, "cut", None, "lose"])
+    server.rule = lambda method, path, body: next(faults) if "values" in path else None
+    io.export_model(f"{url}/model", lambda rows: rows, {"t": values}, config, ids, platforms="cpu")
+    server.rule = lambda *_: None
+    names = [name for name in store.place_of(url).names() if "values" in name]
+    assert [name.rpartition("@")[2] for name in names] == ["0", "1", "2", "3", "4", "5"]
+    served = io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("cache"))
+    np.testing.assert_array_equal(served(ids), values[ids])
+    for fault in ("flip", 404):
+        server.rule = lambda method, path, body, fault=fault: (
+            fault if "@3" in unquote(path) else None
+        )
+        with pytest.raises(OSError, match=r"://bucket/.*values\.npy: expected"):
+            io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
+
+
+def test_faults_between_a_trainer_and_a_server_are_healed_or_named(bucket, tmp_path_factory):
+    url, server = bucket
+    config = FeatureConfig(TableConfig(40, 3, name="t"))
+    made = tpu_embed.EmbeddingEngine(config, o.SGD(0.5), mesh=mesh(2))
+    state, touched = made.init(jax.random.key(0)), io.TouchedRows(made)
+    cache = tmp_path_factory.mktemp("cache")
+
+    def train(state):
+        touched.record(batch := made.place(np.arange(8) + 3 * state.step), int(state.step) + 1)
+        return made.update(state, batch, np.ones_like(made.lookup(state, batch)))
+
+    def publish(state):
+        def export(path, version):
+            options = {"version": version, "platforms": "cpu"}
+            io.export_model(path, lambda rows: rows, made.tables(state), config, ids, **options)
+
+        return io.publish(url, made, state, touched, export, deltas=2, keep=1)
+
+    def check(served):
+        assert served.version == touched.version(state)
+        np.testing.assert_array_equal(served(ids), made.tables(state)["t"][:8])
+
+    ids = np.arange(8)
+    faults = itertools.cycle(["reset", "delay", "cut", "lose", 429, 503])
+    server.rule = lambda method, path, body: next(faults) if len(server.seen) % 5 == 3 else None
+    publish(state)
+    check(served := io.follow(url, cache=cache))
+    state = train(state)
+    publish(state)
+    served.poll()
+    check(served)
+    there, forbid = publications(store.place_of(url)), lambda *_: 403
+    state, server.rule = train(state), forbid
+    for action in (lambda: publish(state), served.poll):
+        with pytest.raises(OSError, match=r"://bucket/.*expected an answer"):
+            action()
+    server.rule = lambda method, path, body: 403 if method in ("PUT", "POST") else None
+    with pytest.raises(OSError, match=r"://bucket/.*(403|PERMISSION|denied)"):
+        publish(state)
+    server.rule = lambda *_: None
+    assert publications(store.place_of(url)) == there
+    assert served.poll() == served.version != touched.version(state)
+    publish(state)
+    server.rule = lambda method, path, body: "flip" if "values" in path else None
+    with pytest.raises((OSError, ValueError), match="://bucket/"):
+        served.poll()
+    server.rule = lambda *_: None
+    served.poll()
+    check(served)
+    names = [one.name for one in publications(store.place_of(url))]
+    assert names == ["00000003-full"]  # and all that it makes superfluous is gone
+    assert all("00000003" in name for name in store.place_of(url).names())
 
 
 def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypatch):

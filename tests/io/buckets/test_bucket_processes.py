@@ -14,8 +14,15 @@ bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 @pytest.mark.quick(1)
 def test_two_processes_save_together(bucket, tmp_path_factory):
     url, _ = bucket
-    calls = [(bucket_processes.saved_and_restored, url)]
-    for ((rows, whole, position, steps, told),) in run(2, tmp_path_factory.mktemp("two"), calls):
+    cache = str(tmp_path_factory.mktemp("cache"))
+    calls = [
+        (bucket_processes.saved_and_restored, url),
+        (bucket_processes.published, f"{url}-served", cache),
+    ]
+    found = run(2, tmp_path_factory.mktemp("two"), calls)
+    for (rows, whole, position, steps, told), (trained, served) in found:
+        np.testing.assert_array_equal(trained[0], served["a"])
+        np.testing.assert_array_equal(trained[1], served["b"])
         for before, after in zip(rows[:2], rows[2:], strict=True):
             np.testing.assert_array_equal(before, after)
         assert whole

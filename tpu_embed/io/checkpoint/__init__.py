@@ -5,6 +5,7 @@ networks in `trees.py`, and all JSON files in `io/crc_json.py`.
 """
 
 from tpu_embed.io.checkpoint.checked import MismatchError
+from tpu_embed.io.checkpoint.commit import MODEL, TOUCHED
 from tpu_embed.io.checkpoint.engine_checkpoint import Restored, restore, save
 from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointManager
 from tpu_embed.io.checkpoint.manifest import Wanted
@@ -14,6 +15,8 @@ from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
 from tpu_embed.io.checkpoint.saved_maps import SavedMap, read_maps
 
 __all__ = [
+    "MODEL",
+    "TOUCHED",
     "CheckpointManager",
     "LocalShards",
     "MismatchError",

@@ -41,7 +41,7 @@ from tpu_embed.io.checkpoint.commit import (
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.store import Place
 from tpu_embed.processes import raise_on_all
-from tpu_embed.touched import TouchedRows
+from tpu_embed.touched import TouchedRows, check_record
 
 
 class Restored(NamedTuple):
@@ -146,7 +146,7 @@ def restore(
     if model is not None:
         items.append(MODEL)
     if touched is not None:
-        record_files.check_record(engine, touched)
+        check_record(engine, touched)
         items.append(TOUCHED)
     root, everywhere = find_checkpoint(path), engine.layout.axes.sharding(())
 
@@ -232,7 +232,7 @@ def prepare_save(
         trees.check_leaves("model", model)
         items[MODEL] = lambda at: trees.begin(at, checkpoint, model)
     if touched is not None:
-        record_files.check_record(engine, touched)
+        check_record(engine, touched)
         record = touched.saved(state)
         items[TOUCHED] = lambda at: lambda: record_files.write(at, checkpoint, record)
     return items

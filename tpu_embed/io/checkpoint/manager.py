@@ -25,7 +25,6 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files
 from tpu_embed.io.checkpoint.commit import (
-    MODEL,
     Begin,
     begin_checkpoint,
     find_checkpoint,
@@ -247,9 +246,9 @@ class _NumberedCheckpoints(abc.ABC):
         found = committer(self._directory).names()
         return sorted(int(name) for name in found if _NUMBER.fullmatch(name))
 
-    def has_model(self, step: int) -> bool:
-        """Return whether a checkpoint has a network, or what else was given as `model`."""
-        return (find_checkpoint(self._directory / f"{step}") / MODEL).is_dir()
+    def has(self, step: int, item: str) -> bool:
+        """Return whether a checkpoint has a part: `MODEL`, or `TOUCHED`."""
+        return (find_checkpoint(self._directory / f"{step}") / item).is_dir()
 
     def wait(self) -> None:
         """Wait until the save that is under way has finished.

@@ -17,12 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
-from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.io import directory, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
 from tpu_embed.io.store import Place
-from tpu_embed.touched import SavedMarks, SavedRecord, TouchedRows, Version, merge_records
+from tpu_embed.touched import SavedMarks, SavedRecord, Version, merge_records
 
 _FILE = "touched.{}.json"
 _DTYPES = {
@@ -45,22 +43,6 @@ _FORM = schema.record(
     known=schema.sequence(schema.sequence(schema.integer())),
     tables=schema.mapping(_TABLE),
 )
-
-
-def check_record(engine: EmbeddingEngine, touched: Any) -> None:
-    """Check that a record is one of an engine.
-
-    Raises:
-      TypeError: it is no record.
-      ValueError: it is another engine's.
-    """
-    if not isinstance(touched, TouchedRows):
-        raise TypeError(
-            message("touched", expected="a TouchedRows, or None", got=type(touched).__name__)
-        )
-    if touched.layout is not engine.layout:
-        expected, got = "the record of this engine", "another engine's"
-        raise ValueError(message("touched", expected=expected, got=got))
 
 
 def write(root: Place, checkpoint: str, saved: SavedRecord) -> None:

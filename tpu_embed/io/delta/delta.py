@@ -31,7 +31,7 @@ from tpu_embed.io.store import Place, place_of
 from tpu_embed.kernels import storage
 from tpu_embed.processes import check_same, gather_bytes, gather_from_all, raise_on_all
 from tpu_embed.storage import VALUES
-from tpu_embed.touched import Changes, TouchedRows, Version
+from tpu_embed.touched import Changes, TouchedRows, Version, check_record
 
 
 def export_delta(
@@ -89,9 +89,7 @@ def export_delta(
     def prepared() -> tuple[Version, Version, dict[str, Changes]]:
         if jax.process_index() == 0:
             directory.check_free(root)
-        if touched.layout is not engine.layout:
-            expected, got = "the record of this engine", "another engine's"
-            raise ValueError(message("touched", expected=expected, got=got))
+        check_record(engine, touched)
         check_state(state, engine.layout)
         version, first = touched.version(state), touched.known(since)
         for part in ("step", "edits", "keys"):

@@ -154,6 +154,16 @@ def write(root: Place, delta: Delta) -> None:
     directory.write_metadata(root, KIND, described)
 
 
+def read_metadata(root: Place) -> dict[str, Any]:
+    """Return the `metadata.json` of a delta.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      ValueError: it is damaged, of another format, or not that of a delta.
+    """
+    return directory.read_metadata(root, KIND, _FORM, _REMEDY)
+
+
 def read(root: Place) -> Delta:
     """Return the delta of a directory, after checking every byte.
 
@@ -161,7 +171,7 @@ def read(root: Place) -> Delta:
       FileNotFoundError: a file is missing.
       ValueError: a file is damaged, of another format, or not part of a delta.
     """
-    described = directory.read_metadata(root, KIND, _FORM, _REMEDY)
+    described = read_metadata(root)
     tables = {name: _read_changes(root, name, one) for name, one in described["tables"].items()}
     since, version = (Version(**described[part]) for part in ("since", "version"))
     return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)

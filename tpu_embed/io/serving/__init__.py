@@ -1,8 +1,9 @@
 """Serving: lookups in plain arrays, exported models, and loading them to answer requests."""
 
 from tpu_embed.io.serving.export import export_model
-from tpu_embed.io.serving.following import FollowingModel
+from tpu_embed.io.serving.following import FollowingModel, follow
 from tpu_embed.io.serving.lookup import serving_lookup
+from tpu_embed.io.serving.publications import publish
 from tpu_embed.io.serving.served import ServedModel, load_model
 from tpu_embed.io.serving.stored import HostTable, host_table
 
@@ -11,7 +12,9 @@ __all__ = [
     "HostTable",
     "ServedModel",
     "export_model",
+    "follow",
     "host_table",
     "load_model",
+    "publish",
     "serving_lookup",
 ]

@@ -1,0 +1,187 @@
+"""A trainer publishes in one place, a server follows it: deltas, whole models, restarts."""
+
+import threading
+
+import numpy as np
+import pytest
+from facade_cases import mesh
+
+import tpu_embed
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, fit, io
+from tpu_embed import optimizers as o
+from tpu_embed.io.serving.publications import publications
+from tpu_embed.io.store import place_of
+
+IDS = np.arange(12)
+
+
+class Trainer:
+    """Trains, and publishes in a place."""
+
+    def __init__(self, root, *, keys=False):
+        living = {"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}
+        self.place, self.saved = f"{root}/published", f"{root}/saved"
+        self.config = {"x": FeatureConfig(TableConfig(40, 3, name="t", **living))}
+        self.engine = tpu_embed.EmbeddingEngine(self.config, o.SGD(0.5), mesh=mesh(2))
+        self.state, self.touched = None, io.TouchedRows(self.engine)
+        self.exports = 0
+
+    def fit(self, steps, *, at=(), **options):
+        """Train, and publish after some steps."""
+
+        def publish(report):
+            self.state = report.state
+            if report.step in at:
+                self.publish(**options)
+
+        source = [({"x": IDS[n : n + 4]}, np.float32(n)) for n in range(8)]
+        loss = lambda rows, n: (rows["x"].sum(-1) - n).mean()  # noqa: E731
+        given = {"touched": self.touched, "directory": self.saved, "save_every": 2}
+        given |= {"report_every": 1, "callback": publish, "progress": False, "depth": 1}
+        self.state = fit(self.engine, loss, source, steps=steps, **given).state
+
+    def publish(self, **options):
+        return io.publish(self.place, self.engine, self.state, self.touched, self.export, **options)
+
+    def export(self, path, version):
+        self.exports += 1
+        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
+        options = {"version": version, "vocabularies": maps, "platforms": "cpu"}
+        given = {"x": IDS}
+        io.export_model(path, lambda rows: rows["x"], tables, self.config, given, **options)
+
+    def names(self):
+        return [one.name for one in publications(place_of(self.place))]
+
+    def check(self, served):
+        """Check that a model has the rows of now."""
+        assert served.version == self.touched.version(self.state)
+        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
+        wanted = io.serving_lookup(tables, {"x": IDS}, self.config, vocabularies=maps)
+        np.testing.assert_array_equal(served({"x": IDS}), wanted["x"])
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_server_follows_a_run_and_the_run_that_goes_on_from_it(tmp_path, keys):
+    trainer = Trainer(tmp_path, keys=keys)
+    with pytest.raises(FileNotFoundError, match="published: expected a whole model, got none"):
+        io.follow(trainer.place)
+    trainer.fit(4, at=(1, 2, 4))
+    assert trainer.names() == ["00000000-full", "00000001-delta", "00000002-delta"]
+    trainer.check(served := io.follow(trainer.place))
+    again = Trainer(tmp_path, keys=keys)  # another process, which resumes at step 4
+    again.fit(6, at=(5, 6))
+    assert again.names()[3:] == ["00000003-delta", "00000004-delta"]
+    assert not again.exports
+    served.poll()
+    again.check(served)
+    again.publish()  # nothing has changed
+    assert len(again.names()) == 5
+
+
+def test_whole_models_come_after_so_many_deltas_and_a_few_stay(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.fit(1, at=(1,))
+    served, slow = io.follow(trainer.place), io.follow(trainer.place)
+    loads = []
+    served._begin_anew = loads.append
+    for step in range(2, 7):
+        trainer.fit(step, at=(step,), deltas=2, keep=2)
+        served.poll()
+        trainer.check(served)
+    kinds = ["full", "delta", "delta", "full", "delta"]
+    assert trainer.names() == [f"{3 + n:08d}-{kind}" for n, kind in enumerate(kinds)]
+    assert not loads  # whole models of what it has
+    slow.poll()  # which lacks deltas that are gone
+    trainer.check(slow)
+    trainer.fit(7, at=(7,), deltas=0, keep=None)
+    assert trainer.names()[5:] == ["00000008-full"]
+    slow.poll()
+    trainer.check(slow)
+
+
+def test_a_run_that_was_taken_back_publishes_a_whole_model(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.fit(4, at=(4,))
+    served = io.follow(trainer.place)
+    manager = io.CheckpointManager(trainer.saved, trainer.engine)
+    trainer.state = manager.restore(2, touched=trainer.touched).state
+    trainer.publish()
+    assert trainer.names() == ["00000000-full", "00000001-full"]
+    answered = served({"x": IDS})
+    served.poll()
+    trainer.check(served)
+    assert not np.array_equal(answered, served({"x": IDS}))
+
+
+def test_a_checkpoint_without_a_record_begins_it_anew(tmp_path):
+    trainer = Trainer(tmp_path)
+    touched, trainer.touched = trainer.touched, None
+    trainer.fit(2)
+    trainer.touched = touched
+    trainer.fit(4, at=(3, 4))
+    assert trainer.names() == ["00000000-full", "00000001-delta"]
+    trainer.check(io.follow(trainer.place))
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.fit(1)
+    left = tmp_path / "published" / ".00000000-full.0123"
+    left.mkdir(parents=True)
+    trainer.publish()
+    assert not left.exists()
+    assert trainer.names() == ["00000000-full"]
+
+
+def test_bad_exports_are_refused_and_nothing_is_published(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.fit(1)
+    arguments = trainer.place, trainer.engine, trainer.state, trainer.touched
+    old = trainer.touched.version(trainer.state)._replace(step=0)
+    with pytest.raises(ValueError, match="export: expected a model of Version"):
+        io.publish(*arguments, lambda path, version: trainer.export(path, old))
+    with pytest.raises(FileNotFoundError, match="00000000-full"):
+        io.publish(*arguments, lambda path, version: None)
+    with pytest.raises(ZeroDivisionError):
+        io.publish(*arguments, lambda path, version: 1 // 0)
+    assert trainer.names() == []
+    with pytest.raises(ValueError, match="deltas: expected"):
+        trainer.publish(deltas=-1)
+    with pytest.raises(ValueError, match="keep: expected"):
+        trainer.publish(keep=0)
+    other = Trainer(tmp_path / "other")
+    with pytest.raises(ValueError, match="touched: expected the record of this engine"):
+        io.publish(trainer.place, trainer.engine, trainer.state, other.touched, trainer.export)
+    trainer.publish()
+    model = io.FollowingModel(io.load_model(f"{trainer.place}/00000000-full"))
+    with pytest.raises(ValueError, match=r"poll: expected a model of io\.follow"):
+        model.poll()
+    with pytest.raises(ValueError, match="place"):
+        io.follow("ftp://host/place")
+
+
+def test_answers_stay_whole_while_a_whole_model_is_taken(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.fit(1, at=(1,))
+    served, ended, found = io.follow(trainer.place), threading.Event(), []
+
+    def ask():
+        while not ended.is_set():
+            found.append(np.asarray(served({"x": IDS})))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    wanted = [found.append(np.asarray(served({"x": IDS}))) or found[-1]]
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(2, 5):
+            trainer.fit(step, at=(step,), deltas=0)
+            served.poll()
+            wanted.append(np.asarray(served({"x": IDS})))
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert all(any(np.array_equal(one, each) for each in wanted) for one in found)
+    assert len({one.tobytes() for one in wanted}) == 4
