@@ -66,7 +66,7 @@ def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after,
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+    with failing(monkeypatch, made.engine, "prepare_admit", error, after=False), pytest.raises(error):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (0, 0, 0)
     assert made.describe()["per_replica_batch_size"] is None
@@ -74,7 +74,7 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     assert_trains_on(made, [3, 4, 5])
     # A batch that the caller has placed is still the caller's.
     placed = made.engine.place(np.array([1, 2, 1]))
-    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+    with failing(monkeypatch, made.engine, "prepare_admit", error, after=False), pytest.raises(error):
         made.enqueue(placed)
     assert steps(made) == (0, 2, 1)
     made.enqueue(placed)

@@ -10,7 +10,6 @@ PACKAGE = "tpu_embed"
 
 FLOORS = {
     "_types": 0,
-    "_changes": 0,
     "_checks": 0,
     "_snapshot": 0,
     "_jaxprs": 0,

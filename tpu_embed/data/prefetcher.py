@@ -149,7 +149,7 @@ class Prefetcher:
           RuntimeError: the source itself asks for a batch, which it would have to yield first.
           Exception: what the source or `place` raised instead of this batch.
         """
-        if self._worker is not None and self._worker.is_here:
+        if self._worker is threading.current_thread():
             expected, got = "a call in the loop", "one in its own source"
             remedy = "the source yields the features of the next batch"
             raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))

@@ -9,15 +9,18 @@ Input: requests. Output: their results in order, the last of which may be an err
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import queue
 import threading
 import time
 import weakref
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from tpu_embed._changes import Changes
 from tpu_embed._checks import message
 from tpu_embed._stop import check_stop
+from tpu_embed.data.feed import Feed
 
 EXIT_SECONDS = 3
 """How long the end of the program waits for threads that are in the middle of a batch."""
@@ -37,22 +40,6 @@ class Outcome(NamedTuple):
     error: BaseException | None
 
 
-class Work(Protocol):
-    """What a worker does."""
-
-    def pin(self) -> Any:
-        """Return what a request needs to know of the moment at which it is made, in the loop."""
-
-    def compute(self, pin: Any) -> Any:
-        """Return the result of a request, or None if there is nothing more.
-
-        It is not called again after None or an error.
-        """
-
-    def leave(self, reason: BaseException | None) -> None:
-        """Leave a request out, which is the first of those that are left, because of an error."""
-
-
 class Worker(threading.Thread):
     """A thread with the requests that wait for it and the outcomes that wait for the loop.
 
@@ -60,29 +47,24 @@ class Worker(threading.Thread):
     thread runs. What the loop calls may be interrupted anywhere, and be called again.
 
     Args:
-      work: what it does.
+      feed: what it does.
 
     Attributes:
       stopped: whether the thread ends after what it is computing.
     """
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, feed: Feed) -> None:
         super().__init__(name="tpu_embed prefetch", daemon=True)
         self.stopped = False
-        self._work: Work | None = work
-        self._pin = work.pin
-        self._changed = Changes()
+        self._feed: Feed | None = feed
+        self._pin = feed.pin
         self._pins: dict[int, Any] = {}  # by request
         self._requested = 0
         self._outcomes: dict[int, Outcome] = {}
         self._reason: BaseException | None = None
+        self._for_loop, self._for_thread = _Notes(), _Notes()
         _running.add(self)
         _stop_all_at_exit()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the caller is this thread."""
-        return threading.current_thread() is self
 
     # -- the loop's side -----------------------------------------------------------------------
 
@@ -91,7 +73,7 @@ class Worker(threading.Thread):
         for each in range(self._requested + 1, number + 1):
             self._pins[each] = self._pin()
             self._requested = each
-        self._notify()
+        self._for_thread.add()
 
     def outcome(self, number: int) -> Outcome | None:
         """Return an outcome, waiting for it, and forget the one before; None once stopped.
@@ -101,14 +83,14 @@ class Worker(threading.Thread):
         Args:
           number: of the request, counted from 1.
         """
-        self._outcomes.pop(number - 1, None)
-        return self._changed.wait_for(lambda: self._at(number))[0]
 
-    def _at(self, number: int) -> tuple[Outcome | None] | None:
-        """Return `(outcome,)`, `(None,)` once stopped, or None while it is not there."""
-        check_stop()
-        is_there = number in self._outcomes or self.stopped
-        return (self._outcomes.get(number),) if is_there else None
+        def is_there() -> bool:
+            check_stop()
+            return number in self._outcomes or self.stopped
+
+        self._outcomes.pop(number - 1, None)
+        self._for_loop.wait_for(is_there)
+        return self._outcomes.get(number)
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Let the thread end after what it is computing, and forget the outcomes that wait.
@@ -116,19 +98,16 @@ class Worker(threading.Thread):
         Args:
           reason: the exception that ends the loop, which the other processes are told; or None.
         """
-        self._reason = reason
+        self._reason = reason or self._reason  # it is stopped once more at the exit
         self.stopped = True
         self._outcomes.clear()
-        self._notify()
+        self._for_loop.add()
+        self._for_thread.add()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended; it does not wait for itself."""
-        if not self.is_here:
+        if self is not threading.current_thread():
             super().join(timeout)
-
-    def _notify(self) -> None:
-        with self._changed.lock:
-            self._changed.notify_all()
 
     # -- the thread's side ---------------------------------------------------------------------
 
@@ -138,32 +117,46 @@ class Worker(threading.Thread):
         With several processes, all have as many requests. The first one that any of them leaves out
         is the last one that they talk about.
         """
-        number, work = 0, self._work
-        assert work is not None, "a thread runs once"
+        number, feed = 0, self._feed
+        assert feed is not None, "a thread runs once"
         outcome: Outcome | None = None
         while outcome is None or outcome.value is not None:
-            self._changed.wait_for(functools.partial(self._is_asked, number))
+            self._for_thread.wait_for(lambda: self.stopped or self._requested > number)  # noqa: B023
             if self.stopped:
                 if self._requested > number:
-                    work.leave(self._reason)
+                    feed.leave(self._reason)
                 break
             number += 1
-            outcome = self._outcomes[number] = _outcome_of(work, self._pins.pop(number))
-            self._notify()
+            outcome = self._outcomes[number] = _outcome_of(feed, self._pins.pop(number))
+            self._for_loop.add()
         if self.stopped:
             self._outcomes.clear()
         # A generator that nobody else holds is closed by this, in the thread that has run it.
-        del work
-        self._work = None
-
-    def _is_asked(self, number: int) -> bool:
-        """Tell whether there is more to do after so many requests, or never will be."""
-        return self.stopped or self._requested > number
+        del feed
+        self._feed = None
 
 
-def _outcome_of(work: Work, pin: Any) -> Outcome:
+class _Notes:
+    """Notes for one who waits. A finalizer may add one in the middle of a wait of its thread."""
+
+    def __init__(self) -> None:
+        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def add(self) -> None:
+        """Let the one who waits look again at once."""
+        if self._notes.empty():
+            self._notes.put(None)
+
+    def wait_for(self, look: Callable[[], bool]) -> None:
+        """Wait until a look returns True; it is called at every note, and every second."""
+        while not look():
+            with contextlib.suppress(queue.Empty):
+                self._notes.get(timeout=1)
+
+
+def _outcome_of(feed: Feed, pin: Any) -> Outcome:
     try:
-        return Outcome(work.compute(pin), None)
+        return Outcome(feed.compute(pin), None)
     except StopIteration as error:  # it would end the loop as if the data had ended
         expected, got = "a batch, or another exception", "StopIteration"
         remedy = "see the cause of this error for the call that raised it"

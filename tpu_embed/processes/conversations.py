@@ -14,8 +14,10 @@ import jax
 
 from tpu_embed._checks import message
 from tpu_embed.processes.departures import client
-from tpu_embed.processes.messages import WAIT_SECONDS, Said, exchange, refuse
+from tpu_embed.processes.messages import WAIT_SECONDS, exchange, refuse
 from tpu_embed.processes.order import order_of
+
+_END = "no more batches"
 
 
 class Conversation:
@@ -35,16 +37,16 @@ class Conversation:
         if not self.alone:
             client()  # from now on, the others are told if this process ends
 
-    def exchange(self, news: dict[str, Any] | None, body: bytes = b"") -> Said:
-        """Return what the processes say that have news.
+    def exchange(self, news: Any) -> dict[int, Any]:
+        """Return what the processes say that have news; None is no news.
 
         Raises:
           ValueError, TypeError, RuntimeError: another process refused its part, or has no more
             batches; raised by every process.
         """
         refused = "place: process {} refused its part of the batch"
-        said = exchange("place", self._name, news, WAIT_SECONDS, body, refused=refused)
-        ended = [process for process, (one, _) in sorted(said.items()) if "end" in one]
+        said = exchange("place", self._name, news, WAIT_SECONDS, refused=refused)
+        ended = [process for process, one in sorted(said.items()) if one == _END]
         if ended and len(ended) < jax.process_count():
             which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
             expected, got = "a batch in every process, or in none", f"no more batches in {which}"
@@ -75,4 +77,4 @@ class Conversation:
           ValueError, TypeError, RuntimeError: another process refused its part.
         """
         if not self.alone:
-            self.exchange({"end": True})
+            self.exchange(_END)

@@ -11,16 +11,13 @@ the error that one of them reports.
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
-import json
-import struct
+import pickle
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -43,21 +40,20 @@ _MOST_BYTES = 2**20
 """The bytes of one message: the store takes 4 MiB at a time."""
 
 _T = TypeVar("_T")
-_ERRORS = {
-    error.__name__: error
-    for error in (ValueError, TypeError, OSError, FileNotFoundError, FileExistsError)
-}
-# By name of the exchange: how many rounds were begun; which names have a round that did not end.
-_rounds: collections.Counter[str] = collections.Counter()
-_unfinished: set[str] = set()
+_ERRORS = ValueError, TypeError, OSError, FileNotFoundError, FileExistsError
+_rounds: dict[str, int] = {}
+"""By name of the exchange, how many rounds have ended; ~n while round n has not."""
+
+
+class _Refusal(NamedTuple):
+    """What a process says that raises an error."""
+
+    kind: type[BaseException]
+    text: str
 
 
 class _AloneError(Exception):
     """Another process has left."""
-
-
-Said = dict[int, tuple[Any, bytes]]
-"""By process, a JSON value and bytes; a process that has nothing to say is missing."""
 
 
 def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
@@ -93,15 +89,15 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
 
     Args:
       what: what is done, for messages.
-      value: this process's value; JSON must be able to hold it.
+      value: this process's value.
 
     Raises:
       RuntimeError: as for `raise_on_all`.
     """
     if jax.process_count() == 1:
         return [value]
-    said = exchange(what, f"tpu_embed/said/{what}", {"value": value}, FILES_SECONDS)
-    return [said[process][0]["value"] for process in sorted(said)]
+    said = exchange(what, f"tpu_embed/said/{what}", value, FILES_SECONDS)
+    return [said[process] for process in range(jax.process_count())]
 
 
 def gather_bytes(what: str, mine: bytes) -> list[bytes]:
@@ -114,18 +110,10 @@ def gather_bytes(what: str, mine: bytes) -> list[bytes]:
     Raises:
       RuntimeError: as for `raise_on_all`.
     """
-    if jax.process_count() == 1:
-        return [mine]
-    parts: dict[int, bytes] = collections.defaultdict(bytes)
-    for first in itertools.count(0, _MOST_BYTES):
-        rest = mine[first:]
-        news, name = {"more": len(rest) > _MOST_BYTES}, f"tpu_embed/bytes/{what}"
-        said = exchange(what, name, news, FILES_SECONDS, rest[:_MOST_BYTES])
-        for process, (_, some) in said.items():
-            parts[process] += some
-        if not any(one["more"] for one, _ in said.values()):
-            break
-    return [parts[process] for process in sorted(parts)]
+    sizes = gather_from_all(f"{what}: sizes", len(mine))
+    steps = range(0, max(sizes), _MOST_BYTES)
+    pieces = [gather_from_all(what, mine[at : at + _MOST_BYTES]) for at in steps]
+    return [b"".join(piece[process] for piece in pieces) for process in range(len(sizes))]
 
 
 def agree_on(what: str, value: str) -> str:
@@ -166,26 +154,20 @@ def check_same(what: str, value: str) -> None:
 
 def refuse(what: str, name: str, error: BaseException, seconds: int) -> None:
     """Take part in an exchange with the error that this process raises; see `exchange`."""
-    _exchange(what, name, {"error": f"{error}", "kind": type(error).__name__}, b"", seconds)
+    kind = type(error) if type(error) in _ERRORS else RuntimeError
+    _exchange(what, name, _Refusal(kind, f"{error}"), seconds)
 
 
 def exchange(
-    what: str,
-    name: str,
-    news: Any,
-    seconds: int,
-    body: bytes = b"",
-    *,
-    refused: str = "process {} failed",
-) -> Said:
-    """Give what this process has to say to all processes, and return what each of them says.
+    what: str, name: str, news: Any, seconds: int, *, refused: str = "process {} failed"
+) -> dict[int, Any]:
+    """Give what this process has to say to all, and return what each process says that has news.
 
     Args:
       what: what is done, for messages.
       name: the name of the exchange, the same in all processes.
-      news: a dictionary as JSON has it; None if this process has nothing to say.
+      news: any value; None if this process has nothing to say.
       seconds: how long to wait for the other processes.
-      body: bytes that belong to the news.
       refused: what a process has done that reports an error, for messages, with its number.
 
     Raises:
@@ -194,28 +176,24 @@ def exchange(
       RuntimeError: another process has left or did not come in time, or this process's last
         exchange of this name was interrupted.
     """
-    said = _exchange(what, name, news, body, seconds)
-    for process, (one, _) in sorted(said.items()):
-        if "error" in one:
-            kind = _ERRORS.get(one["kind"], RuntimeError)
-            raise kind(f"{refused.format(process)}: {one['error']}")
+    said = _exchange(what, name, news, seconds)
+    for process, one in sorted(said.items()):
+        if isinstance(one, _Refusal):
+            raise one.kind(f"{refused.format(process)}: {one.text}")
     return said
 
 
-def _exchange(what: str, name: str, news: Any, body: bytes, seconds: int) -> Said:
-    number = _rounds[name]
-    if name in _unfinished:
-        got = f"call {number - 1} cut off by an exception, or not done yet in another thread"
+def _exchange(what: str, name: str, news: Any, seconds: int) -> dict[int, Any]:
+    number = _rounds.get(name, 0)
+    if number < 0:
+        got = f"call {~number} cut off by an exception, or not done yet in another thread"
         expected = "calls one after the other, each to its end"
         remedy = "the processes are out of step: end all, and start again"
         raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
     store = client()
-    _unfinished.add(name)
-    _rounds[name] += 1
+    _rounds[name] = ~number
     try:
-        # A line of JSON, and the bytes that follow it.
-        mine = None if news is None else json.dumps(news, default=vars).encode() + b"\n" + body
-        said = _meet(store, f"{name}/{number}", mine, seconds)
+        said = _meet(store, f"{name}/{number}", news, seconds)
         # Everyone has arrived at this round, so everyone has read the previous one.
         if number and not jax.process_index():
             store.key_value_delete(f"{name}/{number - 1}/")
@@ -226,13 +204,12 @@ def _exchange(what: str, name: str, news: Any, body: bytes, seconds: int) -> Sai
             remedy = "start all of them again"
         text = message(what, expected=expected, got=f"{error}", remedy=remedy)
         raise RuntimeError(text) from error
-    _unfinished.remove(name)
-    lines = {process: one.partition(b"\n") for process, one in said.items()}
-    return {process: (json.loads(line), rest) for process, (line, _, rest) in lines.items()}
+    _rounds[name] = number + 1
+    return {process: pickle.loads(one) for process, one in said.items()}
 
 
-def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
-    """Wait until all processes have arrived at this round; return their news by process.
+def _meet(store: Any, round_: str, news: Any, seconds: int) -> dict[int, bytes]:
+    """Wait until all processes have arrived at this round; return their news by process, pickled.
 
     The last process to arrive sees from the count that it is the last. It gathers the news and
     publishes them, which lets the others go on. The others wait in short slices; between two
@@ -240,20 +217,20 @@ def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int
     """
     arrival = 1
     if news is not None:
-        store.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", news)
+        store.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", pickle.dumps(news))
         arrival += _WITH_NEWS
     # The low bits of the count are arrivals, the high bits those with news. With 3 processes, one
     # of which has news, the last to arrive reads 2**15 + 3.
     count = store.key_value_increment(f"{round_}/count", arrival)
     if count % _WITH_NEWS == jax.process_count():
         told = store.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
-        said = {int(key.rsplit("/", 1)[-1]): news for key, news in told}
-        store.key_value_set_bytes(f"{round_}/all", _join_news(said))
+        said = {int(key.rsplit("/", 1)[-1]): one for key, one in told}
+        store.key_value_set_bytes(f"{round_}/all", pickle.dumps(said))
         return said
     end, main = time.monotonic() + seconds, threading.main_thread()
     while True:
         try:
-            return _part_news(store.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
+            return pickle.loads(store.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in f"{error}" or time.monotonic() > end:
                 raise
@@ -262,22 +239,3 @@ def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int
         # Python has begun to run exit handlers: then the main thread counts as ended.
         if threading.current_thread() is not main and not main.is_alive():
             raise _AloneError("the end of this process")
-
-
-_HEADER = struct.Struct("<IQ")
-"""What stands before the news of a process: its number, and how many bytes follow."""
-
-
-def _join_news(said: dict[int, bytes]) -> bytes:
-    """Return the news of all processes in one piece."""
-    return b"".join(_HEADER.pack(process, len(news)) + news for process, news in said.items())
-
-
-def _part_news(joined: bytes) -> dict[int, bytes]:
-    """Return the news by process; the inverse of `_join_news`."""
-    said, at = {}, 0
-    while at < len(joined):
-        process, size = _HEADER.unpack_from(joined, at)
-        at += _HEADER.size + size
-        said[process] = joined[at - size : at]
-    return said

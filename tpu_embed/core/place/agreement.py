@@ -19,7 +19,6 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed.core.batch import BatchSpec, Routed
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.rooms import decode_spec
 from tpu_embed.processes import Conversation
 
 
@@ -63,12 +62,12 @@ class Agreement(Conversation):
             return wanted, exact
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
-        said = self.exchange({"spec": wanted, "exact": exact} if new else None)
-        specs = {process: decode_spec(one["spec"]) for process, (one, _) in said.items()}
+        said = self.exchange((wanted, exact) if new else None)
+        specs = {process: spec for process, (spec, _) in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
-        exact = any(one["exact"] for one, _ in said.values())
+        exact = any(one for _, one in said.values())
         self._last = _union(specs, exact=exact)
         return self._last, exact
 
@@ -87,18 +86,8 @@ class Agreement(Conversation):
         """
         if self.alone:
             return [arrays]
-        # The news say how to take the bytes of the arrays apart that follow.
-        news = {"arrays": [(one.dtype.str, one.nbytes) for one in arrays]}
-        said = self.exchange(news, b"".join(one.tobytes() for one in arrays))
-        parts = []
-        for process in sorted(said):
-            one, body = said[process]
-            at, part = 0, []
-            for dtype, size in one["arrays"]:
-                part.append(np.frombuffer(body[at : at + size], dtype))
-                at += size
-            parts.append(part)
-        return parts
+        said = self.exchange({"arrays": arrays})
+        return [said[process]["arrays"] for process in sorted(said)]
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
