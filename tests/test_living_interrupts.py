@@ -66,7 +66,10 @@ def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after,
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with failing(monkeypatch, made.engine, "prepare_admit", error, after=False), pytest.raises(error):
+    with (
+        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
+        pytest.raises(error),
+    ):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (0, 0, 0)
     assert made.describe()["per_replica_batch_size"] is None
@@ -74,7 +77,10 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     assert_trains_on(made, [3, 4, 5])
     # A batch that the caller has placed is still the caller's.
     placed = made.engine.place(np.array([1, 2, 1]))
-    with failing(monkeypatch, made.engine, "prepare_admit", error, after=False), pytest.raises(error):
+    with (
+        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
+        pytest.raises(error),
+    ):
         made.enqueue(placed)
     assert steps(made) == (0, 2, 1)
     made.enqueue(placed)
@@ -112,21 +118,6 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
     thread.join(20)
     assert not thread.is_alive()
     assert_trains_on(made, [1, 2], [5, 6])
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.quick(1)
-def test_a_batch_that_is_in_the_queue_when_its_enqueue_is_interrupted_stays(pipelined, monkeypatch):
-    made = embedding(pipeline_execution_with_tensor_core=pipelined)
-    made.enqueue(np.array([1, 2]))
-    keeper = made._keeper
-    with (
-        failing(monkeypatch, keeper, "derive", KeyboardInterrupt, after=True),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        made.enqueue(np.array([3, 4]))
-    assert steps(made) == (2, 2, int(pipelined))
-    assert_trains_on(made, [1, 2], [3, 4])
 
 
 def test_batches_that_others_have_placed_are_not_undone(monkeypatch):

@@ -1,19 +1,11 @@
 """The stateful API holds one record, which a call replaces completely or not at all."""
 
-import threading
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
 
-from tpu_embed.stateful.record import Enqueued, Record
-from tpu_embed.stateful.state_keeper import StateKeeper
-
-
-def _item(number: Any) -> Enqueued:
-    return Enqueued(number, True, None)
+from tpu_embed.stateful.record import Record
 
 
 def test_a_lookup_is_issued_once(monkeypatch):
@@ -29,35 +21,6 @@ def test_a_lookup_is_issued_once(monkeypatch):
     assert len(lookups) == 1
     made.state = made.state
     assert made._keeper.now.waiting[0].activations is None
-
-
-def test_what_raises_leaves_the_record():
-    keeper = StateKeeper(make_embedding().engine, 0)
-    keeper.change(waiting=(_item(0),))
-    before = keeper.now
-
-    def fail(record):
-        record._replace(waiting=())
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        keeper.derive(fail)
-    assert keeper.now is before
-
-
-def test_changes_of_several_threads_are_all_kept():
-    keeper = StateKeeper(make_embedding().engine, 0)
-
-    def append():
-        for _ in range(200):
-            keeper.derive(lambda record: record._replace(waiting=(*record.waiting, _item(0))))
-
-    threads = [threading.Thread(target=append) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(keeper.now.waiting) == 800
 
 
 def test_a_size_is_set_once():
@@ -89,7 +52,11 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
         return_all = exchange._work
         exchange._work = work
         with pytest.raises(KeyboardInterrupt):
-            keeper.update("apply_gradients", exchange)
+            keeper.run(
+                "apply_gradients",
+                exchange,
+                lambda now, state: now._replace(state=state, dequeued=None),
+            )
         exchange._work = return_all
         return keeper.now
 
@@ -106,7 +73,7 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
     lost, exchange = keeper()
     for table in interrupted(lost, exchange, before=True).state.tables.values():
         table.delete()
-    said = "got one whose arrays were taken by an update that did not finish; load the tables"
+    said = "got one whose arrays were donated to another function, or deleted; load the tables"
     with pytest.raises(RuntimeError, match=said):
         lost.settled("dequeue")
 

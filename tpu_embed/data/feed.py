@@ -31,14 +31,16 @@ class Placed(NamedTuple):
     """A placed batch.
 
     Attributes:
-      item: what the loop gets.
-      source_state: the state of the source after the batch; None if it has no states.
+      number: of the batch, counted from 1; 0 before the first.
+      source_state: the state of the source after it; None if it has no states.
       shapes: those that batches get after it, as JSON; None if no feature is jagged.
+      item: what the loop gets; None once it has got it.
     """
 
-    item: Any
+    number: int
     source_state: Any
-    shapes: Any = None
+    shapes: Any
+    item: Any = None
 
 
 class Feed:
@@ -48,14 +50,16 @@ class Feed:
       engine: places them.
       source: yields items.
       rules: how they are placed.
-      skipped: how many items to read and leave out first.
+      before: how many batches were taken before.
     """
 
-    def __init__(self, engine: Any, source: Iterator[Any], rules: ItemRules, skipped: int) -> None:
+    def __init__(self, engine: Any, source: Iterator[Any], rules: ItemRules, before: int) -> None:
         self._engine, self._source, self._rules = engine, source, rules
         self._intake = engine.intake
         self._others = self._intake.agreements["update" if rules.training else "lookup"]
-        self._number = self._skipped = skipped
+        self._number = before
+        # Where the source cannot be set to a position, so many items are read and left out first.
+        self._skipped = 0 if isinstance(source, Stateful) else before
         # A lookup has the rows of the moment at which the loop asked for it.
         self.pin = (lambda: None) if rules.training else self._intake.pin
 
@@ -84,21 +88,22 @@ class Feed:
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
             raise
-        return Placed(placed, source_state, self._intake.shapes())
+        return Placed(self._number, source_state, self._intake.shapes(), placed)
 
     def leave(self, reason: BaseException | None) -> None:
         """Tell the other processes that there are no more batches, or why."""
         # If they have a batch, or have left, their loops raise it.
         with contextlib.suppress(ValueError, TypeError, RuntimeError):
-            self._others.end() if reason is None else self._others.refuse(reason)
+            self._others.end(reason)
 
     def _read(self) -> Any:
         """Return the next item, after those that are left out."""
         wanted, self._skipped = self._skipped, 0
         found = sum(1 for _ in itertools.islice(self._source, wanted))
         if found < wanted:
-            expected, remedy = f"{wanted} batches before the next one", "give the same data again"
-            raise ValueError(message("the data", expected=expected, got=str(found), remedy=remedy))
+            expected = f"{wanted} batches before the next one"
+            remedy = "give the same data again"
+            raise ValueError(message("the data", expected=expected, got=found, remedy=remedy))
         return next(self._source)
 
 

@@ -15,29 +15,19 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from tpu_embed._checks import message
 from tpu_embed._stop import check_stop
-from tpu_embed.data.feed import Feed
+from tpu_embed.data.feed import Feed, Placed
 
 EXIT_SECONDS = 3
 """How long the end of the program waits for threads that are in the middle of a batch."""
 
+_NO_MORE = object()
+"""In place of a request, the end of all."""
+
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-class Outcome(NamedTuple):
-    """What came of a request.
-
-    Attributes:
-      value: what the function returned; None if there is nothing more.
-      error: what it raised instead, or None.
-    """
-
-    value: Any
-    error: BaseException | None
 
 
 class Worker(threading.Thread):
@@ -47,50 +37,50 @@ class Worker(threading.Thread):
     thread runs. What the loop calls may be interrupted anywhere, and be called again.
 
     Args:
-      feed: what it does.
+      feed: computes the results.
+      before: the number of the result before the first one.
 
     Attributes:
       stopped: whether the thread ends after what it is computing.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Feed, before: int) -> None:
         super().__init__(name="tpu_embed prefetch", daemon=True)
         self.stopped = False
         self._feed: Feed | None = feed
         self._pin = feed.pin
-        self._pins: dict[int, Any] = {}  # by request
-        self._requested = 0
-        self._outcomes: dict[int, Outcome] = {}
+        # A finalizer may stop this in the middle of any call, also of one that puts or gets.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a loop that waits
+        self._before = self._requested = before
+        self._outcomes: dict[int, Placed | BaseException | None] = {}
         self._reason: BaseException | None = None
-        self._for_loop, self._for_thread = _Notes(), _Notes()
         _running.add(self)
         _stop_all_at_exit()
 
     # -- the loop's side -----------------------------------------------------------------------
 
     def request(self, number: int) -> None:
-        """Ask for results until this many were asked for in all."""
+        """Ask for all results up to that of this number."""
         for each in range(self._requested + 1, number + 1):
-            self._pins[each] = self._pin()
+            self._requests.put(self._pin())
             self._requested = each
-        self._for_thread.add()
 
-    def outcome(self, number: int) -> Outcome | None:
-        """Return an outcome, waiting for it, and forget the one before; None once stopped.
+    def outcome(self, number: int) -> Placed | BaseException | None:
+        """Return a result, waiting for it, and forget the one before.
 
         In a `Stop`, a signal ends the wait.
 
-        Args:
-          number: of the request, counted from 1.
+        Returns:
+          A batch, or an error in its place; None after the last one, or once stopped.
         """
-
-        def is_there() -> bool:
-            check_stop()
-            return number in self._outcomes or self.stopped
-
         self._outcomes.pop(number - 1, None)
-        self._for_loop.wait_for(is_there)
-        return self._outcomes.get(number)
+        while True:
+            check_stop()
+            if number in self._outcomes or self.stopped:
+                return self._outcomes.get(number)
+            with contextlib.suppress(queue.Empty):
+                self._notes.get(timeout=1)
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Let the thread end after what it is computing, and forget the outcomes that wait.
@@ -101,8 +91,13 @@ class Worker(threading.Thread):
         self._reason = reason or self._reason  # it is stopped once more at the exit
         self.stopped = True
         self._outcomes.clear()
-        self._for_loop.add()
-        self._for_thread.add()
+        self._requests.put(_NO_MORE)
+        self._note()
+
+    def _note(self) -> None:
+        """Let the loop look again at once if it waits."""
+        if self._notes.empty():
+            self._notes.put(None)
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until the thread has ended; it does not wait for itself."""
@@ -117,18 +112,18 @@ class Worker(threading.Thread):
         With several processes, all have as many requests. The first one that any of them leaves out
         is the last one that they talk about.
         """
-        number, feed = 0, self._feed
+        number, feed, goes_on = self._before, self._feed, True
         assert feed is not None, "a thread runs once"
-        outcome: Outcome | None = None
-        while outcome is None or outcome.value is not None:
-            self._for_thread.wait_for(lambda: self.stopped or self._requested > number)  # noqa: B023
+        while goes_on:
+            pin = self._requests.get()
             if self.stopped:
-                if self._requested > number:
+                if pin is not _NO_MORE:
                     feed.leave(self._reason)
                 break
             number += 1
-            outcome = self._outcomes[number] = _outcome_of(feed, self._pins.pop(number))
-            self._for_loop.add()
+            self._outcomes[number] = outcome = _outcome_of(feed, pin)
+            goes_on = isinstance(outcome, Placed)
+            self._note()
         if self.stopped:
             self._outcomes.clear()
         # A generator that nobody else holds is closed by this, in the thread that has run it.
@@ -136,35 +131,22 @@ class Worker(threading.Thread):
         self._feed = None
 
 
-class _Notes:
-    """Notes for one who waits. A finalizer may add one in the middle of a wait of its thread."""
-
-    def __init__(self) -> None:
-        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def add(self) -> None:
-        """Let the one who waits look again at once."""
-        if self._notes.empty():
-            self._notes.put(None)
-
-    def wait_for(self, look: Callable[[], bool]) -> None:
-        """Wait until a look returns True; it is called at every note, and every second."""
-        while not look():
-            with contextlib.suppress(queue.Empty):
-                self._notes.get(timeout=1)
-
-
-def _outcome_of(feed: Feed, pin: Any) -> Outcome:
+def _outcome_of(feed: Feed, pin: Any) -> Placed | BaseException | None:
     try:
-        return Outcome(feed.compute(pin), None)
+        return feed.compute(pin)
     except StopIteration as error:  # it would end the loop as if the data had ended
-        expected, got = "a batch, or another exception", "StopIteration"
-        remedy = "see the cause of this error for the call that raised it"
-        wrapped = RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
+        wrapped = RuntimeError(
+            message(
+                "place",
+                expected="a batch, or another exception",
+                got="StopIteration",
+                remedy="see the cause of this error for the call that raised it",
+            )
+        )
         wrapped.__cause__ = error
-        return Outcome(None, wrapped)
+        return wrapped
     except BaseException as error:  # the loop raises it, whatever it is
-        return Outcome(None, error)
+        return error
 
 
 @functools.cache

@@ -46,13 +46,16 @@ class Conversation:
         """
         refused = "place: process {} refused its part of the batch"
         said = exchange("place", self._name, news, WAIT_SECONDS, refused=refused)
-        ended = [process for process, one in sorted(said.items()) if one == _END]
+        ended = [process for process, one in said.items() if one == _END]
         if ended and len(ended) < jax.process_count():
-            which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
-            expected, got = "a batch in every process, or in none", f"no more batches in {which}"
-            remedy = "give every process equally many batches, and leave their loops at the same "
-            remedy += "batch"
-            raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
+            text = message(
+                "place",
+                expected="a batch in every process, or in none",
+                got=f"no more batches in process {', '.join(map(str, ended))}",
+                remedy="give every process equally many batches, and leave their loops at the "
+                "same batch",
+            )
+            raise ValueError(text)
         return said
 
     @contextlib.contextmanager
@@ -69,12 +72,14 @@ class Conversation:
         if not self.alone:
             refuse("place", self._name, error, WAIT_SECONDS)
 
-    def end(self) -> None:
-        """Tell the other processes that this one has no more batches.
+    def end(self, reason: BaseException | None = None) -> None:
+        """Tell the other processes that this one has no more batches, or why.
 
         Raises:
           ValueError: another process has one; raised by every process.
           ValueError, TypeError, RuntimeError: another process refused its part.
         """
-        if not self.alone:
+        if reason is not None:
+            self.refuse(reason)
+        elif not self.alone:
             self.exchange(_END)

@@ -36,14 +36,14 @@ def client() -> Any:
     """
     found = distributed.global_state.client
     if found is None:
-        expected, remedy = "jax.distributed", "call jax.distributed.initialize first"
-        text = message("processes", expected=expected, got="no client", remedy=remedy)
+        remedy = "call jax.distributed.initialize first"
+        text = message("processes", expected="jax.distributed", got="no client", remedy=remedy)
         raise RuntimeError(text)
     _tell_at_exit(found)
     return found
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def _tell_at_exit(client: Any) -> None:
     """Say at the exit of this process that it leaves."""
     here, pid = f"process {jax.process_index()}", os.getpid()

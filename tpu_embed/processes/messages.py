@@ -96,8 +96,8 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
     """
     if jax.process_count() == 1:
         return [value]
-    said = exchange(what, f"tpu_embed/said/{what}", value, FILES_SECONDS)
-    return [said[process] for process in range(jax.process_count())]
+    said = exchange(what, f"tpu_embed/said/{what}", (value,), FILES_SECONDS)
+    return [one for (one,) in said.values()]
 
 
 def gather_bytes(what: str, mine: bytes) -> list[bytes]:
@@ -147,15 +147,20 @@ def check_same(what: str, value: str) -> None:
     """
     said = gather_from_all(what, value)
     if len(set(said)) > 1:
-        got = ", ".join(f"{value} in process {process}" for process, value in enumerate(said))
-        expected, remedy = "the same in every process", "give a path that all of them can reach"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        text = message(
+            what,
+            expected="the same in every process",
+            got=", ".join(f"{value} in process {process}" for process, value in enumerate(said)),
+            remedy="give a path that all of them can reach",
+        )
+        raise ValueError(text)
 
 
 def refuse(what: str, name: str, error: BaseException, seconds: int) -> None:
     """Take part in an exchange with the error that this process raises; see `exchange`."""
     kind = type(error) if type(error) in _ERRORS else RuntimeError
-    _exchange(what, name, _Refusal(kind, f"{error}"), seconds)
+    with contextlib.suppress(Exception):  # this process raises its own error
+        exchange(what, name, _Refusal(kind, f"{error}"), seconds)
 
 
 def exchange(
@@ -176,36 +181,34 @@ def exchange(
       RuntimeError: another process has left or did not come in time, or this process's last
         exchange of this name was interrupted.
     """
-    said = _exchange(what, name, news, seconds)
-    for process, one in sorted(said.items()):
-        if isinstance(one, _Refusal):
-            raise one.kind(f"{refused.format(process)}: {one.text}")
-    return said
-
-
-def _exchange(what: str, name: str, news: Any, seconds: int) -> dict[int, Any]:
     number = _rounds.get(name, 0)
     if number < 0:
-        got = f"call {~number} cut off by an exception, or not done yet in another thread"
-        expected = "calls one after the other, each to its end"
-        remedy = "the processes are out of step: end all, and start again"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+        text = message(
+            what,
+            expected="calls one after the other, each to its end",
+            got=f"call {~number} cut off by an exception, or not done yet in another thread",
+            remedy="the processes are out of step: end all, and start again",
+        )
+        raise RuntimeError(text)
     store = client()
     _rounds[name] = ~number
     try:
-        said = _meet(store, f"{name}/{number}", news, seconds)
+        told = _meet(store, f"{name}/{number}", news, seconds)
         # Everyone has arrived at this round, so everyone has read the previous one.
         if number and not jax.process_index():
             store.key_value_delete(f"{name}/{number - 1}/")
     except (jax.errors.JaxRuntimeError, _AloneError) as error:
-        expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
         remedy = "make the same calls in the same order on every process"
         if isinstance(error, _AloneError):
             remedy = "start all of them again"
-        text = message(what, expected=expected, got=f"{error}", remedy=remedy)
-        raise RuntimeError(text) from error
+        expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
+        raise RuntimeError(message(what, expected=expected, got=error, remedy=remedy)) from error
     _rounds[name] = number + 1
-    return {process: pickle.loads(one) for process, one in said.items()}
+    said = {process: pickle.loads(one) for process, one in sorted(told.items())}
+    for process, one in said.items():
+        if isinstance(one, _Refusal):
+            raise one.kind(f"{refused.format(process)}: {one.text}")
+    return said
 
 
 def _meet(store: Any, round_: str, news: Any, seconds: int) -> dict[int, bytes]:

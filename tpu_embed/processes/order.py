@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,36 +25,25 @@ from tpu_embed._checks import message
 _T = TypeVar("_T")
 
 
-class Speaker(Protocol):
-    """A thread that acts in an order for as long as it lives."""
-
-    stopped: bool
-    """Whether it is about to end."""
-
-    def is_alive(self) -> bool:
-        """Return whether it runs."""
-        ...
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until it has ended."""
-
-
 class Order:
     """Lets threads act one after the other, or one alone."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._speaker: Speaker | None = None
+        self._worker: Any = None
         self._is_cut = False
 
-    def let(self, speaker: Speaker) -> None:
+    def let(self, worker: Any) -> None:
         """With several processes, refuse all other threads until this one, not started yet, ends.
+
+        Args:
+          worker: a thread, with an attribute `stopped`: whether it is about to end.
 
         Raises:
           RuntimeError: another one has not ended.
         """
         if jax.process_count() > 1:
-            self.run(lambda: setattr(self, "_speaker", speaker))
+            self.run(lambda: setattr(self, "_worker", worker))
 
     def run(self, act: Callable[[], _T]) -> _T:
         """Return `act()`, which no other thread does anything beside; it may call this, too.
@@ -66,17 +55,21 @@ class Order:
         if jax.process_count() == 1:
             with self._lock:
                 return act()
-        speaker = self._speaker
-        if speaker is not None and speaker is not threading.current_thread():
-            if speaker.stopped:
-                speaker.join()
-            elif speaker.is_alive():
-                self._refuse("one beside a Prefetcher that has not ended", "close it first")
+        worker = self._worker
+        beside = worker is not threading.current_thread() and worker and worker.is_alive()
+        if beside and worker.stopped:
+            worker.join()
+            beside = False
+        got = remedy = None
         if self._is_cut:
-            remedy = "the processes are out of step: end all, and start again"
-            self._refuse("one that was interrupted", remedy)
-        if not self._lock.acquire(blocking=False):
-            self._refuse("one beside another thread's", "place in one thread")
+            got, remedy = "one that was interrupted", "end all processes, and start again"
+        elif beside:
+            got, remedy = "one beside a Prefetcher that has not ended", "close it first"
+        elif not self._lock.acquire(blocking=False):
+            got, remedy = "one beside another thread's", "place in one thread"
+        if got:
+            expected = "calls one after the other, each to its end"
+            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
         try:
             return act()
         except Exception:
@@ -86,10 +79,6 @@ class Order:
             raise
         finally:
             self._lock.release()
-
-    def _refuse(self, got: str, remedy: str) -> NoReturn:
-        expected = "calls one after the other, each to its end"
-        raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
 
 
 @functools.cache

@@ -100,10 +100,9 @@ class Record(NamedTuple):
         """
         if size is None:
             return self
-        if self.per_replica not in (None, size):
-            what = f"{what}: batch size per replica"
-            assert self.per_replica is not None
+        if self.per_replica is not None and self.per_replica != size:
             expected = f"{shown(self.per_replica)}, the size it was built with"
+            what = f"{what}: batch size per replica"
             raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
         return self._replace(per_replica=size)
 
@@ -114,37 +113,6 @@ class Record(NamedTuple):
           admitted: the step that the state has.
         """
         return max((item.step for item in self.waiting if item.step is not None), default=admitted)
-
-    def check_next(self, item: Enqueued, what: str, admitted: int) -> None:
-        """Check that a batch of keys that is to be admitted was placed after those of the queue.
-
-        Args:
-          item: the batch.
-          what: the call, for the message.
-          admitted: the step of living vocabularies that the state has.
-
-        Raises:
-          ValueError: it was not, or others between them are missing; or a batch for training was
-            placed to be looked up only, or was admitted before.
-        """
-        last = self.last_step(admitted)
-        if item.step is None and item.training:
-            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
-            remedy = "place it with training=True, or enqueue it with training=False"
-        elif item.step not in (None, last + 1):
-            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
-            remedy = "enqueue training batches in the order in which they were placed; after some "
-            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
-        else:
-            return
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-    def without(self, lost: Sequence[Enqueued]) -> Record:
-        """Return the record without some batches."""
-        gone = {id(item) for item in lost}  # batches that are equal need not be the same
-        dequeued = None if id(self.dequeued) in gone else self.dequeued
-        waiting = tuple(item for item in self.waiting if id(item) not in gone)
-        return self._replace(waiting=waiting, dequeued=dequeued)
 
     def with_item(self, at: int, item: Enqueued) -> Record:
         """Return the record with a batch at a place of its queue, or behind the last one."""
@@ -178,23 +146,18 @@ class Record(NamedTuple):
 
     def problem(self) -> str | None:
         """Return why the state is invalid, or None if it is valid."""
-        # A running update may take the state's arrays at any moment, so they are not looked at.
-        if self.failure is not None or self.state is None or self.update is not None:
+        if self.failure is not None or self.state is None:
             return self.failure
+        leaves = jax.tree.leaves(self.state)
         try:
             # Programs run asynchronously. The results of one that failed after its dispatch are
             # "ready" and raise its error here. Results that are still computed are not waited for.
-            if not any_deleted(self.state):
-                ready = [leaf for leaf in jax.tree.leaves(self.state) if leaf.is_ready()]
-                jax.block_until_ready(ready)
-                return None
-        except jax.errors.JaxRuntimeError as error:
+            jax.block_until_ready([x for x in leaves if x.is_deleted() or x.is_ready()])
+        except RuntimeError as error:  # jax.errors.JaxRuntimeError is one too
+            if any(leaf.is_deleted() for leaf in leaves):
+                return "one whose arrays were donated to another function, or deleted"
             return after_a_device_error(f"{error}")
-        except RuntimeError:
-            # An array was deleted by another thread between the two lines above.
-            if not any_deleted(self.state):
-                raise
-        return "one whose arrays were donated to another function, or deleted"
+        return None
 
 
 def shown(sizes: tuple[int, ...]) -> str:
@@ -220,20 +183,6 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
         return (check_int(what, given, minimum=1),) * len(declared.paths)
     pairs = zip(declared.labels, declared.match(given, what=what), strict=True)
     return tuple(check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs)
-
-
-def any_deleted(state: TableState | None) -> bool:
-    """Tell whether an array of a state was donated or deleted."""
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
-
-
-def is_readable(arrays: PyTree) -> bool:
-    """Tell whether no array was deleted or computed by a program that failed; waits for them."""
-    try:
-        jax.block_until_ready(arrays)
-    except RuntimeError:  # jax.errors.JaxRuntimeError is one too
-        return False
-    return True
 
 
 def after_a_device_error(error: str) -> str:

@@ -9,9 +9,10 @@ Input: functions of states. Output: records with valid states; errors about inva
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,8 +26,6 @@ from tpu_embed.stateful.record import (
     Enqueued,
     Record,
     after_a_device_error,
-    any_deleted,
-    is_readable,
     placed_step,
 )
 from tpu_embed.vocabulary import ValidSteps
@@ -40,23 +39,17 @@ class StateKeeper:
       seed: the first state is that of `engine.init(jax.random.key(seed))`.
 
     Attributes:
-      now: the current record. Read it once per call, because other threads may replace it.
-      lock: held by every call while it reads the state or changes it.
+      now: the current record.
+      lock: held by every call while it reads the state or changes the record.
     """
 
     def __init__(self, engine: EmbeddingEngine, seed: int) -> None:
         self._engine, self._seed = engine, seed
-        self.now, self.lock, self._replacing = Record(), threading.RLock(), threading.RLock()
+        self.now, self.lock = Record(), threading.RLock()
 
     def change(self, **fields: Any) -> None:
         """Replace the record by one with other values for these fields."""
-        self.derive(lambda now: now._replace(**fields))
-
-    def derive(self, make: Callable[[Record], Record]) -> None:
-        """Replace the record by `make(now)`; if `make` raises, the record stays."""
-        # The lock keeps two threads from deriving two records from the same one.
-        with self._replacing:
-            self.now = make(self.now)
+        self.now = self.now._replace(**fields)
 
     def built(self) -> TableState:
         """Return the state; create it if there is none. The caller holds `lock`."""
@@ -74,90 +67,92 @@ class StateKeeper:
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
-        if maps.homes is not None and maps.admitted:
-            expected, got = "the newest state of tables on the host", "none"
-            remedy = (
-                "set embedding.state to it, or call engine.vocabularies.rewind(engine.init(…)) "
-            )
-            remedy += "and set embedding.state to what init returned, to begin anew"
-            raise RuntimeError(message("state", expected=expected, got=got, remedy=remedy))
         before = self.now.state
-        kept = state if before is None or not is_readable(before.vocabulary) else before
-        assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
-        vocabulary = new_version(kept.vocabulary, maps.now, self._engine.layout.axes)
+        if maps.admitted and (before is None or maps.homes is not None):
+            text = message(
+                "state",
+                expected="the newest state of these maps",
+                got="none",
+                remedy="set embedding.state to it, or call engine.vocabularies.rewind("
+                "engine.init(…)) and set embedding.state to what init returned, to begin anew",
+            )
+            raise RuntimeError(text)
+        if before is not None:
+            with contextlib.suppress(RuntimeError):  # it cannot be read
+                kept = jax.block_until_ready(before.vocabulary)
+                state = dataclasses.replace(state, vocabulary=kept)
+        assert state.vocabulary is not None, "states of engines with living vocabularies have one"
+        vocabulary = new_version(state.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
     def forget_lost(self) -> Record:
-        """Forget batches of keys that the maps no longer know; return the record."""
-        if not self._lost():
-            return self.now
-        with self.lock:  # what another thread was about to admit is not lost
-            lost, record = self._lost(), self.now
-            if count := sum(item is not record.dequeued for item in lost):
-                expected = "batches placed since the maps were rewound or loaded, or rows set"
-                got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
-                text = message("queue", expected=expected, got=got, remedy=remedy)
-                warn_user(text)
-            self.derive(lambda now: now.without(lost))
-            return self.now
-
-    def _lost(self) -> list[Enqueued]:
+        """Forget batches of keys that the maps no longer know. The caller holds `lock`."""
         maps, record = self._engine.vocabularies, self.now
         if maps is None:
-            return []
+            return record
         # A batch that is only looked up is lost with the training batches before it. Of the queue
         #     step 3, a lookup at step 3, step 4, a lookup at step 4
         # the last two are lost after a rewind that undoes step 4, whether or not another batch has
         # been admitted as step 4 since.
-        last, lost, undone = maps.admitted, [], float("inf")
-        for item in (*([record.dequeued] if record.dequeued else []), *record.waiting):
+        last, undone, lost = maps.admitted, float("inf"), set()
+        for item in filter(None, (record.dequeued, *record.waiting)):
             if not maps.is_current(item.batch):
-                lost.append(item)
-                if item.step is not None:
-                    undone = min(undone, item.step)
+                lost.add(id(item))  # batches that are equal need not be the same
+                undone = min(undone, item.step or undone)
             elif item.step is not None:
                 last = item.step
             elif item.activations is None and placed_step(item.batch) > min(last, undone - 1):
-                lost.append(item)
-        return lost
+                lost.add(id(item))
+        waiting = tuple(item for item in record.waiting if id(item) not in lost)
+        if count := len(record.waiting) - len(waiting):
+            text = message(
+                "queue",
+                expected="batches placed since the maps were rewound or loaded, or rows set",
+                got=f"{count} from before, now forgotten",
+                remedy="enqueue their data again",
+            )
+            warn_user(text)
+        dequeued = None if id(record.dequeued) in lost else record.dequeued
+        self.change(waiting=waiting, dequeued=dequeued)
+        return self.now
 
     def check_keys(self, what: str, item: Enqueued) -> None:
         """Check that a batch of keys may be enqueued behind those that wait.
 
+        Args:
+          what: the call, for the message.
+          item: the batch.
+
         Raises:
-          ValueError: it is not the next one to be admitted; or it is only looked up, and then one
-            of its rows will be another key's.
+          ValueError: it is for training, and not the next one to be admitted: others between them
+            are missing, it was placed to be looked up only, or admitted before. Or it is only
+            looked up, and then one of its rows will be another key's.
         """
-        maps, record = self._engine.vocabularies, self.now
-        if maps is None:
+        if (maps := self._engine.vocabularies) is None:
             return
-        record.check_next(item, what, maps.admitted)
-        if item.step is None:
-            now, valid = maps.at(record.last_step(maps.admitted)), item.batch.valid_steps
+        last = self.now.last_step(maps.admitted)
+        if item.step is not None:
+            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
+            remedy = "enqueue training batches in the order in which they were placed; after some "
+            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+        elif item.training:
+            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
+            remedy = "place it with training=True, or enqueue it with training=False"
+        else:
+            valid = item.batch.valid_steps
             assert valid is not None, "every batch that this engine placed has steps"
-            maps.check(now, ValidSteps(*valid.tolist()), item.batch.keys)
-
-    def undo_placed(self, step: int) -> None:
-        """Undo the training batch that was placed after a step, if the queue does not have it.
-
-        It stays if it was admitted, or if other batches were placed after it.
-        """
-        maps = self._engine.vocabularies
-        if maps is None or maps.placed == step:
+            maps.check(maps.at(last), ValidSteps(*valid.tolist()), item.batch.keys)
             return
-
-        def undo() -> None:
-            enqueued = self.now.last_step(maps.admitted)
-            if enqueued <= step and maps.placed == step + 1:
-                maps.undo(step)
-
-        maps.order.run(undo)  # nobody places a batch meanwhile
+        if item.step != last + 1:
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     def settle(self) -> Record:
         """Return the record, once what was interrupted has ended. The caller holds `lock`."""
         if self.now.update is not None:
-            exchange, _ = self.now.update
-            self._end("an interrupted call", go_on=exchange.begun)
+            if self.now.update[0].begun:
+                with contextlib.suppress(Exception):  # the record says what is wrong then
+                    self._go_on("an interrupted call")
+            self.change(update=None)
         return self.now
 
     def settled(self, what: str) -> Record:
@@ -166,21 +161,11 @@ class StateKeeper:
         Raises:
           RuntimeError: the state is invalid.
         """
-        self.settle()
-        return self.valid(what)
-
-    def valid(self, what: str) -> Record:
-        """Return the record if the state is valid.
-
-        Raises:
-          RuntimeError: the state is invalid.
-        """
-        while (problem := (record := self.now).problem()) is not None:
-            # Try again if another thread's update has taken the arrays during the check.
-            if self.now.state is record.state and self.now.update is record.update:
-                expected, remedy = "a valid state", "load the tables, or set `state`"
-                raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
-        return record
+        if (problem := self.settle().problem()) is not None:
+            remedy = "load the tables, or set `state`"
+            text = message(what, expected="a valid state", got=problem, remedy=remedy)
+            raise RuntimeError(text)
+        return self.now
 
     def trained_state(self, what: str) -> TableState:
         """Return the state, if no training batch waits for its gradients. The caller holds `lock`.
@@ -190,55 +175,46 @@ class StateKeeper:
         """
         self.settled(what)
         record = self.forget_lost()
-        dequeued = () if record.dequeued is None else (record.dequeued,)
-        count = sum(item.training for item in (*dequeued, *record.waiting))
-        if count:
-            expected, got = "no training batch that waits for its gradients", f"{count}"
-            remedy = "dequeue them and apply their gradients first"
-            text = message(f"{what}: other", expected=expected, got=got, remedy=remedy)
+        items = filter(None, (record.dequeued, *record.waiting))
+        if count := sum(item.training for item in items):
+            text = message(
+                f"{what}: other",
+                expected="no training batch that waits for its gradients",
+                got=count,
+                remedy="dequeue them and apply their gradients first",
+            )
             raise RuntimeError(text)
         return self.built()
 
-    def update(self, what: str, update: Exchange[TableState]) -> None:
-        """Run an update in the memory of the state, and take its result as the new state."""
-        self._run(what, update, lambda now, state: now._replace(state=state, dequeued=None))
-
-    def _run(
+    def run(
         self, what: str, exchange: Exchange[Any], taken: Callable[[Record, Any], Record]
     ) -> None:
-        """Run a program in the memory of the state; `taken` makes the record of its result.
+        """Run programs in the memory of the state; `taken` makes the record of their result.
 
         Raises:
-          Exception: what the program raises.
+          Exception: what a program raises.
         """
         self.change(update=(exchange, taken))
-        error = self._end(what)
-        if error is not None:
-            raise error
+        self._go_on(what)
 
-    def _end(self, what: str, *, go_on: bool = True) -> Exception | None:
-        """Run what the record says is running, or what is left of it, and return its error."""
+    def _go_on(self, what: str) -> None:
+        """Run what the record says is running, or what is left of it."""
         assert self.now.update is not None
         exchange, taken = self.now.update
-        error = None
-        try:
-            if go_on:
-                found = exchange.run()
-                self.derive(lambda now: taken(now, found)._replace(update=None))
-                return None
-        except Exception as raised:
-            error = raised
-        self._fail(what, error)
-        return error
+        with self._noting_failures(what):
+            found = exchange.run()
+            self.now = taken(self.now, found)._replace(update=None)
 
-    def _fail(self, what: str, error: Exception | None) -> None:
-        """Record whether the state is invalid after an error, or an interrupt."""
-        failure = self.now.failure
-        if error is not None and is_device_error(error):
-            failure = after_a_device_error(f"{what}: {error}")
-        elif failure is None and any_deleted(self.now.state):
-            failure = "one whose arrays were taken by an update that did not finish"
-        self.change(failure=failure, update=None)
+    @contextlib.contextmanager
+    def _noting_failures(self, what: str) -> Iterator[None]:
+        """Record that the state is invalid if the block raises an error of the device."""
+        try:
+            yield
+        except Exception as error:
+            if is_device_error(error):
+                self.change(failure=after_a_device_error(f"{what}: {error}"))
+            self.change(update=None)
+            raise
 
     def issue(self, what: str, at: int, item: Enqueued) -> None:
         """Admit and look up a batch, unless that was done.
@@ -256,13 +232,9 @@ class StateKeeper:
             def admitted(now: Record, found: tuple[TableState, Batch]) -> Record:
                 return now.with_item(at, item._replace(batch=found[1]))._replace(state=found[0])
 
-            self._run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)
+            self.run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)
             item = self.now.waiting[at]
         if item.activations is None:
-            try:
+            with self._noting_failures(what):
                 activations = self._engine.lookup(self.built(), item.batch)
-            except Exception as error:
-                self._fail(what, error)
-                raise
-            looked_up = item._replace(activations=activations)
-            self.derive(lambda now: now.with_item(at, looked_up))
+            self.now = self.now.with_item(at, item._replace(activations=activations))

@@ -28,7 +28,7 @@ from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.placement import resolve
-from tpu_embed.stateful.record import Enqueued, Record, batch_sizes, placed_step
+from tpu_embed.stateful.record import Enqueued, batch_sizes
 from tpu_embed.stateful.state_keeper import StateKeeper
 
 
@@ -106,7 +106,10 @@ class TPUEmbedding:
         )
         self._keeper = StateKeeper(self.engine, seed)
         self._placing = threading.RLock()
-        """Held while a batch of keys is placed and enqueued, so that both orders are the same."""
+        """Held while a batch of keys is placed and enqueued, so that both orders are the same.
+
+        Who holds it may take the keeper's lock, but not the other way round.
+        """
 
     def __repr__(self) -> str:
         """Show how far the training is, and a line per table."""
@@ -139,9 +142,9 @@ class TPUEmbedding:
         size = batch_sizes(self.engine.structure, per_replica_batch_size)
         remedy = "make another TPUEmbedding"
         with self._keeper.lock:
-            self._keeper.settled("build").with_size(size, "build", remedy)
+            record = self._keeper.settled("build").with_size(size, "build", remedy)
             self._keeper.built()
-            self._keeper.derive(lambda record: record.with_size(size, "build", remedy))
+            self._keeper.change(per_replica=record.per_replica)
 
     @explain_arguments(device="the whole batch, for all devices of this process")
     def enqueue(
@@ -172,14 +175,13 @@ class TPUEmbedding:
         """
         what = label("enqueue", name)
         with labelled(what, name):
-            self._keeper.valid(what)
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
-            if self.engine.vocabularies is not None:
+            if self.engine.vocabularies is None or isinstance(features, Batch):
+                batch = self.engine.place(features, weights)
+                self._push(what, Enqueued(batch, training, name))
+            else:
                 self._enqueue_keys(what, features, weights, training, name)
-                return
-            batch = self.engine.place(features, weights)
-            self._push(what, Enqueued(batch, training, name))
 
     def _enqueue_keys(
         self, what: str, features: PyTree, weights: PyTree | None, training: bool, name: str | None
@@ -188,42 +190,34 @@ class TPUEmbedding:
         maps = self.engine.vocabularies
         assert maps is not None
         with self._placing:
-            before = self._keeper.forget_lost().last_step(maps.admitted)
-            if isinstance(features, Batch):
-                self._push(what, Enqueued(self.engine.place(features, weights), training, name))
-                return
+            with self._keeper.lock:
+                before = self._keeper.forget_lost().last_step(maps.admitted)
             placed, place = maps.placed, self.engine.intake.place_ids
             try:
                 batch = place(features, weights, training=training, step=before)
-                # Another thread may have placed a batch of its own before this one.
-                placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
-                if training:
-                    self._keeper.undo_placed(placed)
+                with self._keeper.lock:
+                    enqueued = self._keeper.settle().last_step(maps.admitted)
+                # It stays if it was admitted, or if other batches were placed after it.
+                if enqueued <= placed == maps.placed - 1:
+                    maps.order.run(lambda: maps.undo(placed))
                 raise
 
     def _push(self, what: str, item: Enqueued) -> None:
-        """Append a placed batch; wait for other calls only if the tables are needed."""
+        """Append a placed batch."""
         remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
-
-        def pushed(record: Record) -> Record:
-            checked = record.with_size(item.size, what, remedy)
-            return checked.with_item(len(checked.waiting), item)
-
-        self._keeper.check_keys(what, item)
-        if self._keeper.now.state is not None and not self._pipelined:
-            self._keeper.derive(pushed)
-            return
-        with self._keeper.lock:
-            before = self._keeper.settled(what)
-            before.with_size(item.size, what, remedy)
-            self._keeper.built()
+        keeper = self._keeper
+        with keeper.lock:
+            keeper.settled(what)
+            record = keeper.forget_lost().with_size(item.size, what, remedy)
+            keeper.check_keys(what, item)
+            keeper.built()
             # The first batch in a pipelined queue is looked up at once (see `record.py`).
-            if self._pipelined and not before.waiting:
-                self._keeper.issue(what, 0, item)
+            if self._pipelined and not record.waiting:
+                keeper.issue(what, 0, item)
             else:
-                self._keeper.derive(pushed)
+                keeper.change(waiting=(*record.waiting, item), per_replica=record.per_replica)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
@@ -235,23 +229,26 @@ class TPUEmbedding:
           RuntimeError: the queue is empty, the last training batch still waits for its gradients,
             or the state is invalid.
         """
-        what = label("dequeue", name)
-        with labelled(what, name), self._keeper.lock:
-            self._keeper.settled(what)
-            record = self._keeper.forget_lost()
+        what, keeper = label("dequeue", name), self._keeper
+        with labelled(what, name), keeper.lock:
+            keeper.settled(what)
+            record = keeper.forget_lost()
             if record.dequeued is not None and record.dequeued.training:
                 expected = "gradients of the training batch that was dequeued before"
-                remedy = "call apply_gradients first"
-                raise RuntimeError(message(what, expected=expected, got="none yet", remedy=remedy))
+                text = message(
+                    what, expected=expected, got="none yet", remedy="call apply_gradients first"
+                )
+                raise RuntimeError(text)
             if not record.waiting:
-                got, remedy = "an empty queue", "call enqueue first"
-                raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
+                text = message(
+                    what, expected="a batch", got="an empty queue", remedy="call enqueue first"
+                )
+                raise RuntimeError(text)
             # Pipelined, the batch after this one is looked up too, before this one's update.
             for at, item in enumerate(record.waiting[: 2 if self._pipelined else 1]):
-                self._keeper.issue(what, at, item)
-            head = self._keeper.now.waiting[0]
-            # Other threads may have enqueued meanwhile.
-            self._keeper.derive(lambda now: now._replace(waiting=now.waiting[1:], dequeued=head))
+                keeper.issue(what, at, item)
+            head, *others = keeper.now.waiting
+            keeper.change(waiting=(*others,), dequeued=head)
             return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
@@ -272,8 +269,9 @@ class TPUEmbedding:
         with labelled(what, name), self._keeper.lock:
             state, item = self._keeper.settled(what).waiting_for_gradients(what)
             rates = self.engine.learning_rates()
-            self._keeper.update(
-                what, self.engine.prepare_update(state, item.batch, gradients, rates)
+            update = self.engine.prepare_update(state, item.batch, gradients, rates)
+            self._keeper.run(
+                what, update, lambda now, state: now._replace(state=state, dequeued=None)
             )
 
     @property
@@ -368,17 +366,14 @@ class TPUEmbedding:
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
-        self._keeper.settle()
-        record = self._keeper.forget_lost()
+        keeper = self._keeper
+        keeper.settle()
+        record = keeper.forget_lost()
         dequeued = record.dequeued if record.problem() is None else None
-
-        def replaced(now: Record) -> Record:
-            waiting = tuple(item._replace(activations=None) for item in now.waiting)
-            return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
-
-        self._keeper.derive(replaced)
-        if self._pipelined and (waiting := self._keeper.now.waiting):
-            self._keeper.issue("load", 0, waiting[0])
+        waiting = tuple(item._replace(activations=None) for item in record.waiting)
+        keeper.change(state=state, waiting=waiting, dequeued=dequeued, failure=None)
+        if self._pipelined and waiting:
+            keeper.issue("load", 0, waiting[0])
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""

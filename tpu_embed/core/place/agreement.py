@@ -87,7 +87,7 @@ class Agreement(Conversation):
         if self.alone:
             return [arrays]
         said = self.exchange({"arrays": arrays})
-        return [said[process]["arrays"] for process in sorted(said)]
+        return [one["arrays"] for one in said.values()]
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
