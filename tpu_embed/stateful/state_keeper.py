@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from tpu_embed._calls import Exchange, is_device_error
 from tpu_embed._checks import message, warn_user
@@ -139,9 +140,8 @@ class StateKeeper:
             expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
             remedy = "place it with training=True, or enqueue it with training=False"
         else:
-            valid = item.batch.valid_steps
-            assert valid is not None, "every batch that this engine placed has steps"
-            maps.check(maps.at(last), ValidSteps(*valid.tolist()), item.batch.keys)
+            steps = ValidSteps(*np.asarray(item.batch.valid_steps).tolist())
+            maps.check(maps.at(last), steps, item.batch.keys)
             return
         if item.step != last + 1:
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
