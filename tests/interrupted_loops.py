@@ -110,6 +110,8 @@ class Functional:
     def repair(self):
         """What was placed ahead, and the batch in hand, are thrown away and placed again."""
         self.close()
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            raise RuntimeError("the state was not returned")
         if self.engine.vocabularies.admitted != step_of(self.state):
             raise RuntimeError("admitted, not updated")
         self.engine.vocabularies.rewind(self.state)
