@@ -28,6 +28,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from tpu_embed import initializers, optimizers, training
+from tpu_embed._stop import Stop
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
@@ -64,6 +65,7 @@ __all__ = [
     "RowIdInitializer",
     "ShardInfo",
     "SparseIds",
+    "Stop",
     "TPUEmbedding",
     "TableConfig",
     "TableState",
