@@ -80,10 +80,14 @@ class Feed:
         except BaseException as error:
             self._others.refuse(error)
             raise
-        training, step = self._rules.training, pin and pin.step
         try:
-            given = item.features, item.weights, self._rules.spec
-            batch = self._intake.place_ids(*given, training=training, step=step)
+            batch = self._intake.place_ids(
+                item.features,
+                item.weights,
+                self._rules.spec,
+                training=self._rules.training,
+                step=pin and pin.step,
+            )
             placed = item.around(batch, self._engine)
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
@@ -93,7 +97,7 @@ class Feed:
     def leave(self, reason: BaseException | None) -> None:
         """Tell the other processes that there are no more batches, or why."""
         # If they have a batch, or have left, their loops raise it.
-        with contextlib.suppress(ValueError, TypeError, RuntimeError):
+        with contextlib.suppress(Exception):
             self._others.end(reason)
 
     def _read(self) -> Any:
@@ -101,9 +105,14 @@ class Feed:
         wanted, self._skipped = self._skipped, 0
         found = sum(1 for _ in itertools.islice(self._source, wanted))
         if found < wanted:
-            expected = f"{wanted} batches before the next one"
-            remedy = "give the same data again"
-            raise ValueError(message("the data", expected=expected, got=found, remedy=remedy))
+            raise ValueError(
+                message(
+                    "the data",
+                    expected=f"{wanted} batches before the next one",
+                    got=found,
+                    remedy="give the same data again",
+                )
+            )
         return next(self._source)
 
 

@@ -87,8 +87,9 @@ class Prefetcher:
         if not hasattr(engine, "intake"):
             check_engine("Prefetcher: engine", engine)
         if not isinstance(batches, Iterable):
-            got = type(batches).__name__
-            raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))
+            raise TypeError(
+                message("Prefetcher: batches", expected="an iterable", got=type(batches).__name__)
+            )
         self._engine, self._rules = engine, ItemRules(weighted, spec, training)
         # The iterator moves to the thread with the first batch: a prefetcher that is closed does
         # not keep a generator alive.
@@ -168,8 +169,8 @@ class Prefetcher:
             assert self._source is not None
             before = self._taken.number
             worker = Worker(Feed(self._engine, self._source, self._rules, before), before)
-            order = self._engine.intake.order(training=self._rules.training)
             try:
+                order = self._engine.intake.order(training=self._rules.training)
                 if order is not None:
                     order.let(worker)
                 worker.start()

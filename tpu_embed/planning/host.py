@@ -146,16 +146,16 @@ def _host_plan(stack: Stack, table: TableSlice, batch_rows: int, use: HostUse) -
     if rate is None:
         return planned
     if isinstance(rate, HitCount):
-        counts, share = (rate.rows, rate.brought, rate.sent), rate.hit_rate
+        counts, held = (rate.rows, rate.brought, rate.sent), rate.hit_rate
         batch_rows, rows_in, rows_out = (math.ceil(one / rate.batches) for one in counts)
     else:
         # Each miss comes from home and displaces a row, as when all rows were touched long ago.
-        share = float(rate)
-        rows_in = rows_out = math.ceil(round(batch_rows * (1 - share), 6))
+        held = float(rate)
+        rows_in = rows_out = math.ceil(round(batch_rows * (1 - held), 6))
     return dataclasses.replace(
         planned,
         batch_rows=batch_rows,
-        hit_rate=share,
+        hit_rate=held,
         rows_in=rows_in,
         rows_out=rows_out,
         bytes_in=rows_in * row_bytes,

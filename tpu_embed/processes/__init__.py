@@ -8,6 +8,7 @@ from tpu_embed.processes.messages import (
     gather_bytes,
     gather_from_all,
     raise_on_all,
+    who,
 )
 from tpu_embed.processes.order import Order
 
@@ -20,4 +21,5 @@ __all__ = [
     "gather_bytes",
     "gather_from_all",
     "raise_on_all",
+    "who",
 ]

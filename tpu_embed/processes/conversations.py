@@ -44,18 +44,24 @@ class Conversation:
           ValueError, TypeError, RuntimeError: another process refused its part, or has no more
             batches; raised by every process.
         """
-        refused = "place: process {} refused its part of the batch"
-        said = exchange("place", self._name, news, WAIT_SECONDS, refused=refused)
+        said = exchange(
+            "place",
+            self._name,
+            news,
+            WAIT_SECONDS,
+            refused="place: process {} refused its part of the batch",
+        )
         ended = [process for process, one in said.items() if one == _END]
         if ended and len(ended) < jax.process_count():
-            text = message(
-                "place",
-                expected="a batch in every process, or in none",
-                got=f"no more batches in process {', '.join(map(str, ended))}",
-                remedy="give every process equally many batches, and leave their loops at the "
-                "same batch",
+            raise ValueError(
+                message(
+                    "place",
+                    expected="a batch in every process, or in none",
+                    got=f"no more batches in process {', '.join(map(str, ended))}",
+                    remedy="give every process equally many batches, and leave their loops at the "
+                    "same batch",
+                )
             )
-            raise ValueError(text)
         return said
 
     @contextlib.contextmanager

@@ -36,9 +36,14 @@ def client() -> Any:
     """
     found = distributed.global_state.client
     if found is None:
-        remedy = "call jax.distributed.initialize first"
-        text = message("processes", expected="jax.distributed", got="no client", remedy=remedy)
-        raise RuntimeError(text)
+        raise RuntimeError(
+            message(
+                "processes",
+                expected="jax.distributed",
+                got="no client",
+                remedy="call jax.distributed.initialize first",
+            )
+        )
     _tell_at_exit(found)
     return found
 
@@ -54,9 +59,8 @@ def _tell_at_exit(client: Any) -> None:
         # Python keeps the exception that ended the program as `sys.last_value`. In an interactive
         # session (`sys.ps1`) it is an old exception that ended nothing.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        reason = "it has ended"
-        if error is not None:
-            reason = traceback.format_exception_only(error)[-1].splitlines()[0]
+        lines = ["it has ended"] if error is None else traceback.format_exception_only(error)
+        reason = lines[-1].splitlines()[0]
         try:
             client.key_value_set(f"{_LEFT}/{here}", f"{here} left: {reason}", allow_overwrite=True)
         except jax.errors.JaxRuntimeError as closed:

@@ -56,6 +56,11 @@ class _AloneError(Exception):
     """Another process has left."""
 
 
+def who() -> tuple[int, int]:
+    """Return the number of this process, and how many there are."""
+    return jax.process_index(), jax.process_count()
+
+
 def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     """Return `function()`; if it raises in one process, raise in every process.
 
@@ -74,7 +79,7 @@ def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     """
     if jax.process_count() == 1:
         return function()
-    name = f"tpu_embed/{what}/{zlib.crc32(str(path).encode()):08x}"
+    name = f"tpu_embed/{what}/{zlib.crc32(f'{path}'.encode()):08x}"
     try:
         result = function()
     except Exception as error:
@@ -147,13 +152,16 @@ def check_same(what: str, value: str) -> None:
     """
     said = gather_from_all(what, value)
     if len(set(said)) > 1:
-        text = message(
-            what,
-            expected="the same in every process",
-            got=", ".join(f"{value} in process {process}" for process, value in enumerate(said)),
-            remedy="give a path that all of them can reach",
+        raise ValueError(
+            message(
+                what,
+                expected="the same in every process",
+                got=", ".join(
+                    f"{value} in process {process}" for process, value in enumerate(said)
+                ),
+                remedy="give a path that all of them can reach",
+            )
         )
-        raise ValueError(text)
 
 
 def refuse(what: str, name: str, error: BaseException, seconds: int) -> None:
@@ -183,13 +191,14 @@ def exchange(
     """
     number = _rounds.get(name, 0)
     if number < 0:
-        text = message(
-            what,
-            expected="calls one after the other, each to its end",
-            got=f"call {~number} cut off by an exception, or not done yet in another thread",
-            remedy="the processes are out of step: end all, and start again",
+        raise RuntimeError(
+            message(
+                what,
+                expected="calls one after the other, each to its end",
+                got=f"call {~number} cut off by an exception, or not done yet in another thread",
+                remedy="the processes are out of step: end all, and start again",
+            )
         )
-        raise RuntimeError(text)
     store = client()
     _rounds[name] = ~number
     try:

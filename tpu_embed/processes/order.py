@@ -60,16 +60,16 @@ class Order:
         if beside and worker.stopped:
             worker.join()
             beside = False
-        got = remedy = None
+        got = ""
         if self._is_cut:
-            got, remedy = "one that was interrupted", "end all processes, and start again"
+            got = "one that was interrupted; end all processes, and start again"
         elif beside:
-            got, remedy = "one beside a Prefetcher that has not ended", "close it first"
+            got = "one beside a Prefetcher that has not ended; close it first"
         elif not self._lock.acquire(blocking=False):
-            got, remedy = "one beside another thread's", "place in one thread"
+            got = "one beside another thread's; place in one thread"
         if got:
             expected = "calls one after the other, each to its end"
-            raise RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
+            raise RuntimeError(message("place", expected=expected, got=got))
         try:
             return act()
         except Exception:

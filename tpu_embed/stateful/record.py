@@ -100,10 +100,15 @@ class Record(NamedTuple):
         """
         if size is None:
             return self
-        if self.per_replica is not None and self.per_replica != size:
-            expected = f"{shown(self.per_replica)}, the size it was built with"
-            what = f"{what}: batch size per replica"
-            raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
+        if self.per_replica not in (None, size):
+            raise ValueError(
+                message(
+                    f"{what}: batch size per replica",
+                    expected=f"{shown(self.per_replica or size)}, the size it was built with",
+                    got=shown(size),
+                    remedy=remedy,
+                )
+            )
         return self._replace(per_replica=size)
 
     def last_step(self, admitted: int) -> int:
@@ -141,8 +146,9 @@ class Record(NamedTuple):
             got, remedy = "one enqueued with training=False", "enqueue it with training=True"
         else:
             return self.state, item
-        expected = "a dequeued training batch"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+        raise RuntimeError(
+            message(what, expected="a dequeued training batch", got=got, remedy=remedy)
+        )
 
     def problem(self) -> str | None:
         """Return why the state is invalid, or None if it is valid."""

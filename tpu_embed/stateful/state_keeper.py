@@ -70,14 +70,15 @@ class StateKeeper:
             return state
         before = self.now.state
         if maps.admitted and (before is None or maps.homes is not None):
-            text = message(
-                "state",
-                expected="the newest state of these maps",
-                got="none",
-                remedy="set embedding.state to it, or call engine.vocabularies.rewind("
-                "engine.init(…)) and set embedding.state to what init returned, to begin anew",
+            raise RuntimeError(
+                message(
+                    "state",
+                    expected="the newest state of these maps",
+                    got="none",
+                    remedy="set embedding.state to it, or call engine.vocabularies.rewind("
+                    "engine.init(…)) and set embedding.state to what init returned, to begin anew",
+                )
             )
-            raise RuntimeError(text)
         if before is not None:
             with contextlib.suppress(RuntimeError):  # it cannot be read
                 kept = jax.block_until_ready(before.vocabulary)
@@ -106,13 +107,14 @@ class StateKeeper:
                 lost.add(id(item))
         waiting = tuple(item for item in record.waiting if id(item) not in lost)
         if count := len(record.waiting) - len(waiting):
-            text = message(
-                "queue",
-                expected="batches placed since the maps were rewound or loaded, or rows set",
-                got=f"{count} from before, now forgotten",
-                remedy="enqueue their data again",
+            warn_user(
+                message(
+                    "queue",
+                    expected="batches placed since the maps were rewound or loaded, or rows set",
+                    got=f"{count} from before, now forgotten",
+                    remedy="enqueue their data again",
+                )
             )
-            warn_user(text)
         dequeued = None if id(record.dequeued) in lost else record.dequeued
         self.change(waiting=waiting, dequeued=dequeued)
         return self.now
@@ -162,9 +164,14 @@ class StateKeeper:
           RuntimeError: the state is invalid.
         """
         if (problem := self.settle().problem()) is not None:
-            remedy = "load the tables, or set `state`"
-            text = message(what, expected="a valid state", got=problem, remedy=remedy)
-            raise RuntimeError(text)
+            raise RuntimeError(
+                message(
+                    what,
+                    expected="a valid state",
+                    got=problem,
+                    remedy="load the tables, or set `state`",
+                )
+            )
         return self.now
 
     def trained_state(self, what: str) -> TableState:
@@ -177,13 +184,14 @@ class StateKeeper:
         record = self.forget_lost()
         items = filter(None, (record.dequeued, *record.waiting))
         if count := sum(item.training for item in items):
-            text = message(
-                f"{what}: other",
-                expected="no training batch that waits for its gradients",
-                got=count,
-                remedy="dequeue them and apply their gradients first",
+            raise RuntimeError(
+                message(
+                    f"{what}: other",
+                    expected="no training batch that waits for its gradients",
+                    got=count,
+                    remedy="dequeue them and apply their gradients first",
+                )
             )
-            raise RuntimeError(text)
         return self.built()
 
     def run(

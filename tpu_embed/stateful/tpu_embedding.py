@@ -140,9 +140,10 @@ class TPUEmbedding:
           RuntimeError: the state is invalid.
         """
         size = batch_sizes(self.engine.structure, per_replica_batch_size)
-        remedy = "make another TPUEmbedding"
         with self._keeper.lock:
-            record = self._keeper.settled("build").with_size(size, "build", remedy)
+            record = self._keeper.settled("build").with_size(
+                size, "build", "make another TPUEmbedding"
+            )
             self._keeper.built()
             self._keeper.change(per_replica=record.per_replica)
 
@@ -206,11 +207,14 @@ class TPUEmbedding:
 
     def _push(self, what: str, item: Enqueued) -> None:
         """Append a placed batch."""
-        remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
         keeper = self._keeper
         with keeper.lock:
             keeper.settled(what)
-            record = keeper.forget_lost().with_size(item.size, what, remedy)
+            record = keeper.forget_lost().with_size(
+                item.size,
+                what,
+                "pad it with tpu_embed.pad_batch, or enqueue it with training=False",
+            )
             keeper.check_keys(what, item)
             keeper.built()
             # The first batch in a pipelined queue is looked up at once (see `record.py`).
@@ -234,16 +238,20 @@ class TPUEmbedding:
             keeper.settled(what)
             record = keeper.forget_lost()
             if record.dequeued is not None and record.dequeued.training:
-                expected = "gradients of the training batch that was dequeued before"
-                text = message(
-                    what, expected=expected, got="none yet", remedy="call apply_gradients first"
+                raise RuntimeError(
+                    message(
+                        what,
+                        expected="gradients of the training batch that was dequeued before",
+                        got="none yet",
+                        remedy="call apply_gradients first",
+                    )
                 )
-                raise RuntimeError(text)
             if not record.waiting:
-                text = message(
-                    what, expected="a batch", got="an empty queue", remedy="call enqueue first"
+                raise RuntimeError(
+                    message(
+                        what, expected="a batch", got="an empty queue", remedy="call enqueue first"
+                    )
                 )
-                raise RuntimeError(text)
             # Pipelined, the batch after this one is looked up too, before this one's update.
             for at, item in enumerate(record.waiting[: 2 if self._pipelined else 1]):
                 keeper.issue(what, at, item)

@@ -32,7 +32,7 @@ from tpu_embed.vocabulary.loads import MapLoad, exchange, load_together
 from tpu_embed.vocabulary.observers import Observers
 from tpu_embed.vocabulary.reports import KeyReports, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
-from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Pin, Timeline
+from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
 
 
 class Vocabularies(KeyReports):
@@ -283,7 +283,7 @@ class Vocabularies(KeyReports):
         """
         if map_version(state) != self.now:
             expected = f"the newest state, of step {self.admitted} of these maps"
-            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE}"
+            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE_MAPS}"
             got = f"one of step {map_version(state)[0]}, of other maps, or from before a load"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
 

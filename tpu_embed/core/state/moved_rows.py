@@ -84,7 +84,7 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
         expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
         what = f"table {table.name!r}: HostStorage.groups"
         raise ValueError(message(what, expected=expected, got=f"{count}"))
-    here = jax.process_index()
+    here = layout.axes.here
     made = RowGroups(
         num_rows=table.vocabulary_size,
         owners=tuple(numbers[one] for one in holders),
