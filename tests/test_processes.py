@@ -205,7 +205,6 @@ ALL_END_WITHIN = 35
 @pytest.mark.parametrize("where", ["place", "admit", "save", "device"])
 @pytest.mark.parametrize("how", ["raise", "exit", "kill", "interrupt"])
 @pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.quick(2)
 def test_one_ends_and_all_end_with_the_reason(count, how, where, tmp_path):
     leaver = count - 1
     call = process_cases.leave, leaver, how, where, str(tmp_path)

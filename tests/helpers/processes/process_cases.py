@@ -283,7 +283,8 @@ def interrupt():
     else:
         while departures.left(departures.client()) is None:
             time.sleep(0.05)
-        engine.place(draw(1))
+        engine.place(draw(1))  # the other process had given its part before it was interrupted
+        engine.place(draw(2))
 
 
 def guarded(devices):
