@@ -23,12 +23,7 @@ from tpu_embed._checks import message, warn_user
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
-from tpu_embed.stateful.record import (
-    Enqueued,
-    Record,
-    after_a_device_error,
-    placed_step,
-)
+from tpu_embed.stateful.record import Enqueued, Record, after_a_device_error, placed_step
 from tpu_embed.vocabulary import ValidSteps
 
 
@@ -89,7 +84,8 @@ class StateKeeper:
 
     def forget_lost(self) -> Record:
         """Forget batches of keys that the maps no longer know. The caller holds `lock`."""
-        maps, record = self._engine.vocabularies, self.now
+        # A batch that an interrupted call has admitted is lost only until that has ended.
+        maps, record = self._engine.vocabularies, self.settle()
         if maps is None:
             return record
         # A batch that is only looked up is lost with the training batches before it. Of the queue

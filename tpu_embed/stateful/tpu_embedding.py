@@ -375,7 +375,6 @@ class TPUEmbedding:
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
         keeper = self._keeper
-        keeper.settle()
         record = keeper.forget_lost()
         dequeued = record.dequeued if record.problem() is None else None
         waiting = tuple(item._replace(activations=None) for item in record.waiting)
