@@ -19,6 +19,12 @@ from typing import Any, NamedTuple
 from tpu_embed.processes import Order
 from tpu_embed.vocabulary.observers import Observers
 
+_Act = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
 
 class MapLoad(NamedTuple):
     """Maps that are ready to take the place of those of an engine.
@@ -38,7 +44,7 @@ class MapLoad(NamedTuple):
     observers: Observers
 
 
-def load_together(loads: Sequence[MapLoad], then: Callable[[], None] = lambda: None) -> None:
+def load_together(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
     """Put maps in their places and call `then`; if it raises, the old maps are there again.
 
     Batches that are being placed end first.
@@ -46,28 +52,29 @@ def load_together(loads: Sequence[MapLoad], then: Callable[[], None] = lambda: N
     Args:
       loads: of the same maps, the last one counts.
       then: what belongs to it, such as setting the tables of the same step.
+      undo: takes back what `then` has done, or a part of it.
     """
     # Layers share their maps where one is a copy of the other. Whoever waits for several waits for
     # them in the same order as others do, so that no two wait for each other.
     different = {id(one.order): one for one in loads}
-    _alone([different[number] for number in sorted(different)], [], then)
+    _alone([different[number] for number in sorted(different)], [], then, undo)
 
 
-def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: Callable[[], None]) -> None:
+def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act) -> None:
     """Exchange all maps when nobody else moves them, or looks at them."""
     if not waiting:
-        exchange(ready, then)
+        exchange(ready, then, undo)
         return
     first, *others = waiting
 
     def locked() -> None:
         with first.lock:
-            _alone(others, [*ready, first], then)
+            _alone(others, [*ready, first], then, undo)
 
     first.order.run(locked)
 
 
-def exchange(loads: Sequence[MapLoad], then: Callable[[], None] = lambda: None) -> None:
+def exchange(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
     """Do what `load_together` does, in a thread that has all locks."""
     new = [store for one in loads for store in one.stores]
     for one in loads:
@@ -76,11 +83,20 @@ def exchange(loads: Sequence[MapLoad], then: Callable[[], None] = lambda: None) 
     try:
         _store(new)
         then()
-        for one in loads:
-            one.observers.note_loaded()
     except BaseException:
         _store(old)
+        undo()
         raise
+    try:
+        _note_loaded(loads)
+    except BaseException:
+        _note_loaded(loads)  # an interrupt has come before all were told
+        raise
+
+
+def _note_loaded(loads: Sequence[MapLoad]) -> None:
+    for one in loads:
+        one.observers.note_loaded()
 
 
 def _store(stores: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
