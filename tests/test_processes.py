@@ -212,7 +212,8 @@ def test_one_ends_and_all_end_with_the_reason(count, how, where, tmp_path):
     now, (status, said) = time.time(), ended.pop(leaver)
     left_at = float(said.partition("left at ")[2].split()[0])
     assert now - left_at < ALL_END_WITHIN
-    assert status == {"raise": 1, "exit": 3, "kill": -9, "interrupt": -2}[how]
+    # JAX aborts a process that waits at its exit for one whose device waits for it.
+    assert status in ({"raise": 1, "exit": 3, "kill": -9, "interrupt": -2}[how], -6)
     reasons = {"raise": "ValueError: the data source is gone", "exit": "it has ended"}
     reasons["interrupt"] = "KeyboardInterrupt"
     for other, heard in ended:
