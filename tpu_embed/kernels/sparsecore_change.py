@@ -180,7 +180,7 @@ def _row_rates(
 
 
 def _sum_of_squares(form: RuleForm, memory: Memory, slot: Any, i: Any, number: rules.Numbers):
-    """Return the sum of a row's squared gradients, in the order of `optimizers.row_sums`."""
+    """Return the sum of a row's squared gradients, in the order of `optimizers.row_sum`."""
     from jax.experimental import pallas as pl
 
     lanes, squares = memory.lanes, []

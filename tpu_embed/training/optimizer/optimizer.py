@@ -22,8 +22,8 @@ from jax.tree_util import KeyPath, keystr
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.optimizers._optax_calls import init_state
 from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
 from tpu_embed.training.optimizer.declared import DeclaredOptimizer, summed_twice
 from tpu_embed.training.optimizer.slots import State, take_apart

@@ -16,7 +16,7 @@ import jax
 import optax
 
 from tpu_embed._types import Array, PyTree
-from tpu_embed.optimizers._slot_names import name_slots
+from tpu_embed.optimizers.optax_rows import name_slots
 from tpu_embed.training.paths import NOTHING, Leaves, is_nothing
 
 _NOBODY = -1
