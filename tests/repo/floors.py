@@ -105,7 +105,15 @@ ORDERS = {
         "reporter",
         "fit",
     ],
-    "training": ["paths", "replicas", "autodiff", "optimizer"],
+    "training": [
+        "paths",
+        "replicas",
+        "autodiff",
+        "interception",
+        "update",
+        "optimizer",
+        "cross_shard",
+    ],
 }
 """The rooms of a package in order: each imports only those before it."""
 

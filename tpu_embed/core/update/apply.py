@@ -5,7 +5,7 @@ grow with the vocabulary. There are two ways. Kernels for CPUs and SparseCores k
 by name; they sum gradients, apply the rule and write in one pass. Everywhere else XLA reads,
 applies and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
 `ROW_MULTIPLE`, so that its bits are the same in every program. Tables that stand as plain arrays in
-a user's parameter tree have no stack; `update_parameter_rows` of `training/optimizer/rows.py`
+a user's parameter tree have no stack; `update_parameter_rows` of `training/update.py`
 updates those.
 
 Input: this device's shard of a stack, and distinct local rows with summed gradients (for the
