@@ -45,7 +45,7 @@ MADE = [
         "made: a source that places a batch of its own engine waits for itself",
     ),
     (
-        "tpu_embed/core/ids/flat_ids.py",
+        "tpu_embed/core/ids/host_ids.py",
         "_PLACES_PER_ID, _FEW_PLACES = 1000, 2**20",
         "_PLACES_PER_ID, _FEW_PLACES = 10**9, 2**40",
         "made: one id at a far column takes all memory",
@@ -81,7 +81,7 @@ MADE = [
         "made: an empty history ends with its neighbour's last value",
     ),
     (
-        "tpu_embed/core/ids/flat_ids.py",
+        "tpu_embed/core/ids/host_ids.py",
         'if config.keep == "last":',
         'if config.keep == "":',
         'made: keep="last" is not heard',

@@ -1,11 +1,6 @@
 """Ids in, activations out: fetch rows from their shards and combine the rows of each bag."""
 
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.combine import (
-    combine,
-    quantize,
-    sum_gradients,
-)
 from tpu_embed.core.lookup.jagged import (
     ARRAYS,
     Jagged,
@@ -15,12 +10,17 @@ from tpu_embed.core.lookup.jagged import (
     split_activations,
     take_part,
 )
-from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read
 from tpu_embed.core.lookup.sharded import (
+    activations_read,
     by_feature,
+    combine,
     lookup,
     not_differentiable,
+    quantize,
+    record_lookup,
+    record_read,
     row_splits,
+    sum_gradients,
 )
 
 __all__ = [
