@@ -33,11 +33,9 @@ from tpu_embed.kernels import (
     host_reference,
     lanes,
     reference,
-    row_store_native,
     row_store_reference,
     sparsecore,
     sparsecore_sums,
-    vocabulary_native,
     vocabulary_reference,
 )
 from tpu_embed.kernels.formats import RowFormat
@@ -97,12 +95,12 @@ def host_kernels() -> ModuleType:
 
 def vocabulary_kernels() -> ModuleType:
     """Return the module whose `KeyMap` maps keys to rows."""
-    return vocabulary_native if kernels_in_use() == "native" else vocabulary_reference
+    return host_native if kernels_in_use() == "native" else vocabulary_reference
 
 
 def row_store_kernels() -> ModuleType:
     """Return the module whose `RowStore` keeps rows on the host."""
-    return row_store_native if kernels_in_use() == "native" else row_store_reference
+    return host_native if kernels_in_use() == "native" else row_store_reference
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.kernels import sparsecore_owner, sparsecore_rules, sparsecore_sums
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.kernels.sparsecore_memory import AHEAD, RuleForm, Work
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16

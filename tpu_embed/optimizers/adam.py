@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import adam_rate, average, round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import FRACTION, POSITIVE, RatedOptimizer, accepts

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.learning_rate import LearningRate, resolve
 
 Slots = dict[str, Array]

@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import average, one_minus_power, round_now, row_sum
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import FRACTION, POSITIVE, RatedOptimizer

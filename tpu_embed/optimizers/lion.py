@@ -12,7 +12,7 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import average
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.learning_rate import LearningRate

@@ -31,7 +31,7 @@ from jax.tree_util import KeyPath, SequenceKey
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
 
 

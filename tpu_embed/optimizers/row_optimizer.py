@@ -29,7 +29,7 @@ import optax
 from tpu_embed._checks import is_number, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import round_now
 from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
 from tpu_embed.optimizers.dense import dense_transform

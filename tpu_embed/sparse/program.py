@@ -50,7 +50,7 @@ from tpu_embed._jaxprs import (
 )
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, Tracer
-from tpu_embed.kernels.varying import as_varying, axes_of, varying_axes
+from tpu_embed.kernels.tracing import as_varying, axes_of, varying_axes
 from tpu_embed.sparse.indexed_slices import IndexedSlices, clean_padding
 from tpu_embed.sparse.lookup import lookup_p
 

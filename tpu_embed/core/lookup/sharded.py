@@ -14,7 +14,7 @@ derives that order from data dependencies alone. If the gradients do not depend 
 (the loss is linear in them, or a second lookup only feeds a metric), nothing tells XLA that the
 lookup comes first, and it copies the whole table to be safe. So lookups of traced tables are noted
 (`record_lookup`), and the update adds a zero to its row ids that is computed from the activations
-(`kernels/waits.py`).
+(`kernels/tracing.py`).
 
 Input: the stored tables and the ids of all stacks. Output: one array of activations per feature,
 with the batch dimension sharded.

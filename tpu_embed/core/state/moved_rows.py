@@ -42,7 +42,7 @@ from tpu_embed.core.state.table_state import (
     write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels.tracing import zero_after
 from tpu_embed.storage import Homes, HomeTable, Room, RowField, RowGroups
 
 

@@ -44,8 +44,13 @@ from tpu_embed.core.layout import (
 from tpu_embed.core.state import StackShard, rule_slots, slot_format
 from tpu_embed.kernels import cpu, dispatch, sparsecore_update, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
-from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum, SumLayout
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import (
+    CompiledRule,
+    GradientLayout,
+    RowGradients,
+    RowsToSum,
+    SumLayout,
+)
 from tpu_embed.kernels.stochastic import Rounding
 
 

@@ -54,7 +54,7 @@ from tpu_embed.core.update.apply import (
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels.tracing import zero_after
 
 Gradients = Sequence[Array]
 """The gradients of a stack's bags on one device, `[bags, D]` per feature."""
@@ -372,10 +372,10 @@ def _apply(
     rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(view.number))
     rule = compiled_rule(stack, step, rate)
     gradients = stack_gradients(operands.gradients, splits, view)
-    # An update must wait for what was looked up (`lookup/sharded.py`), for which the first number of
-    # each activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's
-    # compiler reads them when it writes the rows, and keeps whole activations until then. An empty
-    # activation has no number, and nothing was read for it.
+    # An update must wait for what was looked up (`lookup/sharded.py`), for which the first number
+    # of each activation does. Whatever needs the ids waits for these numbers here. Otherwise a
+    # TPU's compiler reads them when it writes the rows, and keeps whole activations until then. An
+    # empty activation has no number, and nothing was read for it.
     firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
     ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
