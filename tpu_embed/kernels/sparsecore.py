@@ -31,6 +31,10 @@ MOST_BYTES = 2**34
 """The most bytes of an array on one device, 16 GiB: others have found that SparseCores address no
 more than that (torchrec #4630). This has not been tried with these kernels."""
 
+LONGEST = 1024
+"""The most words of a row that a subcore sums or rounds: two chunks of the fewest rows, and what is
+made of them, fit its memory."""
+
 _MOST_ROWS, _LEAST_ROWS = 128, 16
 """The most and the fewest rows that one indirect DMA moves."""
 _MOST_WORDS = 128 * 128

@@ -42,7 +42,7 @@ from tpu_embed.core.layout import (
     table_crcs,
 )
 from tpu_embed.core.state import StackShard, rule_slots, slot_format
-from tpu_embed.kernels import cpu, dispatch, sparsecore_update, stochastic, storage
+from tpu_embed.kernels import cpu, dispatch, sparsecore_rules, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import (
     CompiledRule,
@@ -72,7 +72,7 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
     sums_format = sent_sums_format(stack)
     # A word has two numbers of bfloat16.
     width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
-    return rule if sparsecore_update.takes(rule, width, sums_format.dtype.itemsize < 4) else None
+    return rule if sparsecore_rules.takes(rule, width, sums_format.dtype.itemsize < 4) else None
 
 
 def merge_and_apply(
@@ -87,6 +87,8 @@ def merge_and_apply(
       rule: what `compiled_rule` returned.
       step: int32 `[]`, t.
     """
+    from tpu_embed.kernels import sparsecore_update  # Pallas takes long to import
+
     shapes, row_format = rule_slots(stack), stack.row_format
     formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
     segments, index, sums = given.segments, given.index, given.packed
