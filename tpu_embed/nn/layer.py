@@ -39,7 +39,7 @@ from tpu_embed.core.ids import narrow_ids, read_ids
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.optimizers.base import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import check_weights, known_after, tapped
 from tpu_embed.vocabulary import map_version
 

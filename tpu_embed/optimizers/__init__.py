@@ -13,11 +13,15 @@ from tpu_embed.optimizers.adagrad import Adagrad
 from tpu_embed.optimizers.adagrad_momentum import AdagradMomentum
 from tpu_embed.optimizers.adam import Adam
 from tpu_embed.optimizers.arithmetic import row_mean, row_norm, row_sum
-from tpu_embed.optimizers.base import SlotShape, TableOptimizer
+from tpu_embed.optimizers.base import (
+    LearningRateKind,
+    SlotShape,
+    TableOptimizer,
+    learning_rate_kind,
+)
 from tpu_embed.optimizers.custom import CustomOptimizer
 from tpu_embed.optimizers.ftrl import FTRL
 from tpu_embed.optimizers.lamb import LAMB
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.optimizers.lion import Lion
 from tpu_embed.optimizers.momentum import Momentum
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer

@@ -31,9 +31,16 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import round_now
-from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
+from tpu_embed.optimizers.base import (
+    LearningRate,
+    Slot,
+    Slots,
+    SlotShape,
+    TableOptimizer,
+    Updated,
+    checked_learning_rate,
+)
 from tpu_embed.optimizers.dense import dense_transform
-from tpu_embed.optimizers.learning_rate import LearningRate, checked_learning_rate
 
 Bounds = tuple[float | None, float | None]
 
@@ -58,44 +65,6 @@ NON_NEGATIVE = accepts("a number >= 0", lambda value, _: value >= 0)
 FRACTION = accepts("a number in [0, 1)", lambda value, _: 0 <= value < 1)
 """The metadata of a rate of a moving average."""
 LEARNING_RATE = converted(checked_learning_rate)
-
-
-def normalise(optimizer: Any) -> None:
-    """Check every option of a frozen dataclass and store each in its normal form.
-
-    Numbers become Python floats, mappings sorted tuples of pairs, and `clipvalue` a pair, so that
-    optimizers that mean the same compare equal.
-
-    Raises:
-      ValueError: an option has a value that its field does not accept.
-    """
-    name = type(optimizer).__name__
-    fields = dataclasses.fields(optimizer)
-    # Convert all fields before checking any: a condition may compare two of them.
-    for option in fields:
-        convert = option.metadata.get("convert", _CONVERT.get(type(option.default), _as_given))
-        value = convert(f"{name}.{option.name}", getattr(optimizer, option.name))
-        object.__setattr__(optimizer, option.name, value)
-    for option in fields:
-        value = getattr(optimizer, option.name)
-        if "allowed" in option.metadata and not option.metadata["allowed"](value, optimizer):
-            expected = option.metadata["expected"]
-            raise ValueError(message(f"{name}.{option.name}", expected=expected, got=repr(value)))
-    check_order(f"{name}.clip_weight", (optimizer.clip_weight_min, optimizer.clip_weight_max))
-    _check_slot_initializers(f"{name}.slot_initializers", optimizer)
-
-
-def _check_slot_initializers(what: str, optimizer: Any) -> None:
-    known = [slot.name for slot in optimizer.declared_slots()]
-    for slot, _ in optimizer.slot_initializers:
-        if slot not in known:
-            words = f"names of its slots ({', '.join(known) or 'it has none'})"
-            raise ValueError(message(what, expected=words, got=repr(slot)))
-
-
-def _as_given(what: str, value: Any) -> Any:
-    del what
-    return value
 
 
 def _flag(what: str, value: Any) -> bool:
@@ -228,7 +197,27 @@ class RowOptimizer(TableOptimizer):
 
     @final
     def __post_init__(self) -> None:
-        normalise(self)
+        # Numbers become Python floats, mappings sorted tuples of pairs, and `clipvalue` a pair, so
+        # that optimizers that mean the same compare equal.
+        name, fields = type(self).__name__, dataclasses.fields(self)
+        # Convert all fields before checking any: a condition may compare two of them.
+        for option in fields:
+            value = getattr(self, option.name)
+            convert = option.metadata.get("convert", _CONVERT.get(type(option.default)))
+            if convert is not None:
+                object.__setattr__(self, option.name, convert(f"{name}.{option.name}", value))
+        for option in fields:
+            value, metadata = getattr(self, option.name), option.metadata
+            if "allowed" in metadata and not metadata["allowed"](value, self):
+                what, expected = f"{name}.{option.name}", metadata["expected"]
+                raise ValueError(message(what, expected=expected, got=repr(value)))
+        check_order(f"{name}.clip_weight", (self.clip_weight_min, self.clip_weight_max))
+        known = [slot.name for slot in self.declared_slots()]
+        for slot, _ in self.slot_initializers:
+            if slot not in known:
+                words = f"names of its slots ({', '.join(known) or 'it has none'})"
+                what = f"{name}.slot_initializers"
+                raise ValueError(message(what, expected=words, got=repr(slot)))
 
     @abc.abstractmethod
     def declared_slots(self) -> tuple[Slot, ...]:

@@ -217,13 +217,9 @@ Unconnected = UnconnectedGradients | Literal["none", "zero"]
 Gate = Literal["none", "op", "graph"]
 
 
-def _gate_each(found: list[Any]) -> list[Any]:
-    return [None if g is None else jax.lax.optimization_barrier(g) for g in found]
-
-
 _GATES: Mapping[Gate, Callable[[list[Any]], list[Any]]] = {
     "none": list,
-    "op": _gate_each,
+    "op": lambda found: [g if g is None else jax.lax.optimization_barrier(g) for g in found],
     # The barrier takes the whole nested list: no gradient is used before all are computed.
     "graph": jax.lax.optimization_barrier,
 }
