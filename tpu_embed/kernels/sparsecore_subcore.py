@@ -219,7 +219,8 @@ def pack_words(lower: Any, upper: Any | None, draws: Sequence[Any] = (None, None
         `stochastic.round_rows` does; None: to nearest even.
 
     Example:
-      >>> [hex(word) for word in packed(jnp.float32([1, -2]), jnp.float32([1 + 2**-8, 0])).tolist()]
+      >>> words = pack_words(jnp.float32([1, -2]), jnp.float32([1 + 2**-8, 0]))
+      >>> [hex(word) for word in words.tolist()]
       ['0x3f803f80', '0xc000']
     """
     below = _rounded(lower, draws[0]) >> 16

@@ -8,7 +8,6 @@ from tpu_embed.core.update.in_place import (
     check_in_place,
     named,
     note_copies,
-    unwarned,
 )
 from tpu_embed.core.update.sharded import Operands, update
 
@@ -24,6 +23,5 @@ __all__ = [
     "checked_gradients",
     "named",
     "note_copies",
-    "unwarned",
     "update",
 ]
