@@ -18,8 +18,8 @@ results.
 
 Input: a program, whose inputs may be tables, the values of its inputs, and where it gets taps.
 Output: its lookups in program order, together with other equations that the caller asks for
-(`find_sites`); `Program`, the same program with more inputs; what reaches its results (`propagate`); its
-results and gradients (`pull_back`).
+(`find_sites`); `Program`, the same program with more inputs; what reaches its results
+(`propagate`); its results and gradients (`pull_back`).
 """
 
 from __future__ import annotations
