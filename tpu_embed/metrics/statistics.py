@@ -54,11 +54,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
         by_feature = np.ndim(count) > 0
         counted[name] = dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
     if engine.vocabularies is not None:
-        capacity = engine.vocabularies.capacity
-        counted["vocabularies"] = {
-            name: {"occupancy": one["keys"] / capacity(name), **one}
-            for name, one in engine.vocabularies.admitted_counters.items()
-        }
+        counted["vocabularies"] = _totals(engine.vocabularies)
     if engine.storage is not None:
         counted["storage"] = engine.storage.counters
     return counted
@@ -231,8 +227,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
     """
     maps, found = _maps(engine), {}
     last = maps.last
-    for name, totals in maps.admitted_counters.items():
-        numbers: dict[str, float] = {"occupancy": totals["keys"] / maps.capacity(name), **totals}
+    for name, numbers in _totals(maps).items():
         if name in last:
             numbers |= {f"last/{what}": n for what, n in last[name].counts().items()}
         found |= {f"vocabularies/{name}/{what}": number for what, number in numbers.items()}
@@ -268,6 +263,13 @@ def vocabulary_statistics(
         totals = {what: count for what, count in counted.items() if what != "keys"}
         found[name] = describe_keys(maps.scores(name), maps.capacity(name), totals, most)
     return found
+
+
+def _totals(maps: Vocabularies) -> dict[str, dict[str, float]]:
+    return {
+        name: {"occupancy": one["keys"] / maps.capacity(name), **one}
+        for name, one in maps.admitted_counters.items()
+    }
 
 
 def _maps(engine: EmbeddingEngine) -> Vocabularies:
