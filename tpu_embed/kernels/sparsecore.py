@@ -138,17 +138,19 @@ def _pieces(table: Array) -> Array:
 
 
 def _cuts(table: Array) -> int:
-    """Return the smallest number of equal pieces per row that are short enough."""
-    if table.ndim == 1:
-        return 1
-    # A piece has whole vectors of 16 words, and _LEAST_ROWS of them fit one DMA: at most 1024
-    # words. A row of 1536 words is cut into 2 pieces of 768.
-    vectors, longest = table.shape[1] // WORDS, _MOST_WORDS // _LEAST_ROWS
-    return next(
-        n
-        for n in range(1, vectors + 1)
-        if vectors % n == 0 and table.shape[1] // n <= longest
-    )  # fmt: skip
+    """Return the number of pieces per row, of which `_LEAST_ROWS` fit one DMA."""
+    return 1 if table.ndim == 1 else count_pieces(table.shape[1], _MOST_WORDS // _LEAST_ROWS)
+
+
+def count_pieces(words: int, longest: int) -> int:
+    """Return the smallest number of equal pieces of a row, of whole vectors, that are short enough.
+
+    Example:
+      >>> count_pieces(1536, longest=1024)
+      2
+    """
+    vectors = words // WORDS
+    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
 
 
 def _piece_numbers(table: Array, row_ids: Array) -> Array:

@@ -34,11 +34,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import reference, sparsecore, storage
+from tpu_embed.kernels import reference, storage
 from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.kernels.sparsecore import WORDS
+from tpu_embed.kernels.sparsecore import LONGEST, WORDS, count_pieces
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
@@ -106,7 +106,7 @@ def gather_sum(
     width = source.shape[1] * halves
     if not (num_segments and index.shape[0] and source.shape[0]):
         return jnp.zeros((num_segments, width), jnp.float32)
-    cuts = _cuts(source.shape[1], sparsecore.LONGEST // halves)
+    cuts = count_pieces(source.shape[1], LONGEST // halves)
     result = jax.ShapeDtypeStruct((num_segments, width // cuts), jnp.float32)
     bounds = worker_bounds(segments, _workers_here(), num_segments)
     entries = [index, segments] if weights is None else [index, segments, weights]
@@ -189,17 +189,6 @@ def _workers_here() -> int:
     """Return the number of workers of the devices that are being traced for."""
     info = plsc.get_sparse_core_info()
     return info.num_cores * info.num_subcores
-
-
-def _cuts(words: int, longest: int) -> int:
-    """Return the smallest number of equal pieces of a row, of whole vectors, that are short enough.
-
-    Example:
-      >>> _cuts(1536, longest=1024)
-      2
-    """
-    vectors = words // WORDS
-    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
 
 
 def _entries_at_a_time(width: int) -> int:

@@ -227,13 +227,6 @@ def _by_feature(values: Array, sizes: Sequence[int], n: int) -> tuple[Array, ...
     return tuple(part.reshape(-1, *values.shape[1:]) for part in parts)
 
 
-def partials_for_kernel(given: RowSums) -> tuple[RowGradients, GradientLayout]:
-    """Return partial sums as a compiled kernel takes them: M sums are M bags of one id each."""
-    sums = storage.widened(given.sums)
-    sorted_by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
-    return sorted_by_row, GradientLayout(sums.shape[:1])
-
-
 def _blocks(ids: LocalIds, view: StackView, splits: Splits) -> Array:
     """Return the block of the global batch that each id's example is in, int32 `[N]`."""
     axes, num_blocks = view.layout.axes, view.layout.blocks
@@ -440,7 +433,9 @@ def _apply(
     if view.routes_update:
         # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
         def adds_up(held: StackShard, given: RowSums) -> StackShard:
-            return in_kernel(held, *partials_for_kernel(given))
+            sums = storage.widened(given.sums)  # M sums are M bags of one id each
+            by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
+            return in_kernel(held, by_row, GradientLayout(sums.shape[:1]))
 
         received = exchange_sums(ids, gradients, view)
         native = adds_up if native else None
