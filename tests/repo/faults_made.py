@@ -5,7 +5,7 @@ Input: none. Output: `MADE`, a list of (file, text, text that it becomes, what w
 
 _ADMITTER = "tpu_embed/core/engine/admitter.py"
 _TIMELINE = "tpu_embed/vocabulary/timeline.py"
-_PLACED_FOR = "tpu_embed/core/layout/placed_for.py"
+_PLACED_FOR = "tpu_embed/core/layout/layout.py"
 
 MADE = [
     (

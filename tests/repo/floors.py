@@ -40,7 +40,6 @@ FLOORS = {
     "retrieval": 5,
     "stateful": 6,
     "loop": 6,
-    "vocabulary_report": 6,
     "check": 7,
     "__main__": 7,
     "__init__": 7,

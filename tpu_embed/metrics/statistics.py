@@ -87,7 +87,7 @@ def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, di
       >>> table_statistics(engine, state)["films"]["norm"]
       4.0
     """
-    engine.layout.refuse_on_host("table_statistics")
+    engine.layout.check_on_devices("table_statistics")
     check_state(state, engine.layout)
     sums = jax.device_get(norms.of_state(state, engine.layout))
     found: dict[str, dict[str, Any]] = {name: {} for name in engine.table_configs}

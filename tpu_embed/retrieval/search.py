@@ -165,7 +165,7 @@ def _checked(
     check_int("top_k: k", k, minimum=1)
     check_score("top_k", score)
     stack, part = layout.table(table)
-    layout.refuse_on_host("top_k", [table])
+    layout.check_on_devices("top_k", [table])
     check_tables_not_donated(state)
     layout.axes.check_context()
     check_arrays(state, layout, slots=False)

@@ -74,7 +74,7 @@ class StateKeeper:
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
-        if maps.homes is not None and maps.admitted:
+        if self._engine.storage is not None and maps.admitted:
             expected, got = "the newest state of tables on the host", "none"
             remedy = (
                 "set embedding.state to it, or call engine.vocabularies.rewind(engine.init(…)) "

@@ -154,10 +154,10 @@ def remove(path: Place) -> None:
         committer(path).remove()
 
 
-def sweep(directory: Place, name: str | None = None) -> None:
-    """Remove what unfinished saves have left: those of one checkpoint, or all."""
+def sweep(directory: Place) -> None:
+    """Remove what unfinished saves have left; the first process does."""
     if jax.process_index() == 0:
-        committer(directory).sweep(name)
+        committer(directory).sweep()
 
 
 def find_checkpoint(path: Any) -> Place:
@@ -190,6 +190,8 @@ def check_items(path: Place, items: Sequence[str], *, writer: str) -> None:
         inside = [path / name for name in committer(path).names()]
         if isinstance(path, Path):
             inside = [one for one in inside if all((one / item).is_dir() for item in items)]
+        else:
+            inside = [one for one in inside if one.name.isdecimal()]
         if inside:
             shown = ", ".join(sorted(map(str, inside), reverse=True)[:_SHOWN])
             remedy = f"this one has the checkpoints of a manager: give one of {shown}"

@@ -15,8 +15,8 @@ import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, io, metrics, nn
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers as o
+from tpu_embed.io.checkpoint import explain, statistics_of
 from tpu_embed.vocabulary import QUANTILES, DynamicVocabulary
-from tpu_embed.vocabulary_report import explain, statistics_of
 
 STEPS = 7
 
