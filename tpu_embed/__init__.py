@@ -9,7 +9,7 @@ This is the path of a batch; the names are packages and files:
                ─▶ core/exchange/        rows come from the shards that own them
                ─▶ core/lookup/          the rows of each bag are combined
                ─▶ activations ─▶ your model ─▶ gradients
-               ─▶ core/update/sums.py   summed by row, with core/exchange/, on the row's owner
+               ─▶ core/update/sharded.py summed by row, with core/exchange/, on the row's owner
                ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place
 

@@ -38,7 +38,6 @@ FLOORS = {
     "retrieval": 5,
     "stateful": 6,
     "loop": 6,
-    "vocabulary_report": 6,
     "check": 7,
     "__main__": 7,
     "__init__": 7,
@@ -103,7 +102,15 @@ ORDERS = {
         "reporter",
         "fit",
     ],
-    "training": ["paths", "replicas", "autodiff", "optimizer"],
+    "training": [
+        "paths",
+        "replicas",
+        "autodiff",
+        "interception",
+        "update",
+        "optimizer",
+        "cross_shard",
+    ],
 }
 """The rooms of a package in order: each imports only those before it."""
 

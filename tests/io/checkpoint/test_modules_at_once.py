@@ -11,7 +11,7 @@ from nn_models import mesh_of, train_step
 from tpu_embed import DynamicVocabulary, TableConfig, nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows, restore_modules, save_modules
-from tpu_embed.io.checkpoint.modules import Modules
+from tpu_embed.io.checkpoint.module_checkpoint import Modules
 from tpu_embed.vocabulary import loads, map_version
 
 ROWS = {"films": 12, "tags": 6}

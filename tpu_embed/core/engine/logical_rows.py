@@ -73,7 +73,7 @@ class LogicalRows:
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
-        self.layout.refuse_on_host("tables")
+        self.layout.check_on_devices("tables")
         check_own(state, self.layout)
         return _tables(state, self.layout)
 
@@ -82,7 +82,7 @@ class LogicalRows:
 
         A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
         """
-        self.layout.refuse_on_host("slots")
+        self.layout.check_on_devices("slots")
         check_own(state, self.layout)
         check_arrays(state, self.layout, slots=True)
         return _slots(state, self.layout)
@@ -283,7 +283,7 @@ class LogicalRows:
         if keys is not None:
             values = _join_blocks(f"load: table {name!r}", blocks_of_rows)
             return self.set_rows(state, name, values=values, keys=keys, slot=slot)
-        self.layout.refuse_on_host("load", [name])
+        self.layout.check_on_devices("load", [name])
         check_own(state, self.layout)
         f = _field_of_rows(self.layout, name, slot)
         # One copy of the array, then every block is written into that copy in place. The given
@@ -330,7 +330,7 @@ class LogicalRows:
         for name, by_slot in _items("slots", slots or {}):
             named = _items(f"slots of table {name!r}", by_slot)
             given += [(field(self.layout, name, slot), array) for slot, array in named]
-        self.layout.refuse_on_host("load", [f.table.name for f, _ in given])
+        self.layout.check_on_devices("load", [f.table.name for f, _ in given])
         for f, array in given:
             rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
             refuse_masked(f.label, array)

@@ -41,7 +41,7 @@ from tpu_embed.core.state.table_state import (
     write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels.tracing import zero_after
 from tpu_embed.storage import Homes, HomeTable, Room, RowField, RowGroups
 
 
@@ -62,29 +62,29 @@ def make_homes(layout: Layout) -> Homes | None:
     """
     tables = {}
     for stack, table in layout.on_host:
-        assert table.storage is not None, "a table on the host"
+        declared = table.storage
+        assert declared is not None, "a table on the host"
         check_rule(stack, table)
-        row_groups = _groups(layout, stack, table)
-        tables[table.name] = HomeTable(table.storage, row_fields(stack), row_groups)
+        row_groups = _groups(layout, stack, table, declared.groups)
+        tables[table.name] = HomeTable(declared, row_fields(stack), row_groups)
     return Homes(tables) if tables else None
 
 
-def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
+def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None) -> RowGroups:
     """Return which rows on the devices an id of a table may have.
 
     Raises:
       ValueError: `HostStorage.groups` does not suit the processes, or there are too few rows.
     """
-    assert table.storage is not None, "a table on the host"
     # Shards have one owner if the same processes hold them: [{0}, {0}, {1}, {1}] -> 0 0 1 1.
     holders = layout.axes.processes_of_parts(stack.shard_axes)
     numbers = {one: i for i, one in enumerate(dict.fromkeys(holders))}
-    count = table.storage.groups or len(numbers)
+    count = wanted or len(numbers)
     if count % len(numbers):
         expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
         what = f"table {table.name!r}: HostStorage.groups"
         raise ValueError(message(what, expected=expected, got=f"{count}"))
-    here = layout.axes.here
+    here = layout.axes.process
     made = RowGroups(
         num_rows=table.vocabulary_size,
         owners=tuple(numbers[one] for one in holders),
@@ -94,10 +94,8 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
         saved=frozenset(number for one, number in numbers.items() if here == min(one)),
     )
     if not all(rows.size for rows in made.rows):
-        what, expected = (
-            f"table {table.name!r}: HostStorage.device_rows",
-            f"at least {count}, with rows of all processes",
-        )
+        what = f"table {table.name!r}: HostStorage.device_rows"
+        expected = f"at least {count}, with rows of all processes"
         raise ValueError(message(what, expected=expected, got=f"{table.vocabulary_size} rows"))
     return made
 
