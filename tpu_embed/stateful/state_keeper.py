@@ -64,7 +64,7 @@ class StateKeeper:
         if maps is None:
             return state
         before = self.now.state
-        if maps.admitted and (before is None or maps.homes is not None):
+        if maps.admitted and (before is None or self._engine.storage is not None):
             raise RuntimeError(
                 message(
                     "state",
