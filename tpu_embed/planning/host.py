@@ -252,12 +252,12 @@ def host_plans(
             if isinstance(known, HitCount):
                 counts = known.rows, known.brought, known.sent
                 asked, came, left = (math.ceil(count / known.batches) for count in counts)
-                share = known.hit_rate
+                hit_rate = known.hit_rate
             else:
                 # Each miss comes from home and displaces a row, as when all rows were touched.
-                share = float(known)
-                came = left = math.ceil(round(asked * (1 - share), 6))
-            moved = {"hit_rate": share, "rows_in": came, "rows_out": left}
+                hit_rate = float(known)
+                came = left = math.ceil(round(asked * (1 - hit_rate), 6))
+            moved = {"hit_rate": hit_rate, "rows_in": came, "rows_out": left}
             moved |= {"bytes_in": came * size, "bytes_out": left * size}
         plans[name] = HostPlan(
             device_rows=table.vocabulary_size,

@@ -408,7 +408,7 @@ def _with_some_rows(
 def _capacities(view: StackView) -> dict[str, int]:
     """Return the expected room for a stack's exchange.
 
-    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. A
+    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `owned` of them. A
     device sends one sum per distinct row and block of the batch.
     """
     stack, replicas, n = view.stack, view.layout.axes.replicas, view.num_ids
@@ -420,11 +420,11 @@ def _capacities(view: StackView) -> dict[str, int]:
         bags = zip(view.features, view.counts, view.shapes, strict=True)
         mine = [one for one in bags if view.layout.features[one[0]].table == table]
         ids = sum(count * (shape.room_per_bag or 0) for _, count, shape in mine)
-        share = min(1.0, table.rows_per_shard / table.vocabulary_size)
-        rows += share * _distinct_in(table, ids)
+        owned = min(1.0, table.rows_per_shard / table.vocabulary_size)
+        rows += owned * _distinct_in(table, ids)
         summed = blocks * _distinct_in(table, ids / blocks)
-        partials += share * summed
-        merged += share * _distinct_in(table, ids * replicas)
+        partials += owned * summed
+        merged += owned * _distinct_in(table, ids * replicas)
     # Padding must not exceed what any ids of this number need: a distinct row is asked for once, a
     # sum is of one row and one block, and an owner gets rows of its own from all replicas.
     room = {
