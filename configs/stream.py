@@ -1,4 +1,4 @@
-"""A stream of items that come and go, a living vocabulary beside hashed rows.
+"""A stream of items that come and go, a dynamic vocabulary beside hashed rows.
 
 Command:   python examples/stream.py --devices 1    (or 8)
 Hardware:  2 cores of an x86-64 CPU, shared with others; 43 to 84 s on 1 device, 79 to 99 s on 8

@@ -24,6 +24,14 @@ def test_quickstart(tmp_path):
 
 
 @pytest.mark.whole
+def test_ads(tmp_path):
+    """A second run finds the first one finished, and predicts the same."""
+    first = run("ads.py", cwd=tmp_path)
+    assert numbers(r"test set: (\S+)", first)[0] > 0.78  # the best that is possible has 0.85
+    assert run("ads.py", cwd=tmp_path).splitlines()[-2:] == first.splitlines()[-2:]
+
+
+@pytest.mark.whole
 def test_custom_loop(tmp_path):
     out = run("custom_loop.py", "--steps", 40, "--batch-size", 256, "--devices", 8, cwd=tmp_path)
     first, last = numbers(r"(\S+) at (?:first|last)", out)

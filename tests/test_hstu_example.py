@@ -47,6 +47,12 @@ def test_500_candidates_in_one_call_are_500_calls(monkeypatch, tmp_path):
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
+@pytest.mark.whole
+def test_a_log_becomes_a_served_model(tmp_path):
+    out = run("hstu/from_log.py", cwd=tmp_path)
+    assert len(numbers(r"(\d+)", out.rsplit(":", 1)[1])) == 10
+
+
 def test_the_loss_of_a_request_does_not_depend_on_others(monkeypatch):
     """Logits of 300 less than another request's, whose exponentials would be 0 beside those."""
     ranker = load_from("hstu", "ranker", monkeypatch)

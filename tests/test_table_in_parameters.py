@@ -22,10 +22,46 @@ def fences(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 
+NNX = """\
+from flax import nnx
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.rows = nnx.Embed(int(ROWS), DIM, rngs=rngs)
+        self.bottom = nnx.List([nnx.Linear(13, 32, rngs=rngs), nnx.Linear(32, DIM, rngs=rngs)])
+        self.top = nnx.List([nnx.Linear(DIM + 351, 32, rngs=rngs), nnx.Linear(32, 1, rngs=rngs)])
+
+    def __call__(self, dense, ids):
+        rows = self.rows(ids + OFFSETS)
+        for layer in self.bottom:
+            dense = nnx.relu(layer(dense))
+        return self.top[1](nnx.relu(self.top[0](interact(dense, rows))))[:, 0]
+
+
+layers = Layers(nnx.Rngs(0))
+trainer = nnx.Optimizer(layers, optax.adagrad(0.05, 1e-4), wrt=nnx.Param)
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def step_of_layers(layers, trainer, dense, ids, labels):
+    def loss_fn(layers):
+        return optax.sigmoid_binary_cross_entropy(layers(dense, ids), labels).mean()
+
+    loss, grads = nnx.value_and_grad(loss_fn)(layers)
+    trainer.update(layers, grads)
+    return loss
+
+
+losses = [float(step_of_layers(layers, trainer, *batch)) for batch in batches(50)]
+"""
+"""The model of the page in nnx, to which the diff of the third route applies."""
+
+
 def programs():
     """Return the original of the first two routes, and that of the third."""
-    linen, nnx = (code for code in fences("python") if LOOP.search(code))
-    return linen, nnx
+    (linen,) = (code for code in fences("python") if LOOP.search(code))
+    return linen, NNX
 
 
 def applied(diff, program):

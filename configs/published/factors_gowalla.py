@@ -2,7 +2,7 @@
 
 Command:   python examples/published/factors.py --data gowalla
 Hardware:  one core of an x86-64 CPU, the other one busy; 6 minutes; JAX 0.10.2
-Expected:  recall@20 0.168 and NDCG@20 0.134 (docs/published.md)
+Expected:  recall@20 0.168 and NDCG@20 0.134 (examples/published/README.md)
 """
 
 seed = 0

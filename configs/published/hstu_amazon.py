@@ -2,7 +2,7 @@
 
 Command:   python examples/published/hstu.py --data Beauty.txt    (or Toys_and_Games.txt)
 Hardware:  one core of an x86-64 CPU, the other one busy; 14 minutes; JAX 0.10.2
-Expected:  HR@10 0.092 and NDCG@10 0.056 on Beauty (docs/published.md)
+Expected:  HR@10 0.092 and NDCG@10 0.056 on Beauty (examples/published/README.md)
 """
 
 seed = 0

@@ -2,7 +2,8 @@
 
 Command:   python examples/published/sasrec.py --data Beauty.txt    (or Toys_and_Games.txt)
 Hardware:  one core of an x86-64 CPU, the other one busy; 7 and 6 minutes; JAX 0.10.2
-Expected:  HR@10 0.090 and NDCG@10 0.053 on Beauty, 0.098 and 0.061 on Toys (docs/published.md)
+Expected:  HR@10 0.090 and NDCG@10 0.053 on Beauty, 0.098 and 0.061 on Toys
+           (examples/published/README.md)
 """
 
 seed = 0

@@ -2,7 +2,7 @@
 
 Command:   python examples/published/towers.py --data gowalla
 Hardware:  one core of an x86-64 CPU, the other one busy; 7 minutes; JAX 0.10.2
-Expected:  recall@20 0.169 and NDCG@20 0.134 (docs/published.md)
+Expected:  recall@20 0.169 and NDCG@20 0.134 (examples/published/README.md)
 """
 
 seed = 0

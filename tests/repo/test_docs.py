@@ -36,15 +36,10 @@ def run(name, text):
     return namespace
 
 
-LONG = {"sequences.md"}
-RUN = [pytest.param(p, marks=[pytest.mark.whole] * (p.name in LONG)) for p in PAGES]
-
-
-@pytest.mark.parametrize("page", RUN, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 @pytest.mark.quick(6)
 def test_page(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples" / "hstu"))  # as a program in that folder
     run(str(page), page.read_text())
 
 

@@ -1,4 +1,4 @@
-"""What `docs/release.md` says of the version, the changelog and the commands is so."""
+"""What `RELEASING.md` says of the version, the changelog and the commands is so."""
 
 import re
 import tomllib
@@ -27,6 +27,6 @@ def test_the_version_and_its_date_are_the_same_wherever_they_stand():
 
 
 def test_the_commands_of_a_release_exist():
-    named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "docs/release.md").read_text()))
+    named = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "RELEASING.md").read_text()))
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"lint", "test-all", "wheel"} <= named <= set(targets)
