@@ -14,6 +14,8 @@ setup: $(VENV)/.with-dev
 
 $(STAMP): pyproject.toml setup.py $(wildcard tpu_embed/kernels/native/*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) jax  # its headers are there for the build, then, which fetches it again otherwise
+	@echo "compiling the kernels: a minute or two"
 	$(INSTALL) --editable .
 	touch $@
 

@@ -3,7 +3,7 @@
     PYTHONPATH=build/libtpu:. JAX_PLATFORMS=cpu python benchmarks/tpu_cycles.py [--only NAME]
 
 Each line compiles a step with libtpu. On v5p and v6e a second process compiles it again, for the
-TensorCore's cycles by operation and the SparseCores' programs (`tpu_embed.planning.profile`). On
+TensorCore's cycles by operation (`tpu_embed.planning.profile`) and the SparseCores' programs. On
 other chips libtpu aborts before that profile is whole, so only operations that move rows are shown,
 with the bytes that they move. At the end stands a table of all lines, in Markdown.
 """
@@ -11,19 +11,21 @@ with the bytes that they move. At the end stands a table of all lines, in Markdo
 import argparse
 import dataclasses
 import importlib.metadata
+import os
 import re
 import runpy
 import sys
+import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.planning import Topology
-from tpu_embed.planning.compiled import compile_for
-from tpu_embed.planning.estimate import estimate
-from tpu_embed.planning.profile import profile_step
+from tpu_embed.planning.compiled import compile_for, estimate
+from tpu_embed.planning.profile import profile_step, scopes_of
 
 RULES = {
     "Adagrad": optimizers.Adagrad(0.1),
@@ -119,9 +121,13 @@ def measure(name, most):
     line = LINES[name]
     clock = Topology(line.target).chip.clock
     compiled = line.compile()
-    profile = None
+    profile, kernels = None, []
     if clock is not None:
-        profile = profile_step([sys.executable, __file__, "--child", name], compiled.text)
+        with tempfile.TemporaryDirectory() as folder:
+            # The child's libtpu reads the flag, and adds what `profile_step` asks for.
+            os.environ["LIBTPU_INIT_ARGS"] = f"--xla_sc_dump_bundles_to={folder}"
+            profile = profile_step([sys.executable, __file__, "--child", name], compiled.text)
+            kernels = read_kernels(folder, compiled.text)
     found = estimate(compiled, profile)
     print(f"\n{name}: {describe(line)}\n{found.explain()}")
     if line.published:
@@ -129,8 +135,8 @@ def measure(name, most):
     show_rows(compiled)
     if profile is not None:
         show_operations(profile, line, most)
-        show_kernels(profile)
-    return [name, f"{line.ids:,}", *figures(line, compiled, found, profile, clock)]
+        show_kernels(kernels)
+    return [name, f"{line.ids:,}", *figures(line, compiled, found, profile, kernels, clock)]
 
 
 def describe(line):
@@ -143,7 +149,7 @@ def describe(line):
     )
 
 
-def figures(line, compiled, found, profile, clock):
+def figures(line, compiled, found, profile, kernels, clock):
     """Return the cells of the table that are figures per id."""
     must = sum(compiled.plan.moved.values())
     cells = [f"{found.moved / line.ids:,.0f}", "–", f"{found.moved / must:.2f}", "–"]
@@ -152,7 +158,7 @@ def figures(line, compiled, found, profile, clock):
         lost = f" + {profile.missing} op." if profile.missing else ""
         cycles = f"{profile.cycles / line.ids:.1f}{lost}"
         cells[1] = f"{found.bounds['memory'] * clock * 1e9 / line.ids:.1f}"
-        cells[3] = f"{sum(one.bundles for one in profile.kernels):,}"
+        cells[3] = f"{sum(one.bundles for one in kernels):,}"
     return [cycles, *cells, f"{found.seconds * 1e3:.2f}"]
 
 
@@ -171,15 +177,69 @@ def show_operations(profile, line, most):
         print("  | " + " | ".join(map(str, [*cells, stage(one.scope)])) + " |")
 
 
-def show_kernels(profile):
+def show_kernels(kernels):
     """Print the programs of the SparseCores."""
     print(
         "\n  | SparseCore kernel | stage | bundles | of its innermost loops |\n  |---|---|---|---|"
     )
-    for one in profile.kernels:
+    for one in kernels:
         kernel = one.scope.split("/")[-2] if "/" in one.scope else ""
         loops = ", ".join(map(str, one.loops))
         print(f"  | {kernel} | {stage(one.scope)} | {one.bundles} | {loops} |")
+
+
+SECTION = re.compile(r"^tec\n(.*?)(?=^[a-z]+\n|\Z)", re.DOTALL | re.MULTILINE)
+LABEL = re.compile(r"^(?P<label>\.LBB\w+):")
+BUNDLE = re.compile(r"^0x[0-9a-f]+: \{")
+BRANCH = re.compile(r"\bsbr\.rel .*?(?P<label>\.LBB\w+)-")
+DELAY = 2
+"""Bundles after a branch that run before it is taken."""
+
+
+class Kernel(NamedTuple):
+    """The program that a kernel runs on each vector subcore of the SparseCores.
+
+    A bundle is what a subcore starts in one cycle; `loops` has those of each innermost loop. How
+    often a loop runs, and how long a bundle waits for a DMA, is not in the program.
+    """
+
+    scope: str
+    bundles: int
+    loops: list[int]
+
+
+def read_kernels(directory, text):
+    """Return the programs of vector subcores that libtpu wrote, in the order of their names."""
+    scopes, found = scopes_of(text), []
+    for path in sorted(Path(directory).glob("*_bundles.txt")):
+        # NAME_MICROSECONDS_bundles.txt. A file without a section `tec` has no vector program.
+        section = SECTION.search(path.read_text())
+        if section:
+            scope = scopes.get(path.name.rsplit("_", 2)[0], "")
+            found.append(Kernel(scope, *bundles_of(section[1])))
+    return found
+
+
+def bundles_of(section):
+    """Return how many bundles a program has, and each of its innermost loops.
+
+    `.LBB0_1:`, bundle, bundle with a branch to `.LBB0_1`, two bundles that run before it is taken:
+    a loop of four bundles.
+    """
+    count, starts, loops = 0, {}, []
+    for line in section.splitlines():
+        label, branch = LABEL.match(line), BRANCH.search(line)
+        if label:
+            starts[label["label"]] = count
+        count += bool(BUNDLE.match(line))
+        if branch and branch["label"] in starts:  # its bundle is the last one counted
+            loops.append((starts[branch["label"]], count + DELAY))
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in loops)
+    ]
+    return count, [b - a for a, b in inner]
 
 
 def stage(scope):

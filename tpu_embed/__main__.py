@@ -25,11 +25,11 @@ import jax
 from tpu_embed import planning
 from tpu_embed._checks import did_you_mean, message
 from tpu_embed.check import PARTS, run_parts
+from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype
 from tpu_embed.kernels import cpu, dispatch
-from tpu_embed.planning.compiled import Compiled, compile_for
-from tpu_embed.planning.estimate import Estimate, estimate
-from tpu_embed.planning.options import read_options
+from tpu_embed.planning.compiled import Compiled, Estimate, compile_for, estimate
+from tpu_embed.planning.host import HitRate
 from tpu_embed.planning.profile import profile_step
 from tpu_embed.vocabulary_report import explain, statistics_of
 
@@ -132,7 +132,7 @@ def show_plan(args: argparse.Namespace) -> None:
         got = f"{target} device(s)"
         raise ValueError(message("--compile", expected="a topology", got=got, remedy=remedy))
     memory = None if args.memory is None else _bytes(args.memory)
-    rates, touched = read_options(
+    rates, touched = _host_options(
         feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
     )
     given: dict[str, Any] = {"hit_rates": rates, "touched_rows": touched, "memory": memory}
@@ -167,6 +167,55 @@ def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
     except RuntimeError as error:
         raise RuntimeError(f"{error}; --no-cycles leaves them out") from error
     return estimate(compiled, profile)
+
+
+def _host_options(
+    feature_config: Any,
+    *,
+    hit_rates: Sequence[str],
+    samples: Sequence[str],
+    touched_rows: Sequence[str],
+) -> tuple[dict[str, HitRate], dict[str, int]]:
+    """Return `hit_rates` and `touched_rows` as `plan` takes them.
+
+    Args:
+      feature_config: as for `EmbeddingEngine`.
+      hit_rates: `0.9`, for all tables on the host, or `TABLE=0.9`; later ones count.
+      samples: `TABLE=FILE`, a file that `count_hits` reads. Its first batch fills the places on the
+        devices and is not counted.
+      touched_rows: `TABLE=ROWS`.
+
+    Raises:
+      ValueError: a text has another form, or `count_hits` refuses a file.
+    """
+    declared = structure.flatten(feature_config)
+    named = zip(declared.table_names, declared.tables, strict=True)
+    stored = {name: table.storage for name, table in named if table.storage is not None}
+    rates: dict[str, HitRate] = {}
+    for text in hit_rates:
+        name, _, number = text.rpartition("=")
+        rate = _number("--hit-rate", number, "a share such as 0.9, or TABLE=0.9")
+        rates |= {name: rate} if name else dict.fromkeys(stored, rate)
+    for text in samples:
+        name, _, path = text.partition("=")
+        if name not in stored or not path:
+            expected = f"TABLE=FILE, of the tables on the host {sorted(stored)}"
+            raise ValueError(message("--sample", expected=expected, got=text))
+        rates[name] = planning.count_hits(path, stored[name], warm_up=1)
+    touched: dict[str, int] = {}
+    for text in touched_rows:
+        name, _, number = text.partition("=")
+        touched[name] = int(_number("--touched", number, "TABLE=ROWS, such as items=1e9"))
+    return rates, touched
+
+
+def _number(option: str, text: str, expected: str) -> float:
+    try:
+        found = float(text)
+        int(found)  # refuses what is not finite
+    except (ValueError, OverflowError) as error:
+        raise ValueError(message(option, expected=expected, got=text or "nothing")) from error
+    return found
 
 
 def _workload(path: Path) -> tuple[Any, Any, Any]:

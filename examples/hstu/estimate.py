@@ -23,7 +23,7 @@ from dlrm_v4_costs import memory, operations
 from tpu_embed import Jagged
 from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import Compiled, compile_for
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 REFERENCE = 8 * 13.3 / 163_840  # seconds of a device for a sample
 

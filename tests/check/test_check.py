@@ -11,9 +11,8 @@ import pytest
 
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers
-from tpu_embed.check import PARTS, oracle, rules, run_parts, speed
-from tpu_embed.check.findings import Findings
-from tpu_embed.core.layout import Layout, stacks
+from tpu_embed.check import PARTS, PartReport, oracle, run_parts, speed, trainings
+from tpu_embed.core.layout import Layout
 from tpu_embed.kernels import dispatch
 
 
@@ -31,7 +30,6 @@ DEVICES = {
     "traced": 2,
     "rules": 1,
     "bits": 2,
-    "limits": 1,
     "speed": 1,
 }
 """On how many devices `make test` runs each part; `test_the_command_passes` runs all on 1 and 8."""
@@ -51,7 +49,7 @@ def test_a_part_finds_nothing(name, devices, monkeypatch):
 def test_every_rule_and_every_part_is_there():
     known = {name for name in optimizers.__all__ if name[0].isupper()}
     interfaces = {"LearningRateKind", "OptaxOptimizer", "RowOptimizer", "SlotShape"}
-    tried = {type(pair.optimizer).__name__ for pair in rules.pairs().values()}
+    tried = {type(rule).__name__ for rule in trainings.rules()}
     assert tried >= known - interfaces - {"TableOptimizer"}
     assert list(DEVICES) == list(PARTS)
 
@@ -87,21 +85,19 @@ def run(monkeypatch, capsys):
 
 
 def test_json_has_every_figure(run):
-    status, out = run("--only", "limits", "--json")
+    status, out = run("--only", "traced", "--json")
     found = json.loads(out)
     assert (status, found["ok"], found["failed"]) == (0, True, [])
     assert len(found["devices"]) == jax.device_count()
     assert [(one["name"], one["ok"], one["faults"]) for one in found["parts"]] == [
-        ("limits", True, [])
+        ("traced", True, [])
     ]
 
 
 def test_no_speed_leaves_it_out(run, monkeypatch):
     ran = []
     for name in PARTS:
-        monkeypatch.setitem(
-            PARTS, name, lambda devices, findings, name=name: ran.append(name) or ""
-        )
+        monkeypatch.setitem(PARTS, name, lambda devices, report, name=name: ran.append(name) or "")
     assert run("--no-speed")[0] == 0
     assert ran == [name for name in PARTS if name != "speed"]
     assert run("--no-speed", "--only", "speed") == (
@@ -113,9 +109,9 @@ def test_no_speed_leaves_it_out(run, monkeypatch):
 def test_hosts_find_each_other_first(run, monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "initialize", lambda: calls.append("start"))
-    monkeypatch.setitem(PARTS, "limits", lambda devices, findings: calls.append("part") or "")
-    assert run("--only", "limits", "--distributed")[0] == 0
-    assert run("--only", "limits")[0] == 0
+    monkeypatch.setitem(PARTS, "mesh", lambda devices, report: calls.append("part") or "")
+    assert run("--only", "mesh", "--distributed")[0] == 0
+    assert run("--only", "mesh")[0] == 0
     assert calls == ["start", "part", "part"]
 
 
@@ -129,7 +125,7 @@ def test_a_wrong_kernel_is_named(run, monkeypatch):
     status, out = run("--only", "kernels")
     assert status == 1
     assert out.endswith("FAILED: kernels\n")
-    assert "kernel gather_sum, D = 7, float32, weights" in out
+    assert "kernel gather_sum, D = 7, float32, by device" in out
     assert "kernel set_rows" not in out
 
 
@@ -161,8 +157,8 @@ def test_one_wrong_device_is_found(monkeypatch):
 
 
 def test_a_wrong_rule_is_named(monkeypatch):
-    two = {name: pair for name, pair in rules.pairs().items() if name in ("Lion", "SGD")}
-    monkeypatch.setattr(rules, "pairs", lambda: two)
+    two = [optimizers.SGD(trainings.RATE), optimizers.Lion(trainings.RATE)]
+    monkeypatch.setattr(trainings, "rules", lambda: two)
     right = optimizers.Lion.apply_rule
 
     def wrong(self, w, slots, g, *, t, lr):
@@ -172,8 +168,8 @@ def test_a_wrong_rule_is_named(monkeypatch):
     monkeypatch.setattr(optimizers.Lion, "apply_rule", wrong)
     found = part("rules")
     assert found.faults
-    assert all("table 'Lion'" in fault.where for fault in found.faults)
-    assert "apply_gradients, table 'Lion', Lion, slot 'momenta'" in found.explain()
+    assert all("table 'rule_1', Lion" in fault.where for fault in found.faults)
+    assert "table 'rule_1', Lion, slot 'momenta'" in found.explain()
 
 
 @pytest.mark.whole
@@ -185,25 +181,17 @@ def test_sums_in_another_order_are_found(monkeypatch):
     assert all(" on 2 device(s)" in fault.where for fault in found.faults)
 
 
-def test_arrays_that_are_too_large_are_found(monkeypatch):
-    monkeypatch.setattr(stacks, "MOST_BYTES", 2**40)
-    found = part("limits")
-    assert [fault.where for fault in found.faults] == [
-        "plan of two tables of 12 GiB on v5p:1x1x1",
-        "plan of a table of 24 GiB on v5p:1x1x1",
-    ]
-
-
 def test_an_exception_is_a_fault_of_its_part(run, monkeypatch):
-    def fails(devices, findings):
+    def fails(devices, report):
         raise KeyError("lost")
 
     monkeypatch.setitem(PARTS, "inputs", fails)
-    status, out = run("--only", "inputs", "--only", "limits")
+    monkeypatch.setitem(PARTS, "mesh", lambda devices, report: "nothing")
+    status, out = run("--only", "inputs", "--only", "mesh")
     assert status == 1
     assert "KeyError: 'lost'" in out
     assert "Traceback" not in out
-    assert out.index("inputs      FAILED") < out.index("limits      ok")
+    assert out.index("inputs      FAILED") < out.index("mesh        ok")
     assert "Traceback" in run("--only", "inputs", "--verbose")[1]
     status, out = run("--only", "inputs", "--json")
     found = json.loads(out)
@@ -214,7 +202,7 @@ def test_an_exception_is_a_fault_of_its_part(run, monkeypatch):
 
 
 def test_what_compare_finds():
-    findings, right = Findings(), np.array([[1.0, -0.0], [np.nan, 100.0]])
+    findings, right = PartReport("any"), np.array([[1.0, -0.0], [np.nan, 100.0]])
     for tolerance in (0, 1e-4):
         findings.compare("same", right[:1], right[:1].copy(), tolerance=tolerance)
     findings.compare("same bits", right, right.copy(), tolerance=0)
@@ -240,5 +228,5 @@ def test_the_loops_on_numbers_worked_by_hand():
     root = oracle.lookup(table, oracle.Bags(bags, "sqrtn", (2,)))
     np.testing.assert_allclose(root[0], np.array([10.0, 14.0]) / np.sqrt(10))
     gradient = np.array([[4.0, 8.0], [1.0, 1.0]])
-    found = oracle.occurrences(mean, gradient)
-    assert [(row, g.tolist()) for row, g in found] == [(0, [1.0, 2.0]), (1, [3.0, 6.0])]
+    found = oracle.row_gradients(mean, gradient)
+    assert [(b, row, g.tolist()) for b, row, g in found] == [(0, 0, [1, 2]), (0, 1, [3, 6])]

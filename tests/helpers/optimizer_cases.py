@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from tpu_embed import optimizers as o
-from tpu_embed.check.rules import leaky_rule
+from tpu_embed.check.trainings import leaky_rule
 
 DECAY = {"weight_decay_factor": 0.03}
 DECAY_BY_RATE = {

@@ -80,7 +80,7 @@ def test_the_update_is_the_oracles():
     nn.fused_value_and_grad(lambda bag: (bag(ids, weights) * gradient).sum())(bag)
     for example, row in enumerate(ids):
         there = row >= 0
-        gains = oracle.gains("mean", True, weights[example][there].tolist())
+        gains = oracle.gains(weights[example][there].tolist(), "mean")
         for i, gain in zip(row[there], gains, strict=True):
             before[i] -= 0.5 * gain * gradient[example]
     np.testing.assert_allclose(bag.embedding, before, atol=1e-6)  # float32 against float64

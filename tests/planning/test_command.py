@@ -196,7 +196,7 @@ def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, monkey
         commands.append(argv)
         if len(commands) == 2:
             raise RuntimeError("profile of the TensorCore: expected estimates by libtpu, got none")
-        return Profile([Operation("sort", 1750, 2, "")], [], 0)
+        return Profile([Operation("sort", 1750, 2, "")], 0)
 
     monkeypatch.setattr(command, "compile_for", compile_for)
     monkeypatch.setattr(command, "profile_step", profile_step)

@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from tpu_embed import FeatureConfig, TableConfig, optimizers, planning
-from tpu_embed.planning.compiled import Compiled
-from tpu_embed.planning.estimate import estimate
+from tpu_embed.planning.compiled import Compiled, estimate
 from tpu_embed.planning.profile import Operation, Profile
 
 MOVED = {"gather": 819_000, "copy": 819_000}
-PROFILE = Profile([Operation("sort", 1_750_000, 2, ""), Operation("add", 7, 1, "")], [], 3)
+PROFILE = Profile([Operation("sort", 1_750_000, 2, ""), Operation("add", 7, 1, "")], 3)
 
 
 def compiled(topology):
@@ -31,7 +30,7 @@ def test_the_longest_bound_is_the_estimate():
     )
     assert "3,500,007 cycles by libtpu's profile at 1.75 GHz; 3 operation(s) not counted" in text
     assert "1.6 MiB moved at 1,638 GB/s" in text
-    short = Profile(PROFILE.operations[1:], [], 0)
+    short = Profile(PROFILE.operations[1:], 0)
     assert estimate(compiled("v6e:2x2"), short).seconds == 1e-6
     assert "the bound by the memory" in estimate(compiled("v6e:2x2"), short).explain()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embed.planning.compiled import compile_for
-from tpu_embed.planning.hlo import Program, moved
+from tpu_embed.planning.profile import Program, moved
 
 TEXT = """
 HloModule jit_step, is_scheduled=true

@@ -12,7 +12,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import row_store_native
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 SHAPES = {
     "item": jax.ShapeDtypeStruct((64, 4), np.int32),

@@ -9,7 +9,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
 from tpu_embed import optimizers as o
 from tpu_embed.core.ids import structure
-from tpu_embed.planning.placement import REPLICATED_BYTES, placements
+from tpu_embed.planning.request import REPLICATED_BYTES, placements
 
 
 def _auto(rows, dim=4, **options):

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
 from tpu_embed import optimizers as o
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.costs import readable
 
 DLRM_ROWS = [
     *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
@@ -177,7 +177,7 @@ def test_remedies_are_only_those_there_are():
     vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
     (on_host,) = planning.plan(vast, None, 8, batch, memory=2**20).remedies
     assert on_host.startswith("storage=HostStorage(device_rows=1_000_000) for table_0: ")
-    two = AbstractMesh((2, 4), ("data", "model"))
+    two = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
     assert planning.plan(vast, None, two, batch, memory=2**20).remedies == (on_host,)
     living = TableConfig(2**20, 128, vocabulary=tpu_embed.DynamicVocabulary(), dtype="bfloat16")
     (remedy,) = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20).remedies
@@ -195,7 +195,7 @@ def test_remedies_are_only_those_there_are():
 def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
     kind = planning.Topology(topology).chip.device_kind
     device = AbstractDevice(kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((4,), ("d",), abstract_device=device)
+    mesh = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=device)
     batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
     found = planning.plan(FEATURES, o.Adagrad(), mesh, batch)
     expected = planning.plan(FEATURES, o.Adagrad(), topology, batch)
@@ -376,3 +376,14 @@ def test_errors():
         planning.plan(FEATURES, o.Adagrad(), 2, mixed)
     with pytest.raises(ValueError, match="batch size: expected a positive multiple of 3"):
         planning.plan(FEATURES, o.Adagrad(), 3, batch)
+
+
+def test_no_array_of_a_sparse_core_has_more_than_16_gib():
+    rows = 12 * 2**30 // (4 * 128)
+    shape = jax.ShapeDtypeStruct((1024, 2), np.int32)
+    halves = [FeatureConfig(TableConfig(rows, 128, name=f"half_{i}")) for i in range(2)]
+    assert planning.plan(halves, o.SGD(0.1), "v5p:1x1x1", [shape] * 2).stacks == 2
+    whole = FeatureConfig(TableConfig(2 * rows, 128, name="whole"))
+    assert planning.plan(whole, o.SGD(0.1), "v5p:2x1x1", shape).stacks == 1
+    with pytest.raises(ValueError, match="table 'whole'"):
+        planning.plan(whole, o.SGD(0.1), "v5p:1x1x1", shape)

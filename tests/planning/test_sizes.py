@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tpu_embed.planning.chips import CHIPS, Topology
-from tpu_embed.planning.sizes import readable, tiled_bytes, untiled_bytes
+from tpu_embed.planning.costs import readable, tiled_bytes, untiled_bytes
+from tpu_embed.planning.targets import CHIPS, Topology
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 

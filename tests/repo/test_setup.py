@@ -4,8 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +38,27 @@ def test_an_editable_package_is_found_beside_its_clone(tmp_path):
     # Without the packages of this environment, in which our own clone may be installed.
     found = run(sys.executable, "-S", "-c", FIND, str(site), cwd=tmp_path)
     assert Path(found.strip()) == package / "__init__.py"
+
+
+NEEDS = """
+import pathlib, sys
+sys.path.append(sys.argv[1])
+from setuptools import build_meta
+print(build_meta.get_requires_for_build_wheel())
+"""
+
+
+def test_jaxlib_is_fetched_only_where_none_is_installed(tmp_path):
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    where = Path(setuptools.__file__).parent
+    (tmp_path / "alone").mkdir()
+    for package in (where, where.parent / "_distutils_hack"):
+        (tmp_path / "alone" / package.name).symlink_to(package)
+    needs = ("-c", NEEDS, str(tmp_path / "alone"))
+    assert "jaxlib" not in run(sys.executable, *needs, cwd=tmp_path)
+    assert "['jaxlib>=0.10.2']" in run(sys.executable, "-S", *needs, cwd=tmp_path)
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert "jax>=0.10.2" in required
 
 
 def extras_of(target, environment):

@@ -6,6 +6,7 @@ share no code with the rest of the package. `python -m tpu_embed check` runs the
 Input: the devices. Output: a report per part.
 """
 
-from tpu_embed.check.report import PARTS, PartReport, run_parts
+from tpu_embed.check.parts import PARTS, run_parts
+from tpu_embed.check.report import PartReport
 
 __all__ = ["PARTS", "PartReport", "run_parts"]

@@ -1,39 +1,50 @@
-"""Run the parts of the check one after the other, and report each as it ends.
+"""What a part of the check has found: what is wrong, where, and figures.
 
-Input: the devices, and which parts to run. Output: a `PartReport` for each.
+Input: arrays that should agree, or an exception. Output: a `PartReport`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from tpu_embed.check import engines, kernels, limits, speed
-from tpu_embed.check.findings import Fault, Findings
+import numpy as np
 
-PARTS: dict[str, Callable[[Sequence[Any], Findings], str]] = {
-    "kernels": kernels.check_kernels,
-    "inputs": engines.check_inputs,
-    "placements": engines.check_placements,
-    "mesh": engines.check_mesh,
-    "traced": engines.check_traced_ids,
-    "rules": engines.check_rules,
-    "bits": engines.check_bits,
-    "limits": limits.check_limits,
-    "speed": speed.check_speed,
-}
-"""The parts by name, in the order in which they run: the kernels first, because their faults are
-likely to cause the others."""
+FLOAT32 = 2e-4
+"""How far float32 may be from float64: the formulas round 0.999 and 1 - 0.999 to 24 bits, which
+alone moves a velocity by 5e-5. Wrong rows or rules differ by far more."""
 
-_SHOWN = 8
-"""Faults of a part that are shown as text."""
+BFLOAT16 = 2.0**-7
+"""Rows of bfloat16 have 8 bits, of which the last may differ where float32 is nearly a tie."""
+
+_LINES, _FAULTS = 12, 8
+"""Lines of an exception's message, and faults of a part, that are shown."""
 
 
 @dataclasses.dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong.
+
+    Attributes:
+      where: for example "table 'films', Adam, slot 'momenta'".
+      expected: what would have been right.
+      got: what was found.
+      trace: the traceback of an exception, or "".
+    """
+
+    where: str
+    expected: str
+    got: str
+    trace: str = ""
+
+
+@dataclasses.dataclass
 class PartReport:
-    """What one part found.
+    """What one part found; it fills while the part runs.
 
     Attributes:
       name: the name of the part.
@@ -44,10 +55,10 @@ class PartReport:
     """
 
     name: str
-    seconds: float
-    what: str
-    faults: list[Fault]
-    figures: dict[str, float]
+    seconds: float = 0.0
+    what: str = ""
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -62,31 +73,56 @@ class PartReport:
         """
         state = "ok" if self.ok else "FAILED"
         lines = [f"{self.name:12}{state:8}{self.seconds:6.1f} s  {self.what}".rstrip()]
-        for fault in self.faults[:_SHOWN]:
+        for fault in self.faults[:_FAULTS]:
             lines += [f"  {fault.where}", f"    expected {fault.expected}", f"    got {fault.got}"]
             lines += [fault.trace] if verbose and fault.trace else []
-        if len(self.faults) > _SHOWN:
-            lines.append(f"  and {len(self.faults) - _SHOWN} more")
+        if len(self.faults) > _FAULTS:
+            lines.append(f"  and {len(self.faults) - _FAULTS} more")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the part as an object that JSON can hold."""
-        faults = [fault._asdict() for fault in self.faults]
-        return dataclasses.asdict(self) | {"ok": self.ok, "faults": faults}
+        return dataclasses.asdict(self) | {"ok": self.ok}
 
+    def compare(
+        self, where: str, expected: np.ndarray, got: Any, *, tolerance: float = FLOAT32
+    ) -> None:
+        """Note where two arrays differ.
 
-def run_parts(names: Sequence[str], devices: Sequence[Any]) -> Iterator[PartReport]:
-    """Run parts of the check, and yield the report of each as soon as it has ended.
+        Args:
+          where: what is compared.
+          expected: the right numbers.
+          got: an array, of NumPy or JAX, of any float dtype; integers are compared as they are.
+          tolerance: the largest difference, relative to the number or, for small numbers, to the
+            hundredth part of the largest; 0: the bits must be the same.
+        """
+        found = np.asarray(got)
+        if found.shape != expected.shape:
+            self.faults.append(Fault(f"{where}, shape", f"{expected.shape}", f"{found.shape}"))
+            return
+        if tolerance:
+            found, right = found.astype(np.float64), expected.astype(np.float64)
+            scale = np.abs(right) + 0.01 * np.max(np.abs(right), initial=0.0)
+            wrong = ~(np.abs(found - right) <= tolerance * scale)
+        else:
+            # Bits: the signs of zeros count, and a NaN equals itself.
+            wrong = np.not_equal(
+                *(np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (found, expected))
+            )
+        if wrong.any():
+            first = tuple(int(i) for i in np.argwhere(wrong)[0])
+            count = f"{np.count_nonzero(wrong)} of {wrong.size} numbers differ, first at {first}"
+            self.faults.append(Fault(f"{where}: {count}", f"{expected[first]}", f"{found[first]}"))
 
-    An exception in a part is a fault of that part.
-
-    Args:
-      names: keys of `PARTS`.
-      devices: the devices, all of this process.
-    """
-    for name in names:
-        findings, what, start = Findings(), "", time.perf_counter()
-        with findings.during(f"part {name!r}"):
-            what = PARTS[name](devices, findings)
-        seconds = time.perf_counter() - start
-        yield PartReport(name, seconds, what, findings.faults, findings.figures)
+    @contextlib.contextmanager
+    def during(self, where: str) -> Iterator[None]:
+        """Note an exception, and go on after the block."""
+        try:
+            yield
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            text = "\n".join(lines[:_LINES] + ["…"] * (len(lines) > _LINES))
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            got = f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+            trace = "".join(traceback.format_exception(error))
+            self.faults.append(Fault(where, "no exception", got, trace))

@@ -8,6 +8,9 @@ written last, and only if it is not there yet.
     in a bucket   run/20~1f0c…/…                    as run/begun/20~1f0c… says
                   run/commits/20.json               its root, and sizes and sums of its parts
 
+Where parts of an earlier root have not changed, a commit shares them: it names their places, such
+as 10~77ab…/tables/films/rows/…. So what a root holds is removed when no commit names it any more.
+
 Input: the place that something is to have. Output: the place of its parts while they are written,
 or when they are read.
 """
@@ -38,10 +41,14 @@ _SWEEPING = b"sweeping"
 _KIND, _FORMAT = "commit", 1
 _REMEDY = "this commit is damaged: remove it, and take another one"
 _ONE_WRITER = "one writer per directory: give another one"
-_FORM = schema.record(root=schema.text, parts=schema.mapping(schema.sequence(schema.integer())))
+_FORM = schema.record(
+    root=schema.text,
+    parts=schema.mapping(schema.sequence(schema.integer())),
+    shared=schema.sequence(schema.text),
+)
 
 Parts = Mapping[str, Any]
-"""Size and CRC-32 by key, of what a process has put into a bucket."""
+"""Size and CRC-32 by key, of what a process has put into a bucket; of what it shares, the place."""
 
 
 class Committer(abc.ABC):
@@ -186,6 +193,17 @@ class _OnDisk(Committer):
             shutil.rmtree(left, ignore_errors=True)
 
 
+def _roots(said: Mapping[str, Any]) -> list[str]:
+    """Return the roots that a commit names: its own, and those of what it shares."""
+    return sorted({name.partition("/")[0] for name in (said["root"], *said["shared"])})
+
+
+def _is_of(root: str, name: str | None) -> bool:
+    """Return whether a root is of a name; None: of a number."""
+    writer = root.rpartition("~")[0]
+    return writer == name or (name is None and writer.isdecimal())
+
+
 def _swept(root: Place) -> str:
     return message(f"{root}", expected="its parts", got="none any more", remedy=_ONE_WRITER)
 
@@ -202,22 +220,25 @@ class _InBucket(Committer):
         self._begun(root).put(b"")
 
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
-        if not self._is_begun(root):
+        if self._mark(root.name) in (None, _SWEEPING):
             if self._commit.exists():
                 text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
                 raise FileExistsError(text)
             raise OSError(_swept(root))
-        start = f"{self._beside(root.name).key}/"
-        names = {key.removeprefix(start): said for mine in parts for key, said in mine.items()}
+        start, own = len(self._beside("").key), f"{root.name}/"
+        named = {key[start:]: said for mine in parts for key, said in mine.items()}
+        shared = sorted(name for name in named if not name.startswith(own))
+        names = {name[len(own) :]: named[name] for name in named.keys() - {*shared}}
         root.written[self._commit.key] = []  # from now on it may be there
         try:
-            value = {"root": root.name, "parts": names}
+            value = {"root": root.name, "parts": names, "shared": shared}
             crc_json.write_with_crc(self._commit, _KIND, _FORMAT, value)
         except FileExistsError:
             del root.written[self._commit.key]
             raise
         # Who sweeps changes the mark, then looks for a commit: one of the two sees the other.
-        if not self._is_begun(root):
+        marks = {one: self._mark(one) for one in _roots(value)}
+        if _SWEEPING in marks.values() or marks[root.name] is None:
             self._commit.remove()
             raise OSError(_swept(root))
         with contextlib.suppress(OSError):  # a later save removes what is left
@@ -232,20 +253,32 @@ class _InBucket(Committer):
                 self._clear(root.name)
 
     def find(self) -> Bucket | None:
-        try:
-            found = crc_json.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
-        except FileNotFoundError:
+        if (found := self._said()) is None:
             return None
-        for name in (found["root"], *found["parts"]):
-            if not {"", ".", ".."}.isdisjoint(name.split("/")) or "/" in found["root"]:
-                what, expected = f"{self._commit}", "names that lead nowhere else"
-                raise ValueError(message(what, expected=expected, got=repr(name), remedy=_REMEDY))
         start = self._beside(found["root"]).key
         parts = {f"{start}/{name}": said for name, said in found["parts"].items()}
         return self._beside(found["root"], parts=parts)
 
+    def _said(self) -> dict[str, Any] | None:
+        """Return what the commit says; None if it is not there."""
+        try:
+            found = crc_json.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
+        except FileNotFoundError:
+            return None
+        for name in (found["root"], *found["parts"], *found["shared"]):
+            if not {"", ".", ".."}.isdisjoint(name.split("/")) or "/" in found["root"]:
+                what, expected = f"{self._commit}", "names that lead nowhere else"
+                raise ValueError(message(what, expected=expected, got=repr(name), remedy=_REMEDY))
+        return found
+
     def remove(self) -> None:
-        roots = self._named()
+        try:
+            found = self._said()
+            roots = [] if found is None else _roots(found)
+        except ValueError:  # all that it may have named
+            every = {name.partition("/")[0] for name in self.place.parent.names()}
+            name = None if self.place.name.isdecimal() else self.place.name
+            roots = [one for one in sorted(every) if _is_of(one, name)]
         for root in roots:  # where this is interrupted, a later save goes on
             (self._beside(_BEGUN) / root).put(_SWEEPING)
         self._commit.remove()
@@ -257,33 +290,32 @@ class _InBucket(Committer):
 
     def sweep(self, name: str | None = None) -> None:
         for begun in (self.place / _BEGUN).names():
-            writer = begun.rpartition("~")[0]
-            if writer == name or (name is None and writer.isdecimal()):
-                _InBucket(self.place / writer)._clear(begun)
+            if _is_of(begun, name):
+                _InBucket(self.place / begun.rpartition("~")[0])._clear(begun)
 
     def _clear(self, root: str) -> None:
-        """Remove the parts of a writer, unless a commit names them; its mark goes last."""
+        """Remove the parts of a writer, but for those that a commit names; its mark goes last."""
         mark = self._beside(_BEGUN) / root
         mark.put(_SWEEPING)
-        if root not in self._named():
-            self._beside(root).remove()
+        beside, names = _InBucket(self.place.parent), [self.place.name]
+        if self.place.name.isdecimal():  # only these share
+            names += filter(str.isdecimal, beside.names())
+        try:
+            said = [_InBucket(beside.place / name)._said() for name in {*names}]
+        except ValueError:  # who knows what a damaged commit shares: a later save goes on
+            mark.put(b"")
+            return
+        named = {name for one in said if one is not None for name in (one["root"], *one["shared"])}
+        if root not in named:
+            start = f"{root}/"
+            self._beside(root).remove(one[len(start) :] for one in named if one.startswith(start))
         mark.remove()
 
-    def _named(self) -> list[str]:
-        """Return the root that the commit names; all of this name if the commit is damaged."""
+    def _mark(self, root: str) -> bytes | None:
         try:
-            found = self.find()
-            return [] if found is None else [found.name]
-        except ValueError:
-            every = {name.partition("/")[0] for name in self.place.parent.names()}
-            return sorted(one for one in every if one.rpartition("~")[0] == self.place.name)
-
-    def _is_begun(self, root: Bucket) -> bool:
-        """Return whether nobody has swept away what a writer has begun."""
-        try:
-            return self._begun(root).read_bytes() != _SWEEPING
+            return (self._beside(_BEGUN) / root).read_bytes()
         except FileNotFoundError:
-            return False
+            return None
 
     @property
     def _commit(self) -> Bucket:

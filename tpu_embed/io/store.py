@@ -23,7 +23,7 @@ import itertools
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -110,7 +110,9 @@ class Bucket:
           FileNotFoundError: there is none.
           OSError: no answer; other bytes than a commit says.
         """
-        return b"".join(self.blocks()) if self.key in (self.parts or {}) else self._read()
+        if self.key in (self.parts or {}):
+            return b"".join(self.blocks())
+        return self.bytes_of(self._store.read(self.key))
 
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of an object that a commit names, some at a time.
@@ -126,7 +128,7 @@ class Bucket:
             reads = (store.read(self.key, byte_range=each) for each in ranges)
         waiting, found = collections.deque(itertools.islice(reads, _AHEAD)), [0, 0]
         while waiting:
-            some = self._bytes_of(waiting.popleft())
+            some = self.bytes_of(waiting.popleft())
             waiting.extend(itertools.islice(reads, 1))
             found = [found[0] + len(some), zlib.crc32(some, found[1])]
             yield some
@@ -138,14 +140,6 @@ class Bucket:
         if found != said:
             expected, got = f"size and CRC-32 {said}, as its commit says", f"{found}"
             raise OSError(message(f"{self}", expected=expected, got=got))
-
-    def last_bytes(self, n: int) -> bytes:
-        """Return the last n bytes of the object.
-
-        Raises:
-          FileNotFoundError, OSError: as for `read_bytes`.
-        """
-        return self._read(byte_range=slice(-n, None))
 
     def put(self, data: bytes, *, new: bool = False) -> None:
         """Write the object.
@@ -171,12 +165,21 @@ class Bucket:
     def names(self) -> list[str]:
         """Return the names of the objects in this place, sorted."""
         start = len(f"{self.key}/".encode())
-        found = wait(self._store.list(self._inside, strip_prefix_length=start), self)
+        inside = ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
+        found = wait(self._store.list(inside, strip_prefix_length=start), self)
         return sorted(name.decode() for name in found)
 
-    def remove(self) -> None:
-        """Remove all objects in this place, and that of its name."""
-        wait(self._store.delete_range(self._inside), self)
+    def remove(self, kept: Iterable[str] = ()) -> None:
+        """Remove all objects in this place, and that of its name.
+
+        Args:
+          kept: names in it, of which none is in another one: what is in these places stays.
+        """
+        # Of a/b in a, what is in [a/, a/b/) and in [a/b0, a0) goes: "0" is the character after "/".
+        inside = sorted(f"{self.key}/{name}/" for name in kept)
+        begins = [f"{self.key}/", *(f"{one[:-1]}0" for one in inside)]
+        for begin, end in zip(begins, [*inside, f"{self.key}0"], strict=True):
+            wait(self._store.delete_range(ts.KvStore.KeyRange(begin, end)), self)
         wait(self._store.write(self.key, None), self)
 
     @property
@@ -200,15 +203,12 @@ class Bucket:
     def _store(self) -> ts.KvStore:
         return wait(ts.KvStore.open(self._root, context=self.context), self)
 
-    @property
-    def _inside(self) -> ts.KvStore.KeyRange:
-        # "0" is the character after "/".
-        return ts.KvStore.KeyRange(f"{self.key}/", f"{self.key}0")
+    def bytes_of(self, read: ts.Future) -> bytes:
+        """Return what a request for an object has brought, of this name or one inside.
 
-    def _read(self, **options: Any) -> bytes:
-        return self._bytes_of(self._store.read(self.key, **options))
-
-    def _bytes_of(self, read: ts.Future) -> bytes:
+        Raises:
+          FileNotFoundError, OSError: as for `read_bytes`.
+        """
         found = wait(read, self)
         if found.state != "value":
             raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
@@ -296,7 +296,8 @@ def place_of(path: Any, what: str = "path") -> Place:
         return Path(text).absolute()
     scheme, bucket, key = found.groups()
     emulator = os.environ.get("STORAGE_EMULATOR_HOST")
-    if emulator and scheme == "gs":  # tensorstore asks for another name
+    if emulator and scheme == "gs":
+        # tensorstore asks for another name, and neither its specs nor its contexts take an address.
         url = emulator if "://" in emulator else f"http://{emulator}"
         os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", url)
     context = ts.Context({f"{DRIVERS[scheme]}_request_retries": _RETRIES})

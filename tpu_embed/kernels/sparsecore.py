@@ -202,7 +202,9 @@ def _on_subcores(
     from jax.experimental.pallas import tpu_sc as plsc
 
     mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
-    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False)
+    # Both are named, since the defaults of JAX have changed. Rows are packed, not in the tiles of
+    # TensorCores; vectors get their layouts from the compiler.
+    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=True)
     size = 2 * moves.size * moves.dtype.itemsize
     cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size)
     return pl.kernel(

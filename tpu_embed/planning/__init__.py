@@ -4,11 +4,10 @@ Input: feature configs, and a mesh or a TPU topology. Output: a plan, or configs
 are chosen.
 """
 
-from tpu_embed.planning.chips import CHIPS, Chip, Topology
-from tpu_embed.planning.hits import HitCount, count_hits
-from tpu_embed.planning.host import HostPlan
-from tpu_embed.planning.placement import resolve
+from tpu_embed.planning.host import HitCount, HostPlan, count_hits
 from tpu_embed.planning.plan import Plan, TablePlan, plan
+from tpu_embed.planning.request import resolve
+from tpu_embed.planning.targets import CHIPS, Chip, Topology
 
 __all__ = [
     "CHIPS",

@@ -1,10 +1,19 @@
 """Compile a training step for a TPU without having one, and compare the result with the plan.
 
 The TPU compiler in libtpu (`pip install "…[tpu]"`) runs on any machine. It tells how much memory
-the step needs and which operations it has.
+the step needs and which operations it has. With tables on the host, two more programs are compiled
+for each stack of them:
+
+    write     draws rows that were never seen before, and writes them in their places
+    exchange  copies the displaced rows, and writes those from home in their places
+
+A step takes at least as long as its slowest part alone: the memory, which moves the step's bytes at
+the bandwidth of the chip, or the TensorCore, which runs the cycles that libtpu's profile has. The
+estimate is the longest of these bounds. It is not a measurement: waits for other devices and
+for the latency of the memory are in none of the bounds.
 
 Input: feature configs, an optimizer, a topology, a batch or its shapes. Output: a `Compiled`, which
-holds the `Plan` too.
+holds the `Plan` too; an `Estimate`.
 """
 
 from __future__ import annotations
@@ -14,7 +23,7 @@ import dataclasses
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -27,18 +36,23 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
-from tpu_embed.core.layout import ExchangeDtype
+from tpu_embed.core.layout import ExchangeDtype, Parcels, Stack
 from tpu_embed.core.lookup import split_activations
-from tpu_embed.core.state import TableState, state_specs
-from tpu_embed.planning import hlo
-from tpu_embed.planning.admit import AdmitProgram, compile_admit
-from tpu_embed.planning.chips import Topology
-from tpu_embed.planning.demand import spec_of
-from tpu_embed.planning.host import HitRate
-from tpu_embed.planning.placement import resolve
+from tpu_embed.core.state import (
+    NewRowWriter,
+    RowMover,
+    Sent,
+    StackShard,
+    TableState,
+    row_fields,
+    state_specs,
+)
+from tpu_embed.planning.costs import readable
+from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.plan import Plan, plan
-from tpu_embed.planning.request import AHEAD, MISSES
-from tpu_embed.planning.sizes import readable
+from tpu_embed.planning.profile import Profile, Program, moved
+from tpu_embed.planning.request import AHEAD, MISSES, resolve, spec_of
+from tpu_embed.planning.targets import Topology
 
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -54,6 +68,38 @@ Lower = Callable[[EmbeddingEngine, TableState, Batch], jax.stages.Lowered]
 
 
 @dataclasses.dataclass(frozen=True)
+class AdmitProgram:
+    """The compiler's figures for a program of `admit`.
+
+    Attributes:
+      name: "write" or "exchange".
+      tables: the tables on the host that it is for, which share a stack.
+      rows: the rows that each device has room for, padding included.
+      seconds: how long compiling took.
+      arguments: bytes per device of tables and slots of the stack, and of the rows.
+      results: bytes per device of results that are not updated in place.
+      temporaries: bytes per device of everything else.
+      aliased: bytes per device of arguments that are updated in place.
+    """
+
+    name: str
+    tables: tuple[str, ...]
+    rows: int
+    seconds: float
+    arguments: int
+    results: int
+    temporaries: int
+    aliased: int
+
+    def explain(self) -> str:
+        """Return the figures as a line of text."""
+        sizes = self.arguments, self.results, self.temporaries
+        words = zip(map(readable, sizes), ("arguments", "results", "temporaries"), strict=True)
+        parts = ", ".join(f"{size} {what}" for size, what in words)
+        return f"  admit {self.name:8} {self.rows:>11,} rows a device: {parts}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """The compiler's figures for a step, with its plan.
 
@@ -65,7 +111,7 @@ class Compiled:
       aliased: bytes per device of arguments that are updated in place.
       operations: how many operations of each name move rows or communicate; `gather_rows`,
         `gather_sum` and `set_rows` are the SparseCore kernels.
-      moved: bytes that they move by name, to be compared with `plan.moved`; see `hlo.moved`.
+      moved: bytes that they move by name, to be compared with `plan.moved`; see `profile.moved`.
       text: the optimised program.
       admit: the programs that move rows of tables on the host before a step; none without them.
     """
@@ -153,19 +199,35 @@ def compile_for(
     engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, **options)
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
-        own = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
-        if lower is not None:
-            lowered = lower(engine, abstract_state(engine), own)
-        else:
-            lowered = _lowered(engine, own, loss or _squares)
+        batch = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
     else:
-        lowered = _lowered(engine, _sharded_shapes(engine, batch), loss or _squares)
-    found = _compiled(lowered, planned)
-    plans = {one.name: one.host for one in planned.tables if one.host is not None}
-    if not plans or not admit:
-        return found
-    programs = compile_admit(engine, abstract_state(engine), plans)
-    return dataclasses.replace(found, admit=programs)
+        batch = _sharded_shapes(engine, batch)
+    if lower is None:
+        lowered = _lowered(engine, batch, loss or _squares)
+    else:
+        lowered = lower(engine, abstract_state(engine), batch)
+    figures, text = _compiled(lowered)
+    program, admitted = Program(text), []
+    counts = collections.Counter(
+        one.opcode.removesuffix("-start") for one in program.instructions.values()
+    )
+    sizes = moved(program)
+    if admit:
+        plans = {one.name: one.host for one in planned.tables if one.host is not None}
+        for stack in dict.fromkeys(stack for stack, _ in engine.layout.on_host):
+            tables = tuple(table.name for table in stack.tables)
+            for name, rows, lowered in _lowered_admit(engine, stack, plans):
+                needs, _ = _compiled(lowered)
+                admitted.append(AdmitProgram(name, tables, rows, **needs))
+    del figures["results"]
+    return Compiled(
+        plan=planned,
+        **figures,
+        operations={name: counts[name] for name in sizes},
+        moved=sizes,
+        text=text,
+        admit=tuple(admitted),
+    )
 
 
 def _check_lower(lower: Any, loss: Any, *, placed: bool) -> None:
@@ -185,32 +247,52 @@ def _check_lower(lower: Any, loss: Any, *, placed: bool) -> None:
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _compiled(lowered: Any, planned: Plan) -> Compiled:
-    """Compile a lowered step, and read what the compiler says of it."""
+def _compiled(lowered: Any) -> tuple[dict[str, Any], str]:
+    """Compile a lowered program; return what the compiler says of its memory, and its text."""
     start = time.perf_counter()
     compiled = lowered.compile()
-    seconds, memory, text = (
-        time.perf_counter() - start,
-        compiled.memory_analysis(),
-        compiled.as_text(),
-    )
-    assert memory is not None, "libtpu analyses memory"
-    assert text is not None, "libtpu writes programs down"
-    program = hlo.Program(text)
-    counts = collections.Counter(
-        one.opcode.removesuffix("-start") for one in program.instructions.values()
-    )
-    moved = hlo.moved(program)
-    return Compiled(
-        plan=planned,
-        seconds=seconds,
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        operations={name: counts[name] for name in moved},
-        moved=moved,
-        text=text,
-    )
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    figures = {
+        "seconds": seconds,
+        "arguments": memory.argument_size_in_bytes,
+        "results": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "aliased": memory.alias_size_in_bytes,
+    }
+    return figures, compiled.as_text()
+
+
+def _lowered_admit(
+    engine: EmbeddingEngine, stack: Stack, plans: Mapping[str, HostPlan]
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield the name of each program of a stack, its rows on a device, and the lowered program.
+
+    "write" is for a first batch, in which all rows are new; "exchange" for as many rows as a step
+    moves, or for those of a whole batch where that is not known.
+    """
+    state, mine = abstract_state(engine), [(table, plans[table.name]) for table in stack.tables]
+    held = StackShard(state.tables[stack.name], state.slots[stack.name])
+    sharding = engine.layout.axes.sharding(stack.shard_axes)
+
+    def array(*shape: int, dtype: Any = np.uint32) -> Any:
+        return jax.ShapeDtypeStruct((stack.num_shards, *shape), dtype, sharding=sharding)
+
+    def room(rows: list[int]) -> int:
+        """Return the rows that a device's parcel has room for, if rows are even over the shards."""
+        pairs = zip(mine, rows, strict=True)
+        sizes = {table.name: min(count, table.vocabulary_size) for (table, _), count in pairs}
+        spread = {name: np.arange(count, dtype=np.int64) for name, count in sizes.items()}
+        return Parcels(stack, spread).size
+
+    first = room([one.batch_rows for _, one in mine])
+    writer = NewRowWriter(engine.layout)
+    yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
+    # A row leaves for each that comes, from home or drawn.
+    count = room([one.batch_rows if one.rows_out is None else one.rows_out for _, one in mine])
+    fields = row_fields(stack).items()
+    values = {name: array(count, *one.shape, dtype=one.dtype) for name, one in fields}
+    sent = Sent(array(2, count), array(2, count), values)
+    yield "exchange", count, RowMover(engine.layout).lower(stack, held, sent)
 
 
 def _lowered(engine: EmbeddingEngine, batch: PyTree, loss: Callable[[PyTree], Array]) -> Any:
@@ -307,3 +389,88 @@ def abstract_batch(engine: EmbeddingEngine, spec: BatchSpec) -> Batch:
     if engine.layout.living:
         steps = jax.ShapeDtypeStruct((3,), np.int32, sharding=axes.sharding(()))
     return Batch.of(packed, spec, engine.layout, steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Lower bounds of the time of a step on each device. Nothing has run.
+
+    The SparseCores have no bound: their programs do not say how often a loop runs, nor how long it
+    waits for rows. The bytes that they move are in that of the memory.
+
+    Attributes:
+      moved: bytes that the compiled step moves in memory.
+      bandwidth: bytes per second between the device and its memory.
+      cycles: of the TensorCore, by libtpu's profile; None if they are not known.
+      clock: cycles per second; None if it is not known.
+      missing: operations whose cycles the profile does not have.
+
+    Example:
+      >>> found = Estimate(moved=2_765_000, bandwidth=2.765e12, cycles=3_500, clock=1.75e9)
+      >>> found.bounds, found.seconds
+      ({'memory': 1e-06, 'TensorCore': 2e-06}, 2e-06)
+    """
+
+    moved: int
+    bandwidth: float
+    cycles: int | None = None
+    clock: float | None = None
+    missing: int = 0
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Seconds that the memory and the TensorCore take, as far as they are known."""
+        bounds = {"memory": self.moved / self.bandwidth}
+        if self.cycles is not None and self.clock is not None:
+            bounds["TensorCore"] = self.cycles / self.clock
+        return bounds
+
+    @property
+    def seconds(self) -> float:
+        """The estimate, which is the longest bound."""
+        return max(self.bounds.values())
+
+    def figures(self) -> dict[str, Any]:
+        """Return the attributes, the bounds and the estimate, for JSON."""
+        return dataclasses.asdict(self) | {"bounds": self.bounds, "seconds": self.seconds}
+
+    def explain(self) -> str:
+        """Return the bounds as text to print."""
+        bounds = self.bounds
+        longest = max(bounds, key=lambda name: bounds[name])
+        memory = f"{readable(self.moved)} moved at {self.bandwidth / 1e9:,g} GB/s"
+        core = "not known: the profile was left out, or on this chip libtpu writes no whole one"
+        if self.cycles is not None and self.clock is not None:
+            lost = f"; {self.missing} operation(s) not counted" if self.missing else ""
+            by = f"{self.cycles:,} cycles by libtpu's profile at {self.clock / 1e9:g} GHz{lost}"
+            core = f"{_milliseconds(bounds['TensorCore'])}   {by}"
+        return "\n".join(
+            [
+                f"estimated time of a step: at least {self.seconds * 1e3:.3f} ms, the bound by the "
+                f"{longest}; nothing was measured",
+                f"  memory      {_milliseconds(bounds['memory'])}   {memory}",
+                f"  TensorCore  {core}",
+                "  SparseCores not known: their programs do not say how often a loop runs",
+            ]
+        )
+
+
+def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
+    """Return the bounds of a compiled step.
+
+    Args:
+      compiled: the step, from `compile_for`.
+      profile: its profile, from `profile_step`; None leaves the cycles of the TensorCore out.
+
+    Returns:
+      The bounds; without that of the TensorCore also where the clock of the chip is None.
+    """
+    chip = Topology(compiled.plan.target).chip
+    moved, bandwidth = sum(compiled.moved.values()), chip.bandwidth * 1e9
+    if profile is None or chip.clock is None:
+        return Estimate(moved, bandwidth)
+    return Estimate(moved, bandwidth, profile.cycles, chip.clock * 1e9, profile.missing)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms".rjust(12)

@@ -1,6 +1,7 @@
-"""The cost of a training step per device: temporary memory, bytes moved in memory, bytes sent.
+"""The bytes of a training step per device: of arrays, temporary memory, moved in memory, and sent.
 
-All three follow from the layout and the shape of a batch, before anything is compiled.
+All follow from the layout and the shape of a batch, before anything is compiled. A TPU stores
+arrays in tiles, which adds padding.
 
 Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 """
@@ -8,6 +9,8 @@ Input: a layout and a `BatchSpec`. Output: bytes by purpose.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +20,64 @@ from tpu_embed.core.layout import Layout, Stack, sent_rows_format, sent_sums_for
 from tpu_embed.core.state import slot_format, slot_shapes
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
-from tpu_embed.planning.sizes import Size, tiled_bytes, untiled_bytes
+
+Size = Callable[[tuple[int, ...], np.dtype], int]
+"""A function of shape and dtype that returns the bytes of an array on a device."""
+
+_LANES, _SUBLANES = 128, 8
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def untiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of an array without padding, as on CPU and GPU.
+
+    Args:
+      shape: the shape of the array.
+      dtype: the dtype of its elements.
+    """
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    """Return the bytes of an array on a TPU.
+
+    The last two axes are padded to tiles of 8 × 128 elements, in the order of the two axes that
+    needs less padding; a single axis is padded to a multiple of 1,024 elements.
+
+    Args:
+      shape: the shape of the array.
+      dtype: the dtype of its elements.
+
+    Example:
+      >>> tiled_bytes((1000, 16), np.dtype(np.float32)) // 4, 1024 * 16
+      (16384, 16384)
+    """
+    itemsize = np.dtype(dtype).itemsize
+    if len(shape) < 2:
+        return _up(math.prod(shape), _LANES * _SUBLANES) * itemsize
+    *lead, rows, columns = shape
+    # [1000, 16]: row-major [1000, 128] are 128,000 elements, column-major [16, 1024] are 16,384
+    elements = min(
+        _up(rows, _SUBLANES) * _up(columns, _LANES), _up(columns, _SUBLANES) * _up(rows, _LANES)
+    )
+    return math.prod(lead) * elements * itemsize
+
+
+def readable(size: float) -> str:
+    """Return a number of bytes with its unit.
+
+    Example:
+      >>> readable(1536), readable(95 * 2**30)
+      ('1.5 KiB', '95.0 GiB')
+    """
+    unit = 0
+    while round(size, 1) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_UNITS[unit]}"
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:
@@ -36,10 +96,11 @@ def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     return array_bytes(stack.row_format, rows, size), slot_bytes(stack, rows, size)
 
 
-def used_bytes(stack: Stack, rows: int) -> tuple[int, int]:
-    """Return the bytes of the numbers in `rows` rows, and in their slots, without any padding."""
+def wasted_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
+    """Return how many bytes of `rows` rows of a stack, and of their slots, are padding."""
+    table, slots = stack_bytes(stack, rows, size)
     per_row = sum(untiled_bytes(slot.shape, slot.dtype) for slot in _row_slots(stack))
-    return rows * stack.dim * _stored(stack).itemsize, rows * per_row
+    return table - rows * stack.dim * _stored(stack).itemsize, slots - rows * per_row
 
 
 def _row_slots(stack: Stack) -> list[SlotShape]:

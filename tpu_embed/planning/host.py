@@ -1,23 +1,170 @@
 """What tables on the host take at home, and what travels between home and the devices in a step.
 
-Input: the layout, the distinct rows of a batch, and how many of them the devices hold. Output: a
-`HostPlan` for each table on the host.
+How many rows of a batch are found on the devices can be counted on a sample: the map that gives
+rows their places runs over its ids, as it would in an engine. So the count is exact for these
+batches in this order.
+
+Input: the layout and the distinct rows of a batch; or batches of ids. Output: a `HostPlan` for each
+table on the host; or a `HitCount`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, did_you_mean, is_number, message
-from tpu_embed.core.layout import Layout, Stack, TableSlice
+from tpu_embed._checks import check_int, did_you_mean, is_number, local_path, message
+from tpu_embed._types import PADDING_ID
+from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import row_fields
-from tpu_embed.planning.hits import HitCount
-from tpu_embed.planning.sizes import Size
+from tpu_embed.kernels import dispatch
+from tpu_embed.planning.costs import Size
+from tpu_embed.storage import HostRows, HostStorage, RowField
+from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
+
+_SEEN = {"seen": RowField((1,), np.dtype(np.uint8))}
+_MOST_ROWS = 2**63
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HitCount:
+    """What the batches of a sample found on the devices, and what moved for them.
+
+    Attributes:
+      batches: the batches that were counted.
+      rows: the distinct rows of each batch, summed over the batches.
+      hits: how many of them were on the devices.
+      brought: how many came from home.
+      drawn: how many no batch had before: they are drawn on the devices and do not travel.
+      sent: rows that were displaced, and sent home.
+      touched_rows: distinct rows of the whole sample, with those of the batches that were left out.
+
+    Example:
+      >>> HitCount(
+      ...     batches=2, rows=10, hits=4, brought=1, drawn=5, sent=3, touched_rows=5
+      ... ).hit_rate
+      0.4
+    """
+
+    batches: int
+    rows: int
+    hits: int
+    brought: int
+    drawn: int
+    sent: int
+    touched_rows: int
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of a batch's distinct rows that are on the devices; 1 if there are no rows."""
+        return self.hits / self.rows if self.rows else 1.0
+
+
+def count_hits(
+    batches: Iterable[Any] | str | os.PathLike[str],
+    storage: HostStorage,
+    *,
+    lookahead: int = 0,
+    warm_up: int = 0,
+) -> HitCount:
+    """Count how many rows of each batch the devices would hold, and how many would move.
+
+    Args:
+      batches: the ids that each training batch looks up in the table, integer arrays of any shape
+        in batch order, in which -1 is padding; or the name of a `.npy` file of such an array, whose
+        first axis counts the batches. Ids of several features `[B, …]` stand next to each other,
+        `[B, H + K]`.
+      storage: how many rows the devices hold, and which of them leave first.
+      lookahead: that of the engine: the batches before a batch whose rows stay, too.
+      warm_up: the first batches, which find nothing on empty devices, are taken but not counted.
+
+    Returns:
+      The counts of the batches after the first `warm_up` ones.
+
+    Raises:
+      TypeError: ids that are not integers.
+      ValueError: an id is negative or too large; no batch is left to count; a batch has no room on
+        the devices, and the message says which `device_rows` it needs; or the file is no array of
+        batches.
+
+    Example:
+      >>> ids = np.array([[0, 1], [1, 2], [0, 1]])
+      >>> found = count_hits(ids, HostStorage(device_rows=2))
+      >>> found.rows, found.hits, found.brought, found.drawn, found.sent
+      (6, 2, 1, 3, 2)
+    """
+    warm_up = check_int("warm_up", warm_up, minimum=0)
+    rules = DynamicVocabulary(evict=storage.evict)
+    # The places on the devices, and which rows have been at home.
+    places, home = VocabularyMap(rules, storage.device_rows, lookahead), HostRows(_SEEN)
+    total, taken, touched = np.zeros(5, np.int64), 0, 0
+    for ids in _read(batches):
+        # In order of first appearance, in which the map gives unknown keys their places.
+        distinct = dispatch.host_kernels().distinct_keys(_keys(ids)).keys
+        found = places.find(distinct)
+        known = found[found >= 0]
+        moved = places.take(known, distinct[found < 0])
+        if moved.unseen:
+            _refuse(storage.device_rows, moved.unseen, lookahead)
+        places.forget(places.step)
+        brought, left = int(home.contains(moved.new_keys).sum()), moved.evicted_keys
+        drawn = moved.new_keys.size - brought
+        home.write(left, {"seen": np.zeros((left.size, 1), np.uint8)})
+        taken, touched = taken + 1, touched + drawn
+        if taken > warm_up:
+            total += distinct.size, known.size, brought, drawn, left.size
+    if taken <= warm_up:
+        expected, got = f"more than {warm_up} batches, those of warm_up", f"{taken}"
+        raise ValueError(message("batches", expected=expected, got=got))
+    names = ("rows", "hits", "brought", "drawn", "sent")
+    counts = dict(zip(names, total.tolist(), strict=True))
+    return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)
+
+
+def _refuse(device_rows: int, more: int, lookahead: int) -> None:
+    """Refuse a batch as `EmbeddingEngine.place` does."""
+    many = "a batch" if not lookahead else f"{lookahead + 1} batches"
+    expected, got = f"at most {device_rows} distinct ids in {many}", f"{device_rows + more}"
+    remedy = f"give HostStorage(device_rows={device_rows + more}) or more, or smaller batches"
+    raise ValueError(message("batches", expected=expected, got=got, remedy=remedy))
+
+
+def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
+    """Return batches; those of a file are read from it one by one."""
+    if not isinstance(batches, (str, os.PathLike)):
+        return batches
+    path, expected = local_path(batches, "batches"), "a .npy file of ids [batches, …]"
+    remedy = "numpy.save makes one"
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        text = message(f"{path}", expected=expected, got=f"{error}", remedy=remedy)
+        raise ValueError(text) from error
+    if not isinstance(array, np.ndarray) or array.ndim < 2:
+        got = f"shape {getattr(array, 'shape', 'of an archive')}"
+        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+    return array
+
+
+def _keys(ids: Any) -> np.ndarray:
+    """Return the ids of a batch that are not padding, uint64 `[n]` in batch order."""
+    numbers = np.asarray(ids).reshape(-1)
+    if numbers.dtype.kind not in "iu":
+        got = f"{numbers.dtype}"
+        raise TypeError(message("batches", expected="ids of an integer dtype", got=got))
+    if numbers.dtype.kind == "i":
+        numbers = numbers[numbers != PADDING_ID]
+    bad = numbers[(numbers < 0) | (numbers >= np.uint64(_MOST_ROWS))]
+    if bad.size:
+        expected, got = "ids from 0 to 2**63 - 1, or -1 for padding", f"{bad[0]}"
+        raise ValueError(message("batches", expected=expected, got=got))
+    return np.ascontiguousarray(numbers.astype(np.uint64))
+
 
 INDEX_BYTES = 20
 """What a row takes beside its bytes: id and mark 12, and up to 8 in the index that finds it.
@@ -27,18 +174,6 @@ MiB, that the next rows will fill."""
 
 HitRate = float | HitCount
 """The share of a batch's distinct rows that are on the devices; or what a sample has counted."""
-
-
-class HostUse(NamedTuple):
-    """How tables on the host are used, by table.
-
-    Attributes:
-      hit_rates: of tables for which it is known.
-      touched_rows: the rows that training will have touched; all of them where it is not given.
-    """
-
-    hit_rates: Mapping[str, HitRate]
-    touched_rows: Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,15 +212,17 @@ class HostPlan:
     bytes_out: int | None = None
 
 
-def read_use(
+def host_plans(
     layout: Layout,
+    batch_rows: Mapping[str, int],
     hit_rates: HitRate | Mapping[str, HitRate] | None,
     touched_rows: Mapping[str, int] | None,
-) -> HostUse:
-    """Return what a user says of the tables on the host, checked.
+) -> dict[str, HostPlan]:
+    """Return the plan of each table on the host.
 
     Args:
       layout: where the rows live.
+      batch_rows: distinct rows of a batch, by table.
       hit_rates: one for all tables on the host, or by table; None: not known.
       touched_rows: by table; None: all rows.
 
@@ -93,74 +230,60 @@ def read_use(
       ValueError: there is no such table on the host, or a number is outside its range.
     """
     sizes = {table.name: table.declared_size for _, table in layout.on_host}
-    if hit_rates is None:
-        hit_rates = {}
-    elif not isinstance(hit_rates, Mapping):
-        hit_rates = dict.fromkeys(sizes, hit_rates)
+    if not isinstance(hit_rates, Mapping):
+        hit_rates = {} if hit_rates is None else dict.fromkeys(sizes, hit_rates)
     touched = dict(touched_rows or {})
     for what, given in {"hit_rates": hit_rates, "touched_rows": touched}.items():
         for name in given:
             if name not in sizes:
-                expected, remedy = f"tables on the host, of {sorted(sizes)}", ""
-                remedy = did_you_mean(f"{name}", sizes)
-                text = message(what, expected=expected, got=repr(name), remedy=remedy)
-                raise ValueError(text)
+                expected, remedy = (
+                    f"tables on the host, of {sorted(sizes)}",
+                    did_you_mean(name, sizes),
+                )
+                raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
     for name, rate in hit_rates.items():
         if not isinstance(rate, HitCount) and not (is_number(rate) and 0 <= rate <= 1):
             expected, got = "a share from 0 to 1, or what count_hits returned", repr(rate)
             raise ValueError(message(f"hit_rates[{name!r}]", expected=expected, got=got))
-    for name, rows in touched.items():
-        touched[name] = min(sizes[name], check_int(f"touched_rows[{name!r}]", rows, minimum=0))
-    return HostUse(hit_rates, touched)
+    plans = {}
+    for stack, table in layout.on_host:
+        name, size = table.name, row_bytes(stack)
+        storage: Any = table.storage
+        rows = check_int(f"touched_rows[{name!r}]", touched.get(name, sizes[name]), minimum=0)
+        rows, asked = min(sizes[name], rows), min(batch_rows[name], table.vocabulary_size)
+        known, moved = hit_rates.get(name), {}
+        if known is not None:
+            asked, share, came, left = _moving_rows(known, asked)
+            moved = {"hit_rate": share, "rows_in": came, "rows_out": left}
+            moved |= {"bytes_in": came * size, "bytes_out": left * size}
+        plans[name] = HostPlan(
+            device_rows=table.vocabulary_size,
+            evict=storage.evict,
+            path=storage.path,
+            row_bytes=size,
+            touched_rows=rows,
+            row_store_bytes=rows * size,
+            index_bytes=rows * INDEX_BYTES,
+            batch_rows=asked,
+            **moved,
+        )
+    return plans
 
 
-def host_plans(layout: Layout, batch_rows: Mapping[str, int], use: HostUse) -> dict[str, HostPlan]:
-    """Return the plan of each table on the host.
-
-    Args:
-      layout: where the rows live.
-      batch_rows: distinct rows of a batch, by table.
-      use: what is known of the tables.
-    """
-    return {
-        table.name: _host_plan(stack, table, batch_rows[table.name], use)
-        for stack, table in layout.on_host
-    }
-
-
-def _host_plan(stack: Stack, table: TableSlice, batch_rows: int, use: HostUse) -> HostPlan:
-    assert table.storage is not None, "a table on the host"
-    touched = use.touched_rows.get(table.name, table.declared_size)
-    row_bytes = sum(field.nbytes for field in row_fields(stack).values())
-    planned = HostPlan(
-        device_rows=table.vocabulary_size,
-        evict=table.storage.evict,
-        path=table.storage.path,
-        row_bytes=row_bytes,
-        touched_rows=touched,
-        row_store_bytes=touched * row_bytes,
-        index_bytes=touched * INDEX_BYTES,
-        batch_rows=batch_rows,
-    )
-    rate = use.hit_rates.get(table.name)
-    if rate is None:
-        return planned
+def _moving_rows(rate: HitRate, rows: int) -> tuple[int, float, int, int]:
+    """Return the rows of a batch, the share of hits, and how many rows come and leave."""
     if isinstance(rate, HitCount):
-        counts, share = (rate.rows, rate.brought, rate.sent), rate.hit_rate
-        batch_rows, rows_in, rows_out = (math.ceil(one / rate.batches) for one in counts)
-    else:
-        # Each miss comes from home and displaces a row, as when all rows were touched long ago.
-        share = float(rate)
-        rows_in = rows_out = math.ceil(round(batch_rows * (1 - share), 6))
-    return dataclasses.replace(
-        planned,
-        batch_rows=batch_rows,
-        hit_rate=share,
-        rows_in=rows_in,
-        rows_out=rows_out,
-        bytes_in=rows_in * row_bytes,
-        bytes_out=rows_out * row_bytes,
-    )
+        counts = (math.ceil(one / rate.batches) for one in (rate.rows, rate.brought, rate.sent))
+        rows, came, left = counts
+        return rows, rate.hit_rate, came, left
+    # Each miss comes from home and displaces a row, as when all rows were touched long ago.
+    misses = math.ceil(round(rows * (1 - float(rate)), 6))
+    return rows, float(rate), misses, misses
+
+
+def row_bytes(stack: Stack) -> int:
+    """Return the bytes of a row of a stack: its values, and its part of each slot."""
+    return sum(field.nbytes for field in row_fields(stack).values())
 
 
 def moving_bytes(layout: Layout, plans: Mapping[str, HostPlan], size: Size) -> int:

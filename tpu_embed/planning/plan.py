@@ -17,14 +17,17 @@ from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
-from tpu_embed.core.layout import ExchangeDtype, Layout, TableSlice
+from tpu_embed.core.layout import (
+    ExchangeDtype,
+    Layout,
+    TableSlice,
+)
 from tpu_embed.planning import costs
-from tpu_embed.planning.demand import lookahead_rows
+from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import HitRate, HostPlan
 from tpu_embed.planning.remedies import find_remedies
-from tpu_embed.planning.request import Request
-from tpu_embed.planning.sizes import Size, readable
-from tpu_embed.planning.target import GivenTarget, read_target
+from tpu_embed.planning.request import Request, distinct_rows
+from tpu_embed.planning.targets import GivenTarget, read_target
 from tpu_embed.vocabulary import check_lookahead
 
 ROW_BYTES, WAITING_BYTES = 52, 20
@@ -235,18 +238,35 @@ def _planned(request: Request) -> Plan:
     """Return the plan, without remedies."""
     declared, why = request.placed
     layout, size, spec, host = request.layout, request.size, request.spec, request.host
-    hosts = request.target.hosts
-    on_host = _on_host(layout, host, hosts)
-    ahead = lookahead_rows(declared, layout, request.batch, request.lookahead)
-    tables = tuple(_table(layout, name, why, size, host) for name in declared.table_names)
+    living, batches = [table for _, table in layout.living], request.lookahead + 1
+    ahead = distinct_rows(declared, layout, request.batch, living, batches=batches)
+    tables = []
+    for name in declared.table_names:
+        stack, table = layout.table(name)
+        copies = stack.num_shards if stack.shard_axes else 1
+        held = costs.stack_bytes(stack, table.rows_per_shard, size)
+        one = TablePlan(
+            name=name,
+            vocabulary_size=table.declared_size,
+            dim=stack.dim,
+            dtype=stack.dtype,
+            placement=stack.placement,
+            why=why.get(name, "as declared"),
+            rows=table.rows_per_shard,
+            padding=table.rows_per_shard * copies - table.vocabulary_size,
+            table_bytes=held[0],
+            slot_bytes=held[1],
+            wasted_bytes=sum(costs.wasted_bytes(stack, table.rows_per_shard, size)),
+            lookahead_rows=ahead.get(name),
+            host=host.get(name),
+        )
+        tables.append(one)
     return Plan(
         target=request.target.name,
         devices=request.axes.mesh.size,
         memory=request.target.memory,
         batch=max(spec.sizes),
-        tables=tuple(
-            dataclasses.replace(one, lookahead_rows=ahead.get(one.name)) for one in tables
-        ),
+        tables=tuple(tables),
         stacks=len(layout.stacks),
         held=request.held,
         passing=request.passing,
@@ -255,73 +275,37 @@ def _planned(request: Request) -> Plan:
         moved=costs.moved(layout, spec),
         spec=spec,
         lookahead=request.lookahead,
-        hosts=hosts,
-        host_bytes=sum(on_host.values()),
-        on_host=on_host,
-        file_bytes=_shared(hosts, (one.row_store_bytes for one in host.values() if one.path)),
-        missed=_missed(host, hosts),
+        hosts=request.target.hosts,
+        **_of_hosts(layout, list(host.values()), request.target.hosts),
     )
 
 
-def _on_host(layout: Layout, host: Mapping[str, HostPlan], hosts: int) -> dict[str, int]:
-    """Return the bytes of each host's memory by what they are for."""
+def _of_hosts(layout: Layout, plans: list[HostPlan], hosts: int) -> dict[str, Any]:
+    """Return the fields of a plan that say what each host holds, and moves in a step."""
+
+    def shared(field: str, some: Iterable[HostPlan]) -> int:
+        return -(-sum(getattr(one, field) for one in some) // hosts)
+
     parts = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
-    if host:
-        in_memory = (one.row_store_bytes for one in host.values() if not one.path)
-        parts["rows at home"] = _shared(hosts, in_memory)
-        parts["index"] = _shared(hosts, (one.index_bytes for one in host.values()))
-    return parts
-
-
-def _missed(host: Mapping[str, HostPlan], hosts: int) -> dict[str, int] | None:
-    """Return the bytes between each host and its devices in a step, of what is known."""
-    known = [one for one in host.values() if one.hit_rate is not None]
-    if not known:
-        return None
-    ways = {"in": [one.bytes_in for one in known], "out": [one.bytes_out for one in known]}
-    return {way: _shared(hosts, (size or 0 for size in sizes)) for way, sizes in ways.items()}
-
-
-def _shared(hosts: int, sizes: Iterable[int]) -> int:
-    """Return each host's part of some bytes."""
-    return -(-sum(sizes) // hosts)
+    if plans:
+        parts["rows at home"] = shared("row_store_bytes", (one for one in plans if not one.path))
+        parts["index"] = shared("index_bytes", plans)
+    known = [one for one in plans if one.hit_rate is not None]
+    missed = {"in": shared("bytes_in", known), "out": shared("bytes_out", known)}
+    return {
+        "host_bytes": sum(parts.values()),
+        "on_host": parts,
+        "file_bytes": shared("row_store_bytes", (one for one in plans if one.path)),
+        "missed": missed if known else None,
+    }
 
 
 def _map_bytes(table: TableSlice) -> int:
     """Return at most how many bytes of a host's memory the maps of a table take."""
     size, rules = table.vocabulary_size, table.vocabulary
-    if not table.is_on_host:
-        assert rules is not None
-        return ROW_BYTES * size + WAITING_BYTES * rules.options(size, lookahead=0).waiting
-    # No id of a table on the host waits: all rows of a batch find room, or it is refused.
-    of_ids = ROW_BYTES * size
-    if table.key_table is None:
-        return of_ids
-    size, rules = table.key_table
-    return of_ids + ROW_BYTES * size + WAITING_BYTES * rules.options(size, lookahead=0).waiting
-
-
-def _table(
-    layout: Layout,
-    name: str,
-    why: Mapping[str, str],
-    size: Size,
-    host: Mapping[str, HostPlan],
-) -> TablePlan:
-    stack, table = layout.table(name)
-    copies = stack.num_shards if stack.shard_axes else 1
-    held = costs.stack_bytes(stack, table.rows_per_shard, size)
-    return TablePlan(
-        name=name,
-        vocabulary_size=table.declared_size,
-        dim=stack.dim,
-        dtype=stack.dtype,
-        placement=stack.placement,
-        why=why.get(name, "as declared"),
-        rows=table.rows_per_shard,
-        padding=table.rows_per_shard * copies - table.vocabulary_size,
-        table_bytes=held[0],
-        slot_bytes=held[1],
-        wasted_bytes=sum(held) - sum(costs.used_bytes(stack, table.rows_per_shard)),
-        host=host.get(name),
-    )
+    found = ROW_BYTES * size
+    if table.is_on_host:
+        # No id of a table on the host waits: all rows of a batch find room, or it is refused.
+        size, rules = table.key_table or (0, None)
+        found += ROW_BYTES * size
+    return found + (WAITING_BYTES * rules.options(size, lookahead=0).waiting if rules else 0)

@@ -1,48 +1,276 @@
-"""What libtpu's compiler estimates a step to cost on a TensorCore, operation by operation.
+"""What a compiled step costs: the bytes that it moves, and the cycles of its operations.
 
-While libtpu compiles, it can write the cycles that it expects of every operation, gathers, scatters
-and sorts included. Waits for memory, for other chips and for SparseCores are not among them. This
-is an estimate: it says which operations a step is made of, and never how long the step takes.
+Bytes are read from the text of the program, for the rows that an operation touches and not for its
+whole table. (The compiler's own "bytes accessed" counts the whole table every time something
+indexes it.) Values passed between operations inside a fusion are never in memory, so they are not
+counted.
 
-libtpu reads the flags that ask for this when it is loaded, and it may abort once the estimates are
-written. So a process of its own compiles the step for them, and what it had written counts.
+Cycles are what libtpu's compiler expects of every operation on a TensorCore, gathers, scatters and
+sorts included. Waits for memory, for other chips and for SparseCores are not among them: they say
+which operations a step is made of, and never how long it takes. libtpu writes them while it
+compiles, if flags that it reads when it is loaded ask for it, and it may abort afterwards. So a
+process of its own compiles the step for them, and what it had written counts.
 
-Input: a command that compiles a step, and the compiled program. Output: operations, with cycles
-and the stage of the step that they belong to; the programs of SparseCores.
+Input: optimised HLO text; a command that compiles the same step. Output: bytes by operation;
+operations with cycles and the stage of the step that they belong to.
 """
 
 from __future__ import annotations
 
+import collections
+import math
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from tpu_embed._checks import message
-from tpu_embed.planning import hlo
 
-FLAG = "--xla_jf_dump_static_llo_profile_to"
-"""What `LIBTPU_INIT_ARGS` must have, with `=DIRECTORY`, before JAX first uses libtpu."""
+COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+READING = ("gather",)
+WRITING = ("scatter", "dynamic-update-slice")
+SLICING = ("slice", "dynamic-slice")
+FILLING = ("broadcast", "iota")
+COPYING = ("concatenate", "pad", "reshape", "transpose")
+"""Operations that XLA's TPU compiler leaves unfused now and then; a `reshape` that moves nothing is
+a `bitcast` there."""
+VIEWS = ("bitcast", "get-tuple-element")
+"""Operations that have no memory of their own."""
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}
 
-_KERNELS_FLAG = "--xla_sc_dump_bundles_to"
-"""The same for the programs of SparseCores."""
+_LINE = re.compile(
+    r"^\s*(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) "
+    r"(?P<opcode>[\w\-]+)\((?P<rest>.*)$"
+)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) .*\{$")
+_SHAPE = re.compile(r"(?P<dtype>[a-z]\w*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_ON_CHIP = re.compile(r"S\([1-9]")
+_ACCESSED = re.compile(r'"bytes_accessed":"?(\d+)')
 
+
+class Instruction(NamedTuple):
+    """One instruction.
+
+    Attributes:
+      name: its name, unique in the program.
+      opcode: `gather`, `all-to-all-start`, …; for a Pallas kernel, the name of the kernel.
+      size: bytes of its result.
+      operands: the names of the instructions that it reads.
+      computation: the computation that contains it.
+      root: whether its result is the result of that computation.
+      fusion: the computation that it calls as a fusion, or "".
+      number: the number of a parameter; -1 for other instructions.
+      on_chip: whether its result (of a tuple, some part) is in a core's own memory.
+      stored: bytes of its result that are in the device's memory, if it is not inside a fusion.
+      is_kernel: whether it is a Pallas kernel.
+      accessed: the bytes that the kernel says it reads and writes; None if it says nothing.
+    """
+
+    name: str
+    opcode: str
+    size: int
+    operands: tuple[str, ...]
+    computation: str
+    root: bool
+    fusion: str
+    number: int
+    on_chip: bool
+    stored: int
+    is_kernel: bool
+    accessed: int | None
+
+
+class Program:
+    """The instructions of a program, including those inside fusions.
+
+    Args:
+      text: `compiled.as_text()`.
+
+    Example:
+      >>> text = '''
+      ... ENTRY %main (t: f32[100,8], i: s32[5,1]) -> f32[5,8] {
+      ...   %t = f32[100,8]{1,0} parameter(0)
+      ...   %i = s32[5,1]{1,0} parameter(1)
+      ...   ROOT %g = f32[5,8]{1,0} gather(%t, %i), offset_dims={1}
+      ... }'''
+      >>> moved(Program(text))
+      {'gather': 320}
+    """
+
+    def __init__(self, text: str) -> None:
+        self.instructions = {one.name: one for one in _read(text)}
+        self._callers = {one.fusion: one for one in self.instructions.values() if one.fusion}
+        self._inside: dict[str, list[Instruction]] = collections.defaultdict(list)
+        for one in self.instructions.values():
+            self._inside[one.computation].append(one)
+
+    def in_memory(self, one: Instruction) -> bool:
+        """Return whether the result of an instruction is ever in memory.
+
+        Inside a fusion only the root is, and a parameter whose argument is.
+        """
+        caller = self._callers.get(one.computation)
+        if caller is None:
+            return not one.on_chip
+        if one.opcode == "parameter":
+            return self.in_memory(self.instructions[caller.operands[one.number]])
+        return one.root and self.in_memory(caller)
+
+    def is_fused(self, one: Instruction) -> bool:
+        """Return whether an instruction is inside a fusion."""
+        return one.computation in self._callers
+
+    def passed(self, fusion: Instruction) -> int:
+        """Return the bytes that a fusion reads and writes besides its gathers and scatters.
+
+        An operand of which only slices are taken counts as much as the slices.
+        """
+        inside = self._inside[fusion.fusion]
+        total = sum(self._read_of(one) for one in inside if one.opcode == "parameter")
+        root = next(one for one in inside if one.root)
+        results = [self.instructions[name] for name in root.operands]
+        parts = results if root.opcode == "tuple" else [root]
+        # Rows that the fusion gathers or scatters are counted where these operations are.
+        indexed = sum(self._origin(one).opcode in (*READING, *WRITING) for one in parts)
+        return total + fusion.stored * (len(parts) - indexed) // len(parts)
+
+    def _read_of(self, value: Instruction) -> int:
+        """Return the bytes that a fusion reads of one of its parameters, or of a view of it."""
+        if value.opcode == "parameter" and not self.in_memory(value):
+            return 0
+        users = [one for one in self._inside[value.computation] if value.name in one.operands]
+        # What is passed on to a view, or to a fusion inside this one, is read there.
+        passed = [one for one in users if one.opcode in VIEWS]
+        for user in users:
+            inside = self._inside[user.fusion] if user.fusion else ()
+            own = [one for one in inside if one.opcode == "parameter"]
+            passed += [one for one in own if user.operands[one.number] == value.name]
+        users = [one for one in users if one.opcode not in (*VIEWS, "fusion")]
+        # Those that only touch rows which are counted where they are gathered or scattered.
+        indexing = (
+            one.opcode in WRITING or (one.opcode in READING and one.operands[0] == value.name)
+            for one in users
+        )
+        if not passed and all(indexing):
+            return 0
+        direct = value.size if users else 0
+        if all(user.opcode in SLICING for user in users):
+            direct = sum(user.size for user in users)
+        return min(value.size, direct + sum(self._read_of(one) for one in passed))
+
+    def _origin(self, one: Instruction) -> Instruction:
+        """Return the instruction of which a result is a view."""
+        while one.opcode in VIEWS or one.opcode == "fusion":
+            inside = self._inside[one.fusion]
+            roots = [part for part in inside if part.root]
+            one = roots[0] if roots else self.instructions[one.operands[0]]
+        return one
+
+    def loaded(self, names: Sequence[str]) -> int:
+        """Return the bytes of those of some operands that are read from memory."""
+        known = [self.instructions[name] for name in names if name in self.instructions]
+        return sum(operand.size for operand in known if self.in_memory(operand))
+
+
+def _read(text: str) -> Iterator[Instruction]:
+    computation = ""
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            head = _COMPUTATION.match(line)
+            computation = head["name"] if head else computation
+            continue
+        # `%gather_rows.3 = … custom-call(…), custom_call_target="tpu_custom_call"` is a Pallas
+        # kernel: its opcode here is gather_rows.
+        kernel = 'custom_call_target="tpu_custom_call"' in line
+        arguments, rest = match["rest"].split(")", 1)
+        calls = _CALLS.search(rest) if match["opcode"] == "fusion" else None
+        accessed = _ACCESSED.search(line) if kernel else None
+        yield Instruction(
+            name=match["name"],
+            opcode=match["name"].split(".")[0] if kernel else match["opcode"],
+            size=_bytes(_SHAPE.finditer(match["type"])),
+            operands=tuple(_OPERAND.findall(arguments)),
+            computation=computation,
+            root=bool(match["root"]),
+            fusion=calls[1] if calls else "",
+            number=int(arguments) if match["opcode"] == "parameter" else -1,
+            on_chip=bool(_ON_CHIP.search(match["type"])),
+            stored=_bytes(
+                part
+                for part in _SHAPE.finditer(match["type"])
+                if not _ON_CHIP.search(part["layout"] or "")
+            ),
+            is_kernel=kernel,
+            accessed=int(accessed[1]) if accessed else None,
+        )
+
+
+def moved(program: Program) -> dict[str, int]:
+    """Return the bytes that a program moves in memory and between devices, by operation.
+
+    A gather reads and writes as many bytes as its result has. A scatter or an in-place slice reads
+    and writes its update. A sort, a copy and a collective read and write their operands; a copy
+    into a core's own memory only reads. A fill with a number writes its result; other operations
+    that rearrange numbers outside of fusions read their operands and write their results. A Pallas
+    kernel reads and writes what it says in its cost estimate; one that says nothing, its operands
+    and results. A fusion reads its other operands and writes its other results, as far as they are
+    in memory. The body of a loop counts once.
+
+    Args:
+      program: the program.
+    """
+    total: collections.Counter[str] = collections.Counter()
+    for one in program.instructions.values():
+        opcode, read = one.opcode.removesuffix("-start"), program.loaded(one.operands)
+        if one.is_kernel:
+            size = read + one.stored if one.accessed is None else one.accessed
+        elif opcode in READING:
+            size = one.size * (1 + program.in_memory(one))
+        elif opcode in WRITING:
+            written = sum(program.instructions[name].size for name in one.operands[1:])
+            size = written + program.loaded(one.operands[1:])
+        elif opcode in ("sort", *COLLECTIVES):
+            size = 2 * read
+        elif program.is_fused(one):
+            continue
+        elif opcode == "fusion":
+            size = program.passed(one)
+        elif opcode == "copy":
+            size = read * (1 if one.on_chip else 2)
+        elif opcode in FILLING:
+            size = one.stored
+        elif opcode in COPYING:
+            size = read + one.stored
+        else:
+            continue
+        total[opcode] += size
+    return dict(total)
+
+
+def _bytes(shapes: Iterable[re.Match[str]]) -> int:
+    """Return the bytes of types such as `f32[5,8]{1,0}`; of a tuple, those of all its parts."""
+    total = 0
+    for shape in shapes:
+        # The digits of a dtype are its bits: f32, s8; f8e4m3 only up to the "e".
+        digits = re.sub(r"\D", "", shape["dtype"].split("e")[0])
+        bits = _BITS.get(shape["dtype"]) or int(digits or 0)
+        total += -(-math.prod(map(int, filter(None, shape["sizes"].split(",")))) * bits // 8)
+    return total
+
+
+_FLAG = "--xla_jf_dump_static_llo_profile_to"
 _ESTIMATE = re.compile(r"^hlo_op_estimate \{\n(?P<fields>.*?)^\}", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r'^  (?P<name>\w+): "?(?P<value>[^"\n]*)"?$', re.MULTILINE)
-_NAMED = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?op_name=\"(?P<scope>[^\"]*)\"", re.M)
+_NAMED = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = .*?op_name=\"([^\"]*)\"", re.MULTILINE)
 _ON_SPARSE_CORE = re.compile(r'execution_thread="sparsecore", \w+=%?([\w.\-]+)')
 _COSTLY = ("fusion", "sort", "gather", "scatter")
 """Operations that must have an estimate if the profile is whole."""
-
-_SECTION = re.compile(r"^tec\n(.*?)(?=^[a-z]+\n|\Z)", re.DOTALL | re.MULTILINE)
-_LABEL = re.compile(r"^(?P<label>\.LBB\w+):")
-_BUNDLE = re.compile(r"^0x[0-9a-f]+: \{")
-_BRANCH = re.compile(r"\bsbr\.rel .*?(?P<label>\.LBB\w+)-")
-_DELAY = 2
-"""Bundles after a branch that run before it is taken."""
 
 
 class Operation(NamedTuple):
@@ -66,34 +294,15 @@ class Operation(NamedTuple):
         return self.cycles * self.count
 
 
-class Kernel(NamedTuple):
-    """The program that a kernel runs on each vector subcore of the SparseCores.
-
-    A bundle is what a subcore starts in one cycle. How often a loop runs, and how long a bundle
-    waits for a DMA, is not in the program.
-
-    Attributes:
-      scope: the named scope of the kernel, which ends with its name and that of its body.
-      bundles: how many the program has.
-      loops: how many are in each of its loops that contain no other loop.
-    """
-
-    scope: str
-    bundles: int
-    loops: tuple[int, ...]
-
-
 class Profile(NamedTuple):
     """What libtpu wrote about a step.
 
     Attributes:
       operations: those of the TensorCore, the most expensive first.
-      kernels: those of the SparseCores.
       missing: how many operations of the TensorCore have no estimate: libtpu aborted before.
     """
 
     operations: list[Operation]
-    kernels: list[Kernel]
     missing: int
 
     @property
@@ -111,118 +320,46 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
       text: the same step compiled without a profile; `Compiled.text`.
 
     Returns:
-      The operations and kernels that libtpu wrote, and how many operations it did not come to.
+      The operations that libtpu wrote, and how many operations it did not come to.
 
     Raises:
       RuntimeError: libtpu wrote nothing; the message ends with the last line of the command.
     """
     with tempfile.TemporaryDirectory() as folder:
-        estimates, kernels = Path(folder, "estimates"), Path(folder, "kernels")
-        for directory in (estimates, kernels):
-            directory.mkdir()
-        flags = [
-            os.environ.get("LIBTPU_INIT_ARGS", ""),
-            f"{FLAG}={estimates}",
-            f"{_KERNELS_FLAG}={kernels}",
-        ]
+        flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAG}={folder}"
         environment = os.environ | {
-            "LIBTPU_INIT_ARGS": " ".join(flags).strip(),
+            "LIBTPU_INIT_ARGS": flags.strip(),
             "JAX_PLATFORMS": "cpu",
             "JAX_ENABLE_COMPILATION_CACHE": "false",  # a step from the cache is not compiled
             "TPU_LOG_DIR": "disabled",  # when libtpu aborts, it logs the program, gigabytes of it
         }
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        try:
-            operations = read_profile(estimates, text)
-        except ValueError as error:
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            expected = "estimates by libtpu"
-            what = "profile of the TensorCore"
-            raise RuntimeError(message(what, expected=expected, got=f"none: {last}")) from error
-        return Profile(operations, read_kernels(kernels, text), _missing(operations, text))
-
-
-def read_profile(directory: str | Path, text: str = "") -> list[Operation]:
-    """Return the operations of a program, the most expensive first.
-
-    Args:
-      directory: what `FLAG` named while the program was compiled.
-      text: the compiled program, for the scopes; `Compiled.text`.
-
-    Raises:
-      ValueError: libtpu has written no profile there.
-    """
-    scopes = _scopes(text)
-    found = []
-    for path in sorted(Path(directory).glob("*_static_llo_profile.textproto")):
-        for estimate in _ESTIMATE.finditer(path.read_text()):
-            fields = {one["name"]: one["value"] for one in _FIELD.finditer(estimate["fields"])}
-            name = fields["hlo_op_name"]
-            count = int(fields.get("num_equivalent_hlos", 1))
-            cycles = int(fields["estimated_cycles"])
-            found.append(Operation(name, cycles, count, scopes.get(name, "")))
+        written = [path.read_text() for path in Path(folder).glob("*_static_llo_profile.textproto")]
+    scopes, found = scopes_of(text), []
+    for estimate in _ESTIMATE.finditer("".join(written)):
+        fields = dict(_FIELD.findall(estimate["fields"]))
+        name, count = fields["hlo_op_name"], int(fields.get("num_equivalent_hlos", 1))
+        cycles = int(fields["estimated_cycles"])
+        found.append(Operation(name, cycles, count, scopes.get(name, "")))
     if not found:
-        remedy = f"set LIBTPU_INIT_ARGS={FLAG}={directory} before JAX starts"
-        expected = "profiles that libtpu wrote"
-        raise ValueError(message(f"{directory}", expected=expected, got="none", remedy=remedy))
-    return sorted(found, key=lambda one: -one.total)
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        what, expected = "profile of the TensorCore", "estimates by libtpu"
+        raise RuntimeError(message(what, expected=expected, got=f"none: {last}"))
+    costly = _costly(text)
+    missing = len(costly) - sum(one.count for one in found if one.name in costly)
+    return Profile(sorted(found, key=lambda one: (-one.total, one.name)), missing)
 
 
-def read_kernels(directory: str | Path, text: str = "") -> list[Kernel]:
-    """Return the programs of vector subcores, in the order of their names.
-
-    Args:
-      directory: where libtpu wrote the bundles of SparseCores.
-      text: the compiled program, for the scopes; `Compiled.text`.
-    """
-    scopes = _scopes(text)
-    found = []
-    for path in sorted(Path(directory).glob("*_bundles.txt")):
-        # NAME_MICROSECONDS_bundles.txt. A file without a section `tec` has no vector program.
-        section = _SECTION.search(path.read_text())
-        if section:
-            bundles, loops = _program(section[1])
-            name = path.name.rsplit("_", 2)[0]
-            found.append(Kernel(scopes.get(name, ""), bundles, tuple(loops)))
-    return found
-
-
-def _program(section: str) -> tuple[int, list[int]]:
-    """Return how many bundles a program has, and each of its innermost loops.
-
-    `.LBB0_1:`, bundle, bundle with a branch to `.LBB0_1`, two bundles that run before it is taken:
-    a loop of four bundles.
-    """
-    count, starts, loops = 0, {}, []
-    for line in section.splitlines():
-        label, branch = _LABEL.match(line), _BRANCH.search(line)
-        if label:
-            starts[label["label"]] = count
-        count += bool(_BUNDLE.match(line))
-        if branch and branch["label"] in starts:  # its bundle is the last one counted
-            loops.append((starts[branch["label"]], count + _DELAY))
-    return count, [last - first for first, last in loops if not _contains(first, last, loops)]
-
-
-def _contains(first: int, last: int, loops: list[tuple[int, int]]) -> bool:
-    """Return whether a loop contains another."""
-    return any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops)
-
-
-def _scopes(text: str) -> dict[str, str]:
+def scopes_of(text: str) -> dict[str, str]:
     """Return name -> named scope of the instructions of a program."""
-    return {match["name"]: match["scope"] for match in _NAMED.finditer(text)}
+    return dict(_NAMED.findall(text))
 
 
-def _missing(operations: list[Operation], text: str) -> int:
-    """Return how many costly operations of the TensorCore have no estimate."""
-    expected = {one.name for one in _costly(text)}
-    return len(expected) - sum(one.count for one in operations if one.name in expected)
-
-
-def _costly(text: str) -> Iterator[hlo.Instruction]:
-    """Yield the operations of a program that a TensorCore runs and that cost cycles."""
-    program, elsewhere = hlo.Program(text), set(_ON_SPARSE_CORE.findall(text))
-    for one in program.instructions.values():
-        if one.opcode in _COSTLY and not program.is_fused(one) and one.computation not in elsewhere:
-            yield one
+def _costly(text: str) -> set[str]:
+    """Return the names of the operations that a TensorCore runs and that cost cycles."""
+    program, elsewhere = Program(text), set(_ON_SPARSE_CORE.findall(text))
+    return {
+        one.name
+        for one in program.instructions.values()
+        if one.opcode in _COSTLY and not program.is_fused(one) and one.computation not in elsewhere
+    }

@@ -1,29 +1,168 @@
-"""The arguments of `plan`, and the bytes that follow from them.
+"""What is to be planned: features with their placements, and what a batch of them has.
 
-Input: features, an optimizer, a target and a batch. Output: layout, spec and bytes per device.
+Tables with `placement="auto"` are tiny and on every device, or sharded. The rows that a batch has
+and exchanges are counted if ids are given, and expected if only shapes are.
+
+Input: feature configs, an optimizer, a mesh or a topology, a batch or its shapes. Output: a
+`Request`; a `BatchSpec`, distinct rows by table; configs without "auto".
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from tpu_embed._checks import message
 from tpu_embed._types import PyTree
-from tpu_embed.core.batch import BatchSpec
-from tpu_embed.core.ids import Structure, structure
-from tpu_embed.core.layout import ExchangeDtype, Layout, MeshAxes, Stack, make_layout
+from tpu_embed.config import TableConfig
+from tpu_embed.core.batch import (
+    BatchSpec,
+    StackSpec,
+    StackView,
+    view_stacks,
+)
+from tpu_embed.core.ids import (
+    FeatureRules,
+    FeatureShape,
+    HostIds,
+    Structure,
+    check_dtype,
+    dense_shape,
+    host_ids,
+    structure,
+)
+from tpu_embed.core.layout import (
+    ExchangeDtype,
+    FeatureLayout,
+    Layout,
+    MeshAxes,
+    TableSlice,
+    make_axes,
+    make_layout,
+    roomy,
+)
+from tpu_embed.core.place import exact_spec, give_rows_of
 from tpu_embed.core.state import check_rule, slot_shapes
 from tpu_embed.kernels.formats import packing_of
+from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.planning import costs
-from tpu_embed.planning.demand import distinct_rows, spec_of
-from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes, read_use
-from tpu_embed.planning.placement import placements, with_placements, with_tables
-from tpu_embed.planning.sizes import Size, tiled_bytes, untiled_bytes
-from tpu_embed.planning.target import Target
+from tpu_embed.planning.costs import Size, readable, tiled_bytes, untiled_bytes
+from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes
+from tpu_embed.planning.targets import Target
+
+REPLICATED_BYTES = 2**16
+"""A table of at most this many bytes is replicated, up to 1,024 times as many bytes in all.
+
+Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
+    """Return feature configs whose tables have no `placement="auto"`.
+
+    A table of at most `REPLICATED_BYTES` becomes "replicated", any other "mod". A tiny table is
+    "mod", too, on one device, if it is at home on the host or has `shard_axes`, if its optimizer
+    does not accumulate gradients, or once `1024 * REPLICATED_BYTES` are replicated. `plan` gives
+    the reason for each.
+
+    Args:
+      feature_config: as for `EmbeddingEngine`.
+      optimizer: as for `EmbeddingEngine`.
+      mesh: the devices; None: the mesh of `jax.set_mesh`, or else one axis over all devices.
+
+    Returns:
+      The same nesting. Features that shared a table share the new one; tables that were not "auto"
+      are the same objects.
+
+    Raises:
+      ValueError: whatever `EmbeddingEngine` refuses about feature configs.
+
+    Example:
+      >>> import tpu_embed
+      >>> days = tpu_embed.TableConfig(7, 4, placement="auto", name="days")
+      >>> resolved = resolve({"day": tpu_embed.FeatureConfig(days)})
+      >>> resolved["day"].table.placement in ("mod", "replicated")
+      True
+    """
+    declared = structure.flatten(feature_config)
+    chosen = placements(declared, optimizer, devices=make_axes(mesh, None).mesh.size)
+    if not chosen:
+        return feature_config
+    return with_tables(declared, {name: {"placement": to} for name, (to, _) in chosen.items()})
+
+
+def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
+    """Return table -> (placement, reason) for the tables that are "auto".
+
+    Args:
+      declared: the features.
+      optimizer: the optimizer of tables without one of their own.
+      devices: the number of devices.
+    """
+    named = zip(declared.table_names, declared.tables, strict=True)
+    auto = {name: table for name, table in named if table.placement == "auto"}
+    chosen, left = {}, 1024 * REPLICATED_BYTES
+    # The smallest tables first, until the bytes for replicated tables are used up.
+    for name, table in sorted(auto.items(), key=lambda item: _bytes(item[1])):
+        against = _against_replication(table, optimizer, devices, left)
+        if against:
+            chosen[name] = "mod", against
+        else:
+            left -= _bytes(table)
+            chosen[name] = "replicated", f"tiny, {readable(_bytes(table))}"
+    return chosen
+
+
+def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -> PyTree:
+    """Return the feature configs with some tables changed.
+
+    Args:
+      declared: the features.
+      changes: table -> field of `TableConfig` -> value.
+    """
+    # By identity: features that share a table object share its changed copy.
+    new = {
+        id(table): dataclasses.replace(table, name=name, **changes[name])
+        for name, table in zip(declared.table_names, declared.tables, strict=True)
+        if name in changes
+    }
+    return declared.unflatten(
+        [
+            dataclasses.replace(feature, table=new.get(id(feature.table), feature.table))
+            for feature in declared.features
+        ]
+    )
+
+
+def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
+    """Return the reason why a table must not be replicated, or "" if there is none."""
+    if table.storage is not None:
+        return "at home on the host"
+    if devices == 1:
+        return "one device"
+    if table.shard_axes is not None:
+        return "shard_axes given"
+    if _bytes(table) > REPLICATED_BYTES:
+        return f"{readable(_bytes(table))}, over {readable(REPLICATED_BYTES)}"
+    rule = optimizer if table.optimizer is None else table.optimizer
+    accumulates = not isinstance(rule, TableOptimizer) or rule.use_gradient_accumulation
+    if table.trainable and not accumulates:
+        return "its optimizer does not accumulate gradients"
+    return "" if _bytes(table) <= left else "enough tables are replicated"
+
+
+def _bytes(table: TableConfig) -> int:
+    return table.vocabulary_size * table.dim * _ITEMSIZE[table.dtype]
+
 
 MISSES = "misses"
 """The name in `passing` of rows that come from home and go there."""
@@ -53,13 +192,18 @@ class Request:
         """The mesh."""
         return self.target.axes
 
+    @property
+    def memory(self) -> int:
+        """Bytes per device, where they are known; else there is room for everything."""
+        return 2**63 if self.target.memory is None else self.target.memory
+
     @functools.cached_property
     def placed(self) -> tuple[Structure, dict[str, str]]:
         """The features without "auto", and table -> reason for each chosen placement."""
         chosen = placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
-        where = {table: placement for table, (placement, _) in chosen.items()}
-        why = {table: reason for table, (_, reason) in chosen.items()}
-        return structure.flatten(with_placements(self.declared, where)), why
+        placed = {name: {"placement": to} for name, (to, _) in chosen.items()}
+        why = {name: reason for name, (_, reason) in chosen.items()}
+        return structure.flatten(with_tables(self.declared, placed)), why
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -85,11 +229,13 @@ class Request:
     @functools.cached_property
     def held(self) -> dict[str, int]:
         """Bytes that a device always holds, independent of the batch."""
-        stacks = self.layout.stacks
-        return {
-            "tables": sum(costs.array_bytes(g.row_format, g.num_rows, self.size) for g in stacks),
-            "slots": sum(_slots(g, self.size) for g in stacks),
-        }
+        stacks, size = self.layout.stacks, self.size
+        # Slots that have no rows, too.
+        whole = [slot for g in stacks for slot in slot_shapes(g).values() if not slot.per_row]
+        bytes_of = [costs.stack_bytes(g, g.num_rows, size) for g in stacks]
+        slots = sum(slots for _, slots in bytes_of)
+        slots += sum(size(slot.shape, np.dtype(slot.dtype)) for slot in whole)
+        return {"tables": sum(table for table, _ in bytes_of), "slots": slots}
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
@@ -101,10 +247,9 @@ class Request:
     def host(self) -> dict[str, HostPlan]:
         """What tables on the host have there, and what they move, by table."""
         declared, _ = self.placed
-        use = read_use(self.layout, self.hit_rates, self.touched_rows)
-        if not self.layout.on_host:
-            return {}
-        return host_plans(self.layout, distinct_rows(declared, self.layout, self.batch), use)
+        tables = [table for _, table in self.layout.on_host]
+        rows = distinct_rows(declared, self.layout, self.batch, tables)
+        return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
@@ -123,12 +268,8 @@ class Request:
     @property
     def wasted(self) -> dict[str, int]:
         """How many bytes of `held` and `passing` are padding of a TPU's tiles."""
-        held = {"tables": 0, "slots": 0}
-        for stack in self.layout.stacks:
-            table, slots = costs.stack_bytes(stack, stack.num_rows, self.size)
-            used_by_table, used_by_slots = costs.used_bytes(stack, stack.num_rows)
-            held["tables"] += table - used_by_table
-            held["slots"] += slots - used_by_slots
+        wasted = [costs.wasted_bytes(g, g.num_rows, self.size) for g in self.layout.stacks]
+        held = {"tables": sum(t for t, _ in wasted), "slots": sum(s for _, s in wasted)}
         used = self._passing(untiled_bytes)
         return held | {name: size - used[name] for name, size in self.passing.items()}
 
@@ -138,9 +279,210 @@ class Request:
         return dataclasses.replace(self, declared=structure.flatten(feature_config))
 
 
-def _slots(stack: Stack, size: Size) -> int:
-    """Return the bytes of all slots of a stack, with and without rows."""
-    whole = [slot for slot in slot_shapes(stack).values() if not slot.per_row]
-    return costs.slot_bytes(stack, stack.num_rows, size) + sum(
-        size(slot.shape, np.dtype(slot.dtype)) for slot in whole
+def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
+    """Return the spec of a program for batches like the given one.
+
+    Args:
+      declared: the features.
+      layout: where the rows of their tables live.
+      batch: the global batch in the structure of the features: either ids, or a
+        `jax.ShapeDtypeStruct` of dense ids for every feature. For shapes, ids are assumed to be
+        uniform, which gives the most distinct rows.
+
+    Returns:
+      A spec whose capacities are padded for random variation and rounded to buckets, as those of
+      `EmbeddingEngine.place` are.
+
+    Raises:
+      TypeError: the containers have another type, or the ids are not integers.
+      ValueError: ids and shapes are mixed; the structure differs; the batch size does not divide.
+    """
+    leaves, are_shapes = _leaves(declared, batch)
+    if are_shapes:
+        return _expected(layout, leaves)
+    hosts = _host_ids(layout, leaves)
+    stored = _keys(layout, hosts, [table for _, table in layout.on_host])
+    places = {name: (keys, _places(layout, name, keys)) for name, keys in stored.items()}
+    pairs = zip(layout.features, hosts, strict=True)
+    return exact_spec([_with_some_rows(*pair, places) for pair in pairs], layout).bucketed()
+
+
+def distinct_rows(
+    declared: Structure,
+    layout: Layout,
+    batch: PyTree,
+    tables: Sequence[TableSlice],
+    *,
+    batches: int = 1,
+) -> dict[str, int]:
+    """Return how many distinct rows of some tables that have a map there are, by table.
+
+    Of ids, the batches are taken to share no row; of shapes, all ids to be uniform.
+
+    Args:
+      declared, layout, batch: as for `spec_of`.
+      tables: the tables.
+      batches: how many batches like the given one are counted together.
+
+    Raises:
+      TypeError, ValueError: as for `spec_of`.
+    """
+    leaves, are_shapes = _leaves(declared, batch)
+    if not are_shapes:
+        found = _keys(layout, _host_ids(layout, leaves), tables)
+        counts = {table: batches * found[table.name].size for table in tables}
+    else:
+        ids: dict[str, int] = collections.Counter()
+        for feature, shape in zip(layout.features, _feature_shapes(layout, leaves), strict=True):
+            name, replicas = feature.table.name, layout.axes.replicas
+            ids[name] += _num_ids(shape.batch, shape, replicas=replicas)
+        counts = {t: math.ceil(_distinct(batches * ids[t.name], t.declared_size)) for t in tables}
+    # Of keys there may be more than rows; of row numbers there are not.
+    return {
+        table.name: count if _has_keys(table) else min(count, table.declared_size)
+        for table, count in counts.items()
+    }
+
+
+def _has_keys(table: TableSlice) -> bool:
+    """Return whether the ids of a table that has a map are keys."""
+    return not table.is_on_host or table.key_table is not None
+
+
+def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
+    """Return the batch by feature, and whether it is shapes."""
+    leaves = declared.match(batch, what="batch", columns=True)
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes and len(shapes) < len(leaves):
+        remedy, got = "give one or the other for all features", "some of each"
+        expected = "ids, or shapes (jax.ShapeDtypeStruct)"
+        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+    return leaves, bool(shapes)
+
+
+def _host_ids(layout: Layout, leaves: list[Any]) -> list[HostIds]:
+    return [
+        host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, ids, None)
+        for feature, ids in zip(layout.features, leaves, strict=True)
+    ]
+
+
+def _keys(
+    layout: Layout, hosts: list[HostIds], tables: Sequence[TableSlice]
+) -> dict[str, np.ndarray]:
+    """Return the distinct ids of tables that have a map, uint64 `[n]`, ascending."""
+    found = {}
+    for table in tables:
+        pairs = zip(layout.features, hosts, strict=True)
+        some = [host.keys for feature, host in pairs if feature.table == table]
+        found[table.name] = np.unique(np.concatenate(some))  # type: ignore[arg-type]
+    return found
+
+
+def _places(layout: Layout, name: str, keys: np.ndarray) -> np.ndarray:
+    """Return places on the devices, int32 `[n]`, for distinct ids of a table on the host.
+
+    Raises:
+      ValueError: they are more than the devices hold.
+    """
+    _, table = layout.table(name)
+    if keys.size > table.vocabulary_size:
+        expected = f"at most {table.vocabulary_size} distinct ids in a batch"
+        remedy = f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches"
+        got = f"{keys.size}"
+        raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+    draw = np.random.default_rng(0)
+    rows = draw.choice(table.vocabulary_size, keys.size, replace=False, shuffle=False)
+    return rows.astype(np.int32)
+
+
+def _with_some_rows(
+    feature: FeatureLayout, host: HostIds, places: Mapping[str, tuple[np.ndarray, np.ndarray]]
+) -> HostIds:
+    """Return the ids of a feature, with rows that its keys might have."""
+    if host.keys is None:
+        return host
+    if feature.table.is_on_host:
+        keys, given = places[feature.table.name]
+        rows = given[np.searchsorted(keys, host.keys)]
+    else:
+        # The low bits of mixed keys, so that all features of a table give a key the same row.
+        mixed = (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+        rows = (mixed % np.uint64(feature.table.vocabulary_size)).astype(np.int32)
+    return give_rows_of(feature, host, rows)
+
+
+def _feature_shapes(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> list[FeatureShape]:
+    """Return the shape of each feature of a placed batch."""
+    dense_shapes = []
+    for feature, leaf in zip(layout.features, shapes, strict=True):
+        path = f"feature {feature.path!r}"
+        check_dtype(FeatureRules(path, feature.config, feature.table.name), leaf)  # type: ignore[arg-type]
+        shape = dense_shape(path, feature.config, leaf.shape, weighted=False)
+        if shape.capacity is not None:
+            # A placed batch has a place per id, here for rows that are all full.
+            places = shape.batch * shape.bags // layout.axes.replicas
+            shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
+        dense_shapes.append(shape)
+    return dense_shapes
+
+
+def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
+    """Return how many ids a feature of `size` examples, or of some replicas, has."""
+    if shape.has_places:
+        return replicas * (shape.capacity or 0)
+    return size * shape.bags * (shape.width or 0)
+
+
+def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
+    dense_shapes = _feature_shapes(layout, shapes)
+    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
+    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
+    spec.check_batch([feature.path for feature in layout.features])
+    stacks = tuple(
+        dataclasses.replace(one, **_capacities(view))
+        for one, view in zip(bare, view_stacks(spec, layout), strict=True)
     )
+    return dataclasses.replace(spec, stacks=stacks)
+
+
+def _capacities(view: StackView) -> dict[str, int]:
+    """Return the expected room for a stack's exchange.
+
+    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. A
+    device sends one sum per distinct row and block of the batch.
+    """
+    stack, spec, layout = view.stack, view.spec, view.layout
+    replicas, n = layout.axes.replicas, view.num_ids
+    if not view.is_routed:
+        return {"row_capacity": 0, "partials": 0}
+    blocks = view.blocks_per_device
+    rows = partials = merged = 0.0
+    for table in stack.tables:
+        mine = [f for f in view.features if layout.features[f].table == table]
+        shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
+        ids = sum(_num_ids(*one) for one in shapes)
+        share = min(1.0, table.rows_per_shard / table.vocabulary_size)
+        rows += share * _distinct_in(table, ids)
+        summed = blocks * _distinct_in(table, ids / blocks)
+        partials += share * summed
+        merged += share * _distinct_in(table, ids * replicas)
+    # Padding must not exceed what any ids of this number need: a distinct row is asked for once, a
+    # sum is of one row and one block, and an owner gets rows of its own from all replicas.
+    room = {
+        "row_capacity": (rows, min(n, stack.num_rows)),
+        "partials": (partials, min(n, stack.num_rows * blocks) if view.accumulates else 0),
+    }
+    if view.merges_on_host:
+        room["merged"] = (merged, min(n * replicas, stack.num_rows))
+    return {name: min(roomy(math.ceil(size)), most) for name, (size, most) in room.items()}
+
+
+def _distinct_in(table: TableSlice, ids: float) -> float:
+    """Return how many of some uniform ids of a table are distinct, and have room on the devices."""
+    return min(_distinct(ids, table.declared_size), table.vocabulary_size)
+
+
+def _distinct(draws: float, size: int) -> float:
+    """Return how many of n uniform draws from V values are distinct: V (1 - (1 - 1/V)ⁿ)."""
+    return -size * np.expm1(draws * np.log1p(-1 / size)) if size > 1 else min(1.0, draws)

@@ -28,7 +28,7 @@ from tpu_embed.core.layout import ExchangeDtype, describe_devices, describe_tabl
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.planning.placement import resolve
+from tpu_embed.planning.request import resolve
 from tpu_embed.stateful.record import Enqueued, Record, batch_sizes, placed_step
 from tpu_embed.stateful.state_keeper import StateKeeper
 

@@ -40,7 +40,7 @@ def weights_of(combiner):
 
 
 def gains(combiner):
-    return np.array([oracle.gains(combiner, True, bag) for bag in weights_of(combiner).tolist()])
+    return np.array([oracle.gains(bag, combiner) for bag in weights_of(combiner).tolist()])
 
 
 def activations(combiner):
@@ -192,7 +192,7 @@ def test_weights_below_the_least_normal_number():
     engine, state = engine_of(1, dispatch.kernels_in_use())
     weights = np.repeat(np.array([[1e-40, 3e-40, 0]], np.float32), B, axis=0)
     found, _ = step(engine, state, dict.fromkeys(COMBINERS, weights))
-    expected = np.array([oracle.gains("mean", True, bag) for bag in weights.tolist()])
+    expected = np.array([oracle.gains(bag, "mean") for bag in weights.tolist()])
     expected = np.einsum("bh,bhd->bd", expected, ROWS[IDS])
     np.testing.assert_allclose(found["mean"], expected, **TOLERANCE)
 

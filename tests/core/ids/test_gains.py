@@ -27,7 +27,7 @@ def bags_of(dtype):
 
 
 def expected(combiner, weights):
-    return np.array([oracle.gains(combiner, True, bag) for bag in weights.tolist()])
+    return np.array([oracle.gains(bag, combiner) for bag in weights.tolist()])
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)

@@ -1,9 +1,9 @@
-"""The oracle: a training step in plain float64 loops, sharing no code with the library.
+"""A training step of features in plain float64 loops, around those of `tpu_embed.check.oracle`.
 
 Features may be any objects with the attributes of a `FeatureConfig` (and its `table` those of a
 `TableConfig`); ids are arrays, or objects with the attributes of `SparseIds` or `RaggedIds`.
 Everything starts from one interpretation of the inputs, `read`: which rows are in which bag, in
-which order, with which weight.
+which order, with which weight. Neither file shares code with the library.
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ import math
 
 import numpy as np
 
+from tpu_embed.check.oracle import Bags, gains, summed, terms, update
+from tpu_embed.check.oracle import lookup as bag_sums
+from tpu_embed.check.oracle import row_gradients as bag_gradients
 
-@dataclasses.dataclass
-class Entry:
-    """One id that is kept: a row of the table, and its weight in the combiner."""
-
-    row: int
-    weight: float
-
-
-@dataclasses.dataclass
-class Reading:
-    """The bags of one feature, in row-major order of `shape`, the activation's shape without D."""
-
-    shape: tuple[int, ...]
-    combines: bool
-    bags: list[list[Entry]]
+__all__ = ["gains", "lookup", "read", "row_gradients", "summed", "terms", "train_step"]
 
 
 @dataclasses.dataclass
@@ -42,8 +31,8 @@ class Occurrence:
     example: int
 
 
-def read(feature, ids, weights=None) -> Reading:
-    """Read the ids of one feature; a bad id raises under "error"."""
+def read(feature, ids, weights=None) -> Bags:
+    """Return the bags of one feature; a bad id raises under "error"."""
     if hasattr(ids, "row_splits"):
         return _read_ragged(feature, ids, _flat_weights(ids, weights))
     if hasattr(ids, "dense_shape"):
@@ -72,7 +61,7 @@ def _resolve(feature, number: int) -> int | None:
     return 0 if number < 0 else size - 1
 
 
-def _read_dense(feature, ids: np.ndarray, weights) -> Reading:
+def _read_dense(feature, ids: np.ndarray, weights) -> Bags:
     length = feature.max_sequence_length
     if ids.ndim == 1:
         shape = ids.shape
@@ -80,7 +69,7 @@ def _read_dense(feature, ids: np.ndarray, weights) -> Reading:
         shape = (ids.shape[0], length)
     else:
         shape = ids.shape[:-1]
-    bags: list[list[Entry]] = [[] for _ in range(math.prod(shape))]
+    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
     for place in itertools.product(*map(range, ids.shape)):
         number = int(ids[place])
         row = None if number == -1 else _resolve(feature, number)
@@ -88,31 +77,31 @@ def _read_dense(feature, ids: np.ndarray, weights) -> Reading:
             continue
         weight = 1.0 if weights is None else float(np.asarray(weights)[place])
         if ids.ndim == 1:
-            bags[place[0]].append(Entry(row, weight))
+            bags[place[0]].append((row, weight))
         elif not length:
-            bags[int(np.ravel_multi_index(place[:-1], shape))].append(Entry(row, weight))
+            bags[int(np.ravel_multi_index(place[:-1], shape))].append((row, weight))
         elif place[1] < length:
-            bags[place[0] * length + place[1]].append(Entry(row, weight))
-    return Reading(shape, ids.ndim > 1 and not length, bags)
+            bags[place[0] * length + place[1]].append((row, weight))
+    return Bags(bags, feature.table.combiner if ids.ndim > 1 and not length else None, shape)
 
 
-def _read_sparse(feature, ids, weights: list[float]) -> Reading:
+def _read_sparse(feature, ids, weights: list[float]) -> Bags:
     length = feature.max_sequence_length
     full = tuple(ids.dense_shape)
     shape = (full[0], length) if length else full[:-1]
-    bags: list[list[Entry]] = [[] for _ in range(math.prod(shape))]
+    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
     for place, number, weight in zip(np.asarray(ids.indices), ids.values, weights, strict=True):
         row = _resolve(feature, int(number))
         if row is None:
             continue
         if not length:
-            bags[int(np.ravel_multi_index(tuple(place[:-1]), shape))].append(Entry(row, weight))
+            bags[int(np.ravel_multi_index(tuple(place[:-1]), shape))].append((row, weight))
         elif place[1] < length:
-            bags[int(place[0]) * length + int(place[1])].append(Entry(row, weight))
-    return Reading(shape, not length, bags)
+            bags[int(place[0]) * length + int(place[1])].append((row, weight))
+    return Bags(bags, None if length else feature.table.combiner, shape)
 
 
-def _read_ragged(feature, ids, weights: list[float]) -> Reading:
+def _read_ragged(feature, ids, weights: list[float]) -> Bags:
     splits = [int(s) for s in ids.row_splits]
     rows = len(splits) - 1
     if feature.max_sequence_length:
@@ -123,32 +112,21 @@ def _read_ragged(feature, ids, weights: list[float]) -> Reading:
     else:
         shape = tuple(feature.output_shape)
         first = 0 if math.prod(shape) == rows else math.prod(shape) // rows
-    bags: list[list[Entry]] = [[] for _ in range(math.prod(shape))]
+    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
     for i in range(rows):
         for position, n in enumerate(range(splits[i], splits[i + 1])):
             row = _resolve(feature, int(ids.values[n]))
             if row is None:
                 continue
             if not first:
-                bags[i].append(Entry(row, weights[n]))
+                bags[i].append((row, weights[n]))
             elif position < first:
-                bags[i * first + position].append(Entry(row, weights[n]))
-    return Reading(shape, not first, bags)
-
-
-def gains(combiner: str, combines: bool, weights: list[float]) -> list[float]:
-    """Return the factor of each row in a bag."""
-    if not combines or combiner == "sum":
-        return weights
-    if combiner == "mean":
-        total = math.fsum(weights)
-    else:
-        total = math.sqrt(math.fsum(w * w for w in weights))
-    return [w / total if total else 0.0 for w in weights]
+                bags[i * first + position].append((row, weights[n]))
+    return Bags(bags, None if first else feature.table.combiner, shape)
 
 
 def quantize(row: np.ndarray, config) -> np.ndarray:
-    """Return a row on its grid of `num_buckets` values."""
+    """Return rows on their grid of `num_buckets` values."""
     if config is None:
         return row
     steps = (config.num_buckets - 1) / (config.upper - config.lower)
@@ -161,14 +139,8 @@ def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
 
     `table` [V, D]; the result is [B, D], [B, K, …, D] or [B, L, D].
     """
-    table = np.asarray(table, np.float64)
-    reading = read(feature, ids, weights)
-    out = np.zeros((len(reading.bags), table.shape[1]))
-    for b, bag in enumerate(reading.bags):
-        factors = gains(feature.table.combiner, reading.combines, [e.weight for e in bag])
-        for entry, gain in zip(bag, factors, strict=True):
-            out[b] += gain * quantize(table[entry.row], feature.table.quantization_config)
-    return out.reshape(*reading.shape, table.shape[1])
+    rows = quantize(np.asarray(table, np.float64), feature.table.quantization_config)
+    return bag_sums(rows, read(feature, ids, weights))
 
 
 def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]:
@@ -186,29 +158,15 @@ def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]
         if not feature.table.trainable:
             continue
         reading = read(feature, ids, weights)
-        shape = (len(reading.bags), feature.table.dim)
-        flat = (
-            np.zeros(shape) if gradient is None else np.asarray(gradient, np.float64).reshape(shape)
-        )
+        if gradient is None:
+            gradient = np.zeros((*reading.shape, feature.table.dim))
         per_example = math.prod(reading.shape[1:])
-        for b, bag in enumerate(reading.bags):
-            factors = gains(feature.table.combiner, reading.combines, [e.weight for e in bag])
-            for entry, gain in zip(bag, factors, strict=True):
-                example = b // per_example
-                occurrence = Occurrence(feature.table, entry.row, gain * flat[b], example)
-                place = [example * parts // reading.shape[0] for parts in (replicas, blocks)]
-                found.append((tuple(place), occurrence))
+        for b, row, of_row in bag_gradients(reading, gradient):
+            example = b // per_example
+            place = [example * parts // reading.shape[0] for parts in (replicas, blocks)]
+            found.append((tuple(place), Occurrence(feature.table, row, of_row, example)))
     found.sort(key=lambda pair: pair[0])  # stable: features, bags and positions keep their order
     return [occurrence for _, occurrence in found]
-
-
-def summed(occurrences: list[Occurrence], table) -> dict[int, np.ndarray]:
-    """Return touched row -> sum of its gradients, for one table, in order of first appearance."""
-    sums: dict[int, np.ndarray] = {}
-    for o in occurrences:
-        if o.table is table:
-            sums[o.row] = sums.get(o.row, np.zeros_like(o.gradient)) + o.gradient
-    return sums
 
 
 def train_step(
@@ -228,26 +186,23 @@ def train_step(
       blocks, replicas: as for `row_gradients`.
     """
     occurrences = row_gradients(features, gradients, blocks, replicas)
-    new_tables = {config: np.array(table, np.float64) for config, table in tables.items()}
-    new_slots = {
-        config: {name: np.array(slot, np.float64) for name, slot in named.items()}
-        for config, named in slots.items()
-    }
+    new_tables, new_slots = dict(tables), dict(slots)
     for config, (name, hyper, rate) in optimizers.items():
-        for row, gradient in _row_updates(config, hyper, occurrences):
-            old = {slot: values[row] for slot, values in new_slots[config].items()}
-            weights = new_tables[config][row]
-            weights, changed = apply(name, hyper, weights, old, gradient, step, rate)
-            new_tables[config][row] = weights
-            for slot, value in changed.items():
-                new_slots[config][slot][row] = value
+
+        def rule(row, own, gradient, t, name=name, hyper=hyper, rate=rate):
+            return apply(name, hyper, row, own, gradient, t, rate)
+
+        found = _row_updates(config, hyper, occurrences)
+        updated = update(tables[config], slots[config], found, rule, step)
+        new_tables[config], new_slots[config] = updated
     return new_tables, new_slots
 
 
 def _row_updates(config, hyper, occurrences: list[Occurrence]) -> list[tuple[int, np.ndarray]]:
+    mine = [(o.row, o.gradient) for o in occurrences if o.table is config]
     if not hyper.get("use_gradient_accumulation", True):
-        return [(o.row, o.gradient) for o in occurrences if o.table is config]
-    sums = summed(occurrences, config)
+        return mine
+    sums = summed(mine)
     if not hyper.get("lazy_adam", True):
         zero = np.zeros(config.dim)
         return [(row, sums.get(row, zero)) for row in range(config.vocabulary_size)]

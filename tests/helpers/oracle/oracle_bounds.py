@@ -4,7 +4,7 @@ A sum of n float32 terms is within n · 2⁻²⁴ · Σ|term| of the exact sum, 
 error of a rule, from rounded inputs and its own roundings, is found by running the oracle's rule
 again with the inputs and every operation nudged in their last bits. Where the rule is steep (at the
 sign in Lion, or at Adam's first step with a gradient that cancels) the interval is wide; elsewhere
-it is a few units in the last place. Nothing here calls the library but the formulas of its check.
+it is a few units in the last place. Nothing here calls the library but the oracle of its check.
 """
 
 from __future__ import annotations
@@ -68,12 +68,10 @@ def activation(table, feature, ids, weights=None) -> Interval:
     table, config = np.asarray(table, np.float64), feature.table
     reading = oracle.read(feature, ids, weights)
     width = np.zeros((len(reading.bags), config.dim))
-    for b, bag in enumerate(reading.bags):
-        gains = oracle.gains(config.combiner, reading.combines, [e.weight for e in bag])
-        for entry, gain in zip(bag, gains, strict=True):
-            size, jump = _looked_up(table[entry.row], config.quantization_config)
-            # Each term rounds three times: the term, the sum of rows, and the sum of weights.
-            width[b] += abs(gain) * (UNIT * (2 * len(bag) + 8) * size + jump)
+    for b, row, gain in oracle.terms(reading):
+        size, jump = _looked_up(table[row], config.quantization_config)
+        # Each term rounds three times: the term, the sum of rows, and the sum of weights.
+        width[b] += abs(gain) * (UNIT * (2 * len(reading.bags[b]) + 8) * size + jump)
     center = oracle.lookup(table, feature, ids, weights)
     return Interval.around(center, width.reshape(center.shape) + TINY)
 

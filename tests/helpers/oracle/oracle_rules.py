@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tpu_embed.check.formulas import FORMULAS, update_row
+from tpu_embed.check.oracle import FORMULAS, update_row
 
 COMMON = {
     "clipvalue": None,

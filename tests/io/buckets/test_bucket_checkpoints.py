@@ -14,6 +14,7 @@ import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
+from tpu_embed.io.checkpoint import row_files
 from tpu_embed.io.commits import committer
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
@@ -103,16 +104,88 @@ def test_a_run_is_restored_on_other_devices(bucket):
     assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
 
 
-def test_no_chunk_is_read_twice(bucket):
+@pytest.mark.parametrize(("placement", "block", "chunks"), [("div", 2**22, 8), ("mod", 2**18, 40)])
+def test_no_chunk_is_read_twice(bucket, monkeypatch, placement, block, chunks):
     url, server = bucket
-    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement="div"))
+    monkeypatch.setattr(row_files, "BLOCK", block)
+    features = FeatureConfig(TableConfig(40_000, 64, name="t", placement=placement))
     made = tpu_embed.EmbeddingEngine(features, mesh=mesh(8))
     io.save(f"{url}/1", made, made.init(jax.random.key(0)))
     server.seen.clear()
     io.restore(f"{url}/1", made)
     seen = [path.partition("?")[0].replace("%2F", "/") for _, path, _ in server.seen]
     reads = [seen.count(path) for path in {*seen} if "/table/c." in path]
-    assert reads == [2] * 8  # its sum, then all of it
+    assert reads == [1] * chunks
+
+
+def test_unchanged_rows_at_home_are_named_by_later_commits(bucket):
+    url, _ = bucket
+    place = store.place_of(url)
+
+    def made():
+        table = TableConfig(40, 4, name="home", storage=HostStorage(device_rows=16))
+        return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(2))
+
+    def step(made, state, first):
+        state, batch = made.admit(state, made.place(np.arange(first, first + 10)))
+        return made.update(state, batch, np.ones((10, 4), np.float32))
+
+    def roots():
+        found = {one.partition("~")[0] for one in place.names() if not one.startswith("commits/")}
+        return sorted(found)
+
+    def restored(number):
+        other = made()
+        return other, io.restore(f"{url}/{number}", other).state
+
+    one = made()
+    state = one.init(jax.random.key(0))
+    for first in (0, 10, 20, 30):
+        state = step(one, state, first)
+    before = {}
+    with io.CheckpointManager(url, one, keep=2) as manager:
+        for number in (1, 2, 3):
+            manager.save(number, state)
+            before[number] = one.rows(state, "home", np.arange(40))
+            state = step(one, state, 0)  # the others have not changed
+            manager.wait()
+        assert manager.all_steps() == [2, 3]
+        assert all("/rows/" in name for name in place.names() if name.startswith("1~"))
+        assert roots() == ["1", "2", "3"]
+        # A damaged commit may name anything, so nothing of what is shared goes meanwhile.
+        commit = place / "commits" / "2.json"
+        data = commit.read_bytes()
+        commit.put(b"{}")
+        manager.remove(3)
+        assert [name for name in place.names() if name.startswith(("1~", "2~"))]
+        commit.put(data)
+    two, again = restored(2)  # and a run that goes on from there names them, too
+    np.testing.assert_array_equal(two.rows(again, "home", np.arange(40)), before[2])
+    with io.CheckpointManager(url, two, keep=None) as manager:
+        written = sum("/home/rows/" in name for name in place.names())
+        manager.save(5, again)
+        manager.wait()
+        assert sum("/home/rows/" in name for name in place.names()) <= written
+        assert roots() == ["1", "2", "5"]
+        manager.remove(2)
+        assert roots() == ["1", "2", "5"]
+        three, last = restored(5)
+        np.testing.assert_array_equal(three.rows(last, "home", np.arange(40)), before[2])
+        manager.remove(5)
+    assert not place.names()
+
+
+def test_a_commit_names_nothing_that_is_being_removed(bucket):
+    url, _ = bucket
+    old = committer(store.place_of(f"{url}/1"))
+    how = committer(store.place_of(f"{url}/2"))
+    shared, root = old.root("one"), how.root("two")
+    for begun in (shared, root):
+        how.begin(begun)
+    (store.place_of(url) / "begun" / shared.name).put(b"sweeping")
+    with pytest.raises(OSError, match="one writer per directory"):
+        how.finish(root, [{f"{shared.key}/rows": []}])
+    assert how.find() is None
 
 
 def test_a_manager_keeps_the_last_ones(bucket):
@@ -129,9 +202,10 @@ def test_a_manager_keeps_the_last_ones(bucket):
             manager.restore(1)
         assert manager.restore(2, model=MODEL).position == 2
         manager.remove(3)
-    place = store.place_of(url)
-    assert [name.partition("/")[0].partition("~")[0] for name in place.names()].count("2") > 3
-    assert {name.partition("/")[0].partition("~")[0] for name in place.names()} == {"2", "commits"}
+    # Rows at home that did not change since are of step 1.
+    left = [name for name in store.place_of(url).names() if "/home/rows/" not in name]
+    assert [name.partition("/")[0].partition("~")[0] for name in left].count("2") > 3
+    assert {name.partition("/")[0].partition("~")[0] for name in left} == {"2", "commits"}
 
 
 def test_modules_are_restored(bucket):

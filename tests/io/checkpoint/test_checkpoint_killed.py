@@ -107,5 +107,8 @@ def test_kills_leave_whole_checkpoints_in_a_bucket(tmp_path, kills, monkeypatch)
         for name, value in environment("gs", server.server_address).items():
             monkeypatch.setenv(name, value)
         check_kills(tmp_path, kills, steps=7 * kills + 10, url="gs://bucket/run")
-        roots = {name.split("/")[1].partition("~")[0] for name in server.objects}
-        assert len(roots - {"commits"}) == KEEP  # whatever was left has been swept
+        run = place_of("gs://bucket/run")
+        said = [committer(run / step)._said() for step in committer(run).names()]
+        named = tuple(f"run/{one}/" for each in said for one in (each["root"], *each["shared"]))
+        left = [name for name in server.objects if not name.startswith(("run/commits/", *named))]
+        assert not left  # all of it has been swept

@@ -91,7 +91,7 @@ class Grid(NamedTuple):
         bounds = np.searchsorted(place[order], np.arange(self.shards + 1) * self.size)
         for i in np.flatnonzero(np.diff(bounds)).tolist():
             at = order[bounds[i] : bounds[i + 1]]
-            yield i, place[at] - i * self.size, _as_slice(at)
+            yield i, _as_slice(place[at] - i * self.size), _as_slice(at)
 
 
 def _as_slice(numbers: np.ndarray) -> Any:

@@ -190,6 +190,8 @@ def check_items(path: Place, items: Sequence[str], *, writer: str) -> None:
         inside = [path / name for name in committer(path).names()]
         if isinstance(path, Path):
             inside = [one for one in inside if all((one / item).is_dir() for item in items)]
+        else:
+            inside = [one for one in inside if one.name.isdecimal()]
         if inside:
             shown = ", ".join(sorted(map(str, inside), reverse=True)[:_SHOWN])
             remedy = f"this one has the checkpoints of a manager: give one of {shown}"

@@ -39,7 +39,7 @@ from tpu_embed.io.checkpoint.commit import (
     write_checkpoint,
 )
 from tpu_embed.io.checkpoint.manifest import Wanted
-from tpu_embed.io.store import Place
+from tpu_embed.io.store import Place, place_of
 from tpu_embed.processes import raise_on_all
 from tpu_embed.touched import TouchedRows, check_record
 
@@ -175,7 +175,7 @@ def restore(
     if loaded.maps is not None:  # everything has been read
         assert engine.vocabularies is not None
         engine.vocabularies.load_states(loaded.maps, loaded.homes)
-        host_rows.go_on_from(engine, root / TABLES, loaded.checkpoint)
+        host_rows.go_on_from(engine, place_of(path) / TABLES, loaded.checkpoint)
     if touched is not None:
         touched.load(record)
     return Restored(loaded.state, tree, position)

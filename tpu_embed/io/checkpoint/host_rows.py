@@ -2,8 +2,9 @@
 
 A row is saved where it is: on the devices, or at home. A save that follows another one of the same
 run writes only the rows that changed since, and links the segments of the other one, so that each
-checkpoint is whole by itself, whichever others are removed. With several processes, each does so
-with the rows that are at home in it:
+checkpoint is whole by itself, whichever others are removed. In a bucket, where nothing can be
+linked, its commit names them, and they stay while a commit does. With several processes, each does
+so with the rows that are at home in it:
 
     first save      a: rows 1 2 3 4
     second save     a  (the same files)     b: row 3 as it is now, row 9
@@ -36,6 +37,7 @@ from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Bucket, Place
 from tpu_embed.storage import HostRows, RowField, RowGroups, Save
@@ -51,6 +53,12 @@ def _inside(value: Any) -> schema.Problem | None:
     return None if inside else ("", "the name of a segment, without '..'", reprlib.repr(value))
 
 
+def _beside(value: Any) -> schema.Problem | None:
+    """Accept the name of a root in a bucket, beside that of the checkpoint."""
+    beside = isinstance(value, str) and "/" not in value and value != ".."
+    return None if beside else ("", "the name of a root, without '/'", reprlib.repr(value))
+
+
 _FORM = schema.mapping(
     schema.record(
         owners=schema.integer(1),
@@ -60,7 +68,12 @@ _FORM = schema.mapping(
                 name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
             )
         ),
-        segments=schema.sequence(schema.record(name=_inside, rows=schema.integer(1))),
+        segments=schema.sequence(
+            schema.either(
+                schema.record(name=_inside, rows=schema.integer(1), root=_beside),
+                schema.record(name=_inside, rows=schema.integer(1)),
+            )
+        ),
     )
 )
 _MOST_SEGMENTS = 64
@@ -161,17 +174,24 @@ def go_on_from(engine: EmbeddingEngine, directory: Place, checkpoint: str | None
 
 
 def _base(saves: Iterable[Save], path: Place) -> _Base | None:
-    """Return the newest save that was finished and still exists; in a bucket nothing is linked."""
+    """Return the newest save that was finished, still exists, and whose files can be linked."""
     for save in reversed([*saves]):
-        if isinstance(path, Bucket) or isinstance(save.path, Bucket):
-            continue
         try:
-            described = described_by(save.path, save.checkpoint, jax.process_index())
-            _, _, checksums = manifest.read_described(save.path, save.checkpoint)
+            if Bucket in map(type, (path, save.path)) and not _may_share(path, save.path):
+                continue
+            there = find(save.path.parent) / save.path.name
+            described = described_by(there, save.checkpoint, jax.process_index())
+            _, _, checksums = manifest.read_described(there, save.checkpoint)
         except (FileNotFoundError, ValueError):
             continue  # it failed, or was removed: an older one will do, or none
-        return _Base(save, described, checksums)
+        return _Base(save._replace(path=there), described, checksums)
     return None
+
+
+def _may_share(new: Any, old: Any) -> bool:
+    """Return whether both are the tables of numbered checkpoints in one place of a bucket."""
+    numbers = new.parent.name.isdecimal() and old.parent.name.isdecimal()
+    return numbers and new.parent.parent == old.parent.parent
 
 
 def _prepare_table(
@@ -262,18 +282,31 @@ def _write(
     checksums: Checksums = {}
     described = {}
     for name, saved in tables.items():
-        segments = [*saved.old]
+        segments = []
         for one in saved.old:
             assert base is not None, "it has old segments"
             for place in _places(name, one["name"]):
-                _link(base.save.path / place, directory / place)
                 checksums[place] = base.checksums[place]
+                if isinstance(directory, Path):
+                    _link(base.save.path / place, directory / place)
+            if isinstance(directory, Bucket):
+                one = {"root": base.save.path.parent.name} | one
+                assert directory.written is not None, "it is being written"
+                rows = _directory_of(directory, one) / _place(name, one["name"])
+                directory.written[rows.key] = []
+            segments.append(one)
         for one in saved.new:
             checksums |= _write_segment(directory, name, saved.fields, one)
             segments.append({"name": one.name, "rows": one.ids.size})
         described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
     write_bound(directory / FILE.format(jax.process_index()), checkpoint, described)
     return checksums
+
+
+def _directory_of(directory: Any, segment: Mapping[str, Any]) -> Any:
+    """Return the directory of the tables where a segment is: this one, or of an earlier root."""
+    root = segment.get("root")
+    return directory if root is None else directory.parent.parent / root / directory.name
 
 
 def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str, Any]:
@@ -356,7 +389,8 @@ def _read_segment(
     fields = {
         one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"])) for one in described
     }
-    arrays = _arrays(directory, table, segment["name"], segment["rows"], _width(fields))
+    where, n = _directory_of(directory, segment), segment["rows"]
+    arrays = _arrays(where, table, segment["name"], n, _width(fields))
     places = _places(table, segment["name"])
     pairs = zip(arrays, places, strict=True)
     of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
@@ -382,8 +416,13 @@ def _width(fields: Mapping[str, RowField]) -> int:
 
 def _places(table: str, segment: str) -> tuple[str, str]:
     """Return the directories of ids and rows of a segment, relative to that of the tables."""
-    start = f"{file_name(table)}/rows/{segment}"
+    start = _place(table, segment)
     return f"{start}/ids", f"{start}/rows"
+
+
+def _place(table: str, segment: str) -> str:
+    """Return the directory of a segment, relative to that of the tables."""
+    return f"{file_name(table)}/rows/{segment}"
 
 
 def _arrays(

@@ -8,7 +8,9 @@ logical order, padding last. For V = 5 and S = 2, where . is padding:
 
 Every chunk is a file that ends with the CRC-32C of its bytes, which tensorstore checks. That finds
 a damaged chunk, but not an undamaged one that was put in the place of another. So the writer of a
-chunk records its checksum, and the reader compares it with the file before using the bytes.
+chunk records its checksum, and the reader compares it with the file before using the bytes. A chunk
+in a bucket has its bytes alone, of which the writer records the CRC-32: to fetch it takes one
+request, and those of the chunks that follow it are under way meanwhile.
 
 Input: blocks of rows and their places, or checksums by file name. Output: files and their
 checksums, or rows.
@@ -21,6 +23,9 @@ import dataclasses
 import itertools
 import json
 import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,15 +36,14 @@ from tpu_embed.core.rows import BLOCK, Grid, Ids
 from tpu_embed.io import files
 from tpu_embed.io.store import Bucket, Place, wait
 
-AT_ONCE = 4
-"""The number of blocks that may be waiting to be written."""
+_AT_ONCE, _AT_ONCE_IN_BUCKET = 4, 16
+"""Blocks that are written at once; in a bucket, which takes longer to answer, also read ahead."""
 
 _LEAST_RUN = 64
 """Rows that follow each other are read together if runs have about so many of them at least."""
 
-Part = tuple[Any, Any]
-"""A part of an array: of its first two dimensions (shards and rows, in either order) a slice or an
-array of numbers."""
+Part = tuple[slice, slice]
+"""A part of an array: slices of its first two dimensions, shards and rows, in either order."""
 
 _METADATA = "zarr.json"
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
@@ -102,19 +106,14 @@ class RowArray:
         options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
         return self._opened({"metadata": metadata} | options)
 
-    def open(self, runs: int) -> ts.TensorStore:
+    def open(self) -> ts.TensorStore:
         """Open the array for reading.
-
-        Args:
-          runs: how many runs of rows are read in turn, of each the last chunk is kept.
 
         Raises:
           ValueError: the array does not exist, or has another shape or dtype.
         """
-        options = {"metadata": self._metadata(), "fill_missing_data_reads": False}
-        cache = {"cache_pool": {"total_bytes_limit": (runs + 1) * BLOCK}}
         try:
-            return self._opened(options | {"recheck_cached_data": "open"}, cache)
+            return self._opened({"metadata": self._metadata()})
         except ValueError as error:
             expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
             got = _described(self.path / _METADATA)
@@ -123,15 +122,16 @@ class RowArray:
             raise ValueError(text) from error
 
     def _metadata(self) -> dict[str, Any]:
-        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": _CODECS}
+        codecs = _CODECS[: 1 if isinstance(self.path, Bucket) else 2]
+        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs}
 
-    def _opened(self, options: dict[str, Any], context: Any = None) -> ts.TensorStore:
+    def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
         kvstore, above = {"driver": "file", "path": f"{self.path}/"}, None
         if isinstance(self.path, Bucket):
             kvstore, above = self.path.spec, self.path.context
         spec = {"driver": "zarr3", "kvstore": kvstore, **options}
         # A context of its own: what one restore has read is not what another one gets.
-        return wait(ts.open(spec, context=ts.Context(context or {}, above)), self.path)
+        return wait(ts.open(spec, context=ts.Context({}, above)), self.path)
 
 
 class RowWriter:
@@ -144,22 +144,29 @@ class RowWriter:
 
     def __init__(self, array: RowArray, shards_together: int) -> None:
         self._array, self._store = array, array.create(shards_together)
+        self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
         self._writing: collections.deque[tuple[str, Any]] = collections.deque()
         metadata = files.checksum(array.path / _METADATA, "")
         self._checksums = {_METADATA: metadata}
 
     def write(self, place: Part, rows: np.ndarray) -> None:
-        """Start to write a chunk; wait for an earlier one first if `AT_ONCE` are under way.
+        """Start to write a chunk; wait for an earlier one first if enough of them are under way.
 
         Args:
           place: the place of the rows; no other process may write to the same chunk.
           rows: the rows, which must not change before `finish` has returned.
         """
-        if len(self._writing) == AT_ONCE:
+        if len(self._writing) == self._at_once:
             self._finish_one()
-        (name,) = _chunk_names(self._store, place)
+        sizes = _chunk_shape(self._store)
+        numbers = [part.start // size for part, size in zip(place, sizes, strict=False)]
+        name = _chunk_name(self._array, numbers)
         future = self._store[place].write(rows, can_reference_source_data_indefinitely=True)
         self._writing.append((name, future))
+        if isinstance(self._array.path, Bucket):
+            sum_of_rows = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+            padding = bytes(_rows_bytes(self._store) - rows.nbytes)  # at the end of the last chunks
+            self._checksums[name] = zlib.crc32(padding, sum_of_rows)
 
     def finish(self) -> dict[str, int]:
         """Wait for all chunks; return the checksum of every file by file name."""
@@ -171,7 +178,8 @@ class RowWriter:
         name, future = self._writing.popleft()
         path = self._array.path / name
         wait(future, path)
-        self._checksums[name] = _stored_sum(path, _chunk_bytes(self._store))
+        if isinstance(path, Path):
+            self._checksums[name] = _stored_sum(path, _rows_bytes(self._store))
 
 
 def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
@@ -191,7 +199,8 @@ def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
 class RowReader:
     """Read rows of an array on disk, from files whose checksums are compared.
 
-    Each file is checked when its first row is read.
+    Each file is checked when its first row is read. In a bucket those that follow it are on their
+    way then: up to 64 MiB, 16 blocks.
 
     Args:
       array: the array.
@@ -208,9 +217,15 @@ class RowReader:
 
     def __init__(self, array: RowArray, checksums: dict[str, int], runs: int = 1) -> None:
         self.array, self._checksums = array, checksums
-        self._checked: set[str] = set()
         self._check(_METADATA, files.checksum(array.path / _METADATA, ""))
-        self._store = array.open(runs)
+        self._store = array.open()
+        grids = zip(array.shape, _chunk_shape(self._store)[:2], strict=False)
+        self._grids = [Grid(-(-n // size), size, alternate=False) for n, size in grids]
+        self._ahead = _AT_ONCE_IN_BUCKET // runs if isinstance(array.path, Bucket) else 0
+        # Of each run, the chunks of a block and of those ahead; chunks side by side are a block.
+        side_by_side = self._grids[1].shards if array.alternate else 1
+        self._room = (runs * (1 + self._ahead) + 1) * side_by_side
+        self._chunks: dict[str, Any] = {}  # or what will be one
 
     def read(self, ids: Ids) -> np.ndarray:
         """Return rows `[n, …]` of ids, which ascend."""
@@ -219,8 +234,8 @@ class RowReader:
             # Read whole lines of S rows, then cut off what is too much: rows 3 to 6 of S = 2 shards
             # are in lines [2 3] [4 5] [6 7], of which the first and the last row go.
             begin = ids.start // array.shards
-            lines = slice(begin, -(-ids.stop // array.shards))
-            flat = self._read((lines, slice(0, array.shards))).reshape(-1, *array.row)
+            lines = range(begin, -(-ids.stop // array.shards))
+            flat = self._read(lines, range(array.shards))
             return flat[ids.start - begin * array.shards :][: len(ids)]
         rows = np.empty((len(ids), *array.row), array.dtype)
         if runs := _runs(ids):
@@ -228,17 +243,66 @@ class RowReader:
                 rows[at] = self.read(run)
             return rows
         for shard, local, at in array.grid.cut(ids):
-            one = slice(shard, shard + 1)
-            where = (local, one) if array.alternate else (one, local)
-            rows[at] = self._read(where).reshape(-1, *array.row)
+            if isinstance(local, slice):
+                local = range(local.start, local.stop, local.step or 1)
+            rows[at] = self._read(local, range(shard, shard + 1))
         return rows
 
-    def _read(self, place: Part) -> np.ndarray:
-        """Return a part of the array, after checking the chunks that hold it."""
-        for name in _chunk_names(self._store, place):
-            if name not in self._checked:
-                self._check(name, _stored_sum(self.array.path / name, _chunk_bytes(self._store)))
-        return np.asarray(wait(self._store[place].read(), self.array.path))
+    def _read(self, lines: Ids, shards: range) -> np.ndarray:
+        """Return local rows of neighbouring shards, `[n, …]`: lines of several, or rows of one."""
+        place = (lines, shards) if self.array.alternate else (shards, lines)
+        ahead = self._ahead if isinstance(lines, range) else 0
+        # A chunk is to an array what a shard is to a table of contiguous ranges.
+        cuts = [grid.cut(ids) for grid, ids in zip(self._grids, place, strict=True)]
+        found = np.empty((*map(len, place), *self.array.row), self.array.dtype)
+        for (i, *rows), (j, *columns) in itertools.product(*cuts):
+            (inside, at), (across, to) = rows, columns
+            part = self._chunk(i, j, ahead)[inside, across]
+            if part.shape == found.shape:
+                found = part  # one chunk has it all
+            else:
+                found[at, to] = part
+        return found.reshape(-1, *self.array.row)
+
+    def _chunk(self, i: int, j: int, ahead: int) -> np.ndarray:
+        """Return a chunk, after checking its file; have those that follow it read meanwhile."""
+        chunks, wanted = self._chunks, _chunk_name(self.array, (i, j))
+        for k in range(1 + ahead):
+            place = (i + k, j) if self.array.alternate else (i, j + k)
+            name = _chunk_name(self.array, place)
+            if name in chunks:
+                chunks[name] = chunks.pop(name)  # those that were wanted lately are the last ones
+            elif name == wanted or name in self._checksums:
+                chunks[name] = self._begin(name, place)
+        if isinstance(chunks[wanted], ts.Future):
+            chunks[wanted] = self._received(wanted)
+        for name in [*chunks][: -self._room]:
+            del chunks[name]
+        return chunks[wanted]
+
+    def _begin(self, name: str, place: tuple[int, int]) -> ts.Future:
+        """Begin to read a chunk: on a disk its rows, in a bucket the bytes of the object."""
+        if isinstance(self.array.path, Bucket):
+            kvstore: Any = self._store.kvstore
+            return kvstore.read(name)
+        sizes = [grid.size for grid in self._grids]
+        ends = zip(place, sizes, self.array.shape, strict=False)
+        return self._store[tuple(slice(k * n, min(k * n + n, end)) for k, n, end in ends)].read()
+
+    def _received(self, name: str) -> np.ndarray:
+        """Return a chunk that is read, after comparing the checksum of its file.
+
+        Raises:
+          FileNotFoundError: the file is missing.
+          ValueError: it is damaged, or not the one that was written.
+        """
+        path, future = self.array.path / name, self._chunks[name]
+        if isinstance(path, Bucket):
+            data = path.bytes_of(future)
+            self._check(name, zlib.crc32(data))
+            return np.frombuffer(data, self.array.dtype).reshape(_chunk_shape(self._store))
+        self._check(name, _stored_sum(path, _rows_bytes(self._store)))
+        return np.asarray(wait(future, path))
 
     def _check(self, name: str, found: int) -> None:
         """Check that the checksum of a file is the recorded one."""
@@ -247,7 +311,6 @@ class RowReader:
             what, got = f"{self.array.path / name}", f"that of checksum {found}"
             text = f"the file of this place and checkpoint, of checksum {expected}"
             raise ValueError(message(what, expected=text, got=got))
-        self._checked.add(name)
 
 
 def _runs(ids: Ids) -> list[tuple[slice, range]]:
@@ -271,27 +334,18 @@ def _described(path: Place) -> str:
         return "other metadata"
 
 
-def _chunk_names(store: ts.TensorStore, place: Part) -> list[str]:
-    """Return the file names of the chunks that a place touches.
+def _chunk_name(array: RowArray, numbers: Sequence[int]) -> str:
+    """Return the file name of a chunk.
 
-    With chunks of 4 rows and 2 shards, rows 3 to 8 of shards 0 and 1 are in c.0.0.0, c.1.0.0 and
-    c.2.0.0. The last 0 is the number of the chunk along the columns, which are never split.
+    With chunks of 4 rows and 2 shards, rows 4 to 7 of shards 0 and 1 are in c.1.0.0. The last 0 is
+    the number of the chunk along the columns, which are never split.
     """
-    sizes = _chunk_shape(store)
-    touched: list[Any] = [
-        range(part.start // size, -(-part.stop // size))
-        if isinstance(part, slice)
-        else np.unique(part // size).tolist()
-        for part, size in zip(place, sizes, strict=False)
-    ]
-    touched += [range(1)] * (len(sizes) - len(place))
-    return [".".join(map(str, ("c", *numbers))) for numbers in itertools.product(*touched)]
+    return ".".join(map(str, ("c", *numbers, *[0] * len(array.row))))
 
 
-def _chunk_bytes(store: ts.TensorStore) -> int:
-    """Return the size in bytes of a chunk's file; zarr pads chunks at the edges to full size."""
-    size = int(np.prod(_chunk_shape(store), dtype=np.int64))
-    return size * store.dtype.numpy_dtype.itemsize + _SUM_BYTES
+def _rows_bytes(store: ts.TensorStore) -> int:
+    """Return the bytes of a chunk's rows; zarr pads chunks at the edges with zeros to full size."""
+    return int(np.prod(_chunk_shape(store), dtype=np.int64)) * store.dtype.numpy_dtype.itemsize
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
@@ -299,20 +353,18 @@ def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _stored_sum(path: Place, size: int) -> int:
-    """Return the CRC-32C at the end of a chunk's file.
+def _stored_sum(path: Path, size: int) -> int:
+    """Return the CRC-32C at the end of a chunk's file, after `size` bytes of rows.
 
     Raises:
       FileNotFoundError: the file is missing.
       ValueError: the file does not have this size.
     """
-    if isinstance(path, Bucket):  # its reader finds it cut short: the sum does not fit
-        return int.from_bytes(path.last_bytes(_SUM_BYTES), "little")
     with files.name_errors(path, ""), path.open("rb") as file:
         found = os.fstat(file.fileno()).st_size
         file.seek(-min(found, _SUM_BYTES), os.SEEK_END)
         stored = file.read()
-    if found != size:
-        text = message(f"{path}", expected=f"{size} bytes", got=f"{found}")
+    if found != size + _SUM_BYTES:
+        text = message(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")
         raise ValueError(text)
     return int.from_bytes(stored, "little")

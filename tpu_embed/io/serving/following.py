@@ -92,7 +92,8 @@ def follow(
 
     Args:
       place: a directory, or a URL.
-      cache: as for `load_model`.
+      cache: as for `load_model`: a folder for whole models of a bucket. Each one that is downloaded
+        stays there; remove those that no server has loaded.
 
     Raises:
       FileNotFoundError: nothing was published there yet.

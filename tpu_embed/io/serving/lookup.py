@@ -154,7 +154,7 @@ def _server(
     for label, feature in zip(labels, features, strict=True):
         g = tables.index(feature.table)
         located.append(FeatureLayout(label, feature, stacks[g].tables[0], g))
-    nowhere: Any = AbstractMesh((), ())
+    nowhere: Any = AbstractMesh((), (), axis_types=())
     return Server(Layout(MeshAxes(nowhere, ()), stacks, tuple(located), sum_blocks=1))
 
 
