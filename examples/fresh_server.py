@@ -85,8 +85,6 @@ def report(work: Path, first: int) -> tuple[float, float]:
     found = float(auc(fresh, click)), float(auc(stale, click))
     print(f"AUC from batch {first} on: {found[0]:.5f} by deltas, {found[1]:.5f} by full exports")
     middle, most = np.percentile(lags, [50, 95])
-    print(
-        f"{len(lags)} items, half of them served with a row {middle:.2f} s after they were seen,"
-    )
+    print(f"{len(lags)} items, half of them served with a row {middle:.2f} s after they were seen,")
     print(f"95 % after {most:.2f} s; {len(windows)} times with the trainer's keys")
     return found

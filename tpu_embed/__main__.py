@@ -27,11 +27,11 @@ from tpu_embed._checks import did_you_mean, message
 from tpu_embed.check import PARTS, run_parts
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype
+from tpu_embed.io.checkpoint import explain, statistics_of
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import Compiled, Estimate, compile_for, estimate
 from tpu_embed.planning.host import HitRate
 from tpu_embed.planning.profile import profile_step
-from tpu_embed.vocabulary_report import explain, statistics_of
 
 PACKAGES = ("tpu-embed", "jax", "jaxlib", "optax", "flax", "numpy")
 

@@ -147,7 +147,9 @@ class TableConfig:
         if self.quantization_config is not None:
             _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
         if self.vocabulary is not None:
-            self._check_vocabulary(what)
+            _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
+            _check_map(what, self.vocabulary, self.vocabulary_size)
+            self._check_rows_alone(what, "a living vocabulary")
         if self.storage is not None:
             self._check_storage(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
@@ -172,16 +174,6 @@ class TableConfig:
                 )
             )
 
-    def _check_vocabulary(self, what: str) -> None:
-        """Check that the capacity and the initializer suit a living vocabulary."""
-        _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
-        assert self.vocabulary is not None
-        try:
-            self.vocabulary.options(self.vocabulary_size, lookahead=0)
-        except ValueError as error:
-            raise ValueError(f"{what}: {error}") from error
-        self._check_rows_alone(what, "a living vocabulary")
-
     def _check_storage(self, what: str) -> None:
         """Check that the other fields suit a table on the host."""
         _check_type(f"{what}.storage", self.storage, HostStorage)
@@ -193,11 +185,7 @@ class TableConfig:
             if is_bad:
                 label, got = f"{what}.{field} with storage", repr(getattr(self, field))
                 raise ValueError(_checks.message(label, expected=expected, got=got))
-        assert self.row_rules is not None
-        try:
-            self.row_rules.options(self.device_rows, lookahead=0)
-        except ValueError as error:
-            raise ValueError(f"{what}.storage: {error}") from error
+        _check_map(f"{what}.storage", self.row_rules, self.device_rows)
         self._check_rows_alone(what, "a table on the host")
 
     def _check_rows_alone(self, what: str, kind: str) -> None:
@@ -303,6 +291,15 @@ class FeatureConfig:
 def _check_type(what: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
         raise ValueError(_checks.message(what, expected=f"a {kind.__name__}", got=repr(value)))
+
+
+def _check_map(what: str, rules: DynamicVocabulary | None, capacity: int) -> None:
+    """Check that a map can give so many rows by its rules, if there are any."""
+    try:
+        if rules is not None:
+            rules.options(capacity, lookahead=0)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _described(kind: str, name: Any) -> str:

@@ -85,7 +85,7 @@ class TruncatedNormal:
     stddev: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_finite("TruncatedNormal.stddev", self.stddev, minimum=0.0)
+        _check_finite("TruncatedNormal.stddev", self.stddev)
 
     def __call__(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         """Return an array of `shape` and `dtype`."""
@@ -159,7 +159,7 @@ class VarianceScaling:
 
     def __post_init__(self) -> None:
         what = "variance_scaling"
-        _check_finite(f"{what}.scale", self.scale, minimum=0.0)
+        _check_finite(f"{what}.scale", self.scale)
         _checks.check_choice(f"{what}.mode", self.mode, ("fan_in", "fan_out", "fan_avg"))
         _checks.check_choice(
             f"{what}.distribution", self.distribution, ("truncated_normal", "normal", "uniform")
@@ -292,7 +292,7 @@ def _innermost(function: Any) -> Any:
             return function
 
 
-def _check_finite(what: str, value: Any, *, minimum: float) -> None:
-    if not _checks.is_number(value) or not minimum <= value < math.inf:
-        expected = f"a finite number >= {minimum:g}"
+def _check_finite(what: str, value: Any) -> None:
+    if not _checks.is_number(value) or not 0 <= value < math.inf:
+        expected = "a finite number >= 0"
         raise ValueError(_checks.message(what, expected=expected, got=repr(value)))

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import DynamicVocabulary, TableConfig, io
-from tpu_embed.io.delta import ChangedKeys, delta_files
+from tpu_embed.io import directory
+from tpu_embed.io.delta import delta_files
 from tpu_embed.touched import Version
 from tpu_embed.vocabulary import FixedVocabulary
 
@@ -56,12 +57,16 @@ class Keyed:
         self.rows |= {int(key): self.row() for key in changed}
         self.shared = self.row() if shared else self.shared
         keys = np.array(sorted(map(int, changed)), np.uint64)
-        return ChangedKeys(
-            self.config.vocabulary_size, self.config.dim, self.config.dtype, self.unseen,
-            keys, self._stored([self.rows[int(key)] for key in keys]),
-            np.array(sorted(map(int, lost)), np.uint64),
-            self._stored([self.shared] if shared else []),
-        )  # fmt: skip
+        arrays = {
+            "keys": keys,
+            "values": self._stored([self.rows[int(key)] for key in keys]),
+            "lost": np.array(sorted(map(int, lost)), np.uint64),
+            "shared": self._stored([self.shared] if shared else []),
+        }
+        config = self.config
+        return directory.Table(
+            config.vocabulary_size, config.dim, config.dtype, self.unseen, arrays
+        )
 
     def _stored(self, rows):
         dtype = jnp.dtype(self.config.dtype)
@@ -72,6 +77,12 @@ class Keyed:
 def table(name, size=40, dim=3, unseen="zero", **options):
     """Return the declaration of a table with keys."""
     return TableConfig(size, dim, name=name, vocabulary=DynamicVocabulary(unseen=unseen), **options)
+
+
+def changed_rows(ids, values):
+    """Return what a delta says of rows of a table of 6, whose ids are row numbers."""
+    arrays = {"ids": np.array(ids, np.int32), "values": np.array(values, np.float32)}
+    return directory.Table(6, arrays["values"].shape[1], "float32", None, arrays)
 
 
 def write_delta(path, first, last, tables, ancestors=()):

@@ -12,8 +12,7 @@ from flax import nnx
 
 import tpu_embed
 from tpu_embed import HostStorage, fit, io, planning
-from tpu_embed.io.checkpoint import read_maps
-from tpu_embed.vocabulary_report import statistics_of
+from tpu_embed.io.checkpoint import read_maps, statistics_of
 
 URLS = ["s3://bucket", "gs:///run", "gs:/bucket", "abfs+x://a@b/c", PurePosixPath("gs://b/c")]
 ON_DISKS = ("HostStorage.__init__", "count_hits")
@@ -34,6 +33,12 @@ def delta(path):
     io.export_delta(path, engine, state, touched, since=touched.version(state))
 
 
+def publish(path):
+    engine = small(optimizer=False)
+    state, touched = engine.init(jax.random.key(0)), io.TouchedRows(engine)
+    io.publish(path, engine, state, touched, lambda place, version: None)
+
+
 MODULES = {"model": nnx.Dict()}
 CALLS = {
     "save": lambda path: io.save(path, small_engine(), small_state()),
@@ -48,6 +53,8 @@ CALLS = {
     "apply_delta": lambda path: io.apply_delta({}, path, io.Version("", 0, 0, 0)),
     "ServedModel.apply": lambda path: served("ServedModel", path),
     "ServedModel.apply_in_place": lambda path: served("in place", path),
+    "publish": publish,
+    "follow": io.follow,
     "FollowingModel.apply": lambda path: served("FollowingModel", path),
     "fit": lambda path: fit(small_engine(), sum, [], directory=path, progress=False),
     "HostStorage.__init__": lambda path: HostStorage(device_rows=8, path=path),

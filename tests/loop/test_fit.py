@@ -24,7 +24,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.progress import ProgressLine
+from tpu_embed.loop.reports import ProgressLine
 
 
 @functools.cache
@@ -270,10 +270,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere():
+def test_a_line_is_rewritten_on_a_terminal_and_written_elsewhere(monkeypatch):
     written = {}
     for stream in (Terminal(), io.StringIO()):
-        line = ProgressLine(stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        line = ProgressLine(shows=True)
         line.show("step 10")
         line.show("step")
         line.close()

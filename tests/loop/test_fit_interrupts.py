@@ -14,10 +14,9 @@ from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_netwo
 import tpu_embed
 from tpu_embed.io.checkpoint import tables
 from tpu_embed.loop.network import split_model
-from tpu_embed.loop.parts import Parts
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.run import Run, new_run
-from tpu_embed.loop.step import make_train_step
+from tpu_embed.loop.step import Parts, make_train_step
 
 STEPS, EVERY = 14, 4
 EVALUATION = list(batches(2))

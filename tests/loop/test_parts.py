@@ -14,8 +14,7 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fi
 from tpu_embed import optimizers as o
 from tpu_embed.data import EventValues
 from tpu_embed.loop.network import split_model
-from tpu_embed.loop.parts import Parts
-from tpu_embed.loop.step import make_train_step
+from tpu_embed.loop.step import Parts, make_train_step
 
 ROWS, BATCH, RATE = 12, 32, 1 / 8
 ITEMS = TableConfig(ROWS, 2, combiner="sum", name="items")

@@ -9,9 +9,8 @@ import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
-from tpu_embed.touched.hosted import HostedMarks
-from tpu_embed.touched.marks import NEVER
 from tpu_embed.touched.record import physical_rows, step_of
+from tpu_embed.touched.table_marks import NEVER, HostedMarks
 from tpu_embed.vocabulary import DynamicVocabulary
 
 V = {"items": 40, "tags": 7}
@@ -120,7 +119,7 @@ def test_a_batch_touches_the_ids_that_it_looked_up(devices, seed):
 
 
 def test_a_batch_admitted_long_ago_is_refused(monkeypatch):
-    monkeypatch.setattr("tpu_embed.touched.hosted._REMEMBERED", 4)
+    monkeypatch.setattr("tpu_embed.touched.table_marks._REMEMBERED", 4)
     run = Run(1, 2)
     batches = []
     for _ in range(7):

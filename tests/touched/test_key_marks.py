@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_embed.touched import table_marks
-from tpu_embed.touched.marks import NEVER
-from tpu_embed.touched.table_marks import KeyMarks
+from tpu_embed.touched.table_marks import NEVER, KeyMarks
 
 
 def changes(rows, least=1024):

@@ -65,10 +65,12 @@ class Server:
         path = self.root / f"{next(self.numbers)}"
         version = export_delta(path, self.engine, state, self.touched, self.version)
         for name, one in delta_files.read(path).tables.items():
-            changed = one.ids if one.unseen is None else [*one.keys, *["shared"] * len(one.shared)]
-            values = one.values if one.unseen is None else [*one.values, *one.shared]
+            arrays = one.arrays
+            shared, lost = arrays.get("shared", []), arrays.get("lost", [])
+            changed = [*arrays["ids" if one.unseen is None else "keys"], *["shared"] * len(shared)]
+            values = [*arrays["values"], *shared]
             self.rows[name] |= {k: v.tobytes() for k, v in zip(changed, values, strict=True)}
-            for key in [] if one.unseen is None else one.lost:
+            for key in lost:
                 self.rows[name].pop(key, None)
         self.version = version
         assert self.rows == self.live(state)

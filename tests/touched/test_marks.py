@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from living_cases import engine
 
-from tpu_embed.touched.marks import NEVER, IdMarks, PlaceMarks, RowMarks
+from tpu_embed.touched.table_marks import NEVER, IdMarks, PlaceMarks, RowMarks
 
 IDS = st.lists(st.sampled_from([0, 1, 2, 7, 2**40, 2**63, 2**64 - 1]), max_size=6)
 STEPS = st.integers(0, 12)

@@ -11,6 +11,7 @@ memory-mapped and checked.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import reprlib
 import uuid
@@ -25,6 +26,7 @@ from tpu_embed._checks import message
 from tpu_embed.io import crc_json, files, schema
 from tpu_embed.io.commits import committer
 from tpu_embed.io.store import Bucket, Place
+from tpu_embed.vocabulary import DynamicVocabulary
 
 FORMAT = 4
 """The version of the directory format."""
@@ -190,27 +192,64 @@ def _array_file(name: str, part: str) -> str:
     return f"tables/{files.file_name(name)}.{part}.npy"
 
 
-def write_tables(
-    root: Place, tables: Mapping[str, tuple[Any, Mapping[str, np.ndarray]]]
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """A table with its declaration: all of its rows, or what has changed.
+
+    Attributes:
+      vocabulary_size, dim, dtype: of its `TableConfig`.
+      unseen: what keys without a row get; None if its ids are row numbers.
+      arrays: NumPy arrays by part, bfloat16 as its bits in uint16.
+    """
+
+    vocabulary_size: int
+    dim: int
+    dtype: str
+    unseen: str | None
+    arrays: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Table:
+        """Return the table that the metadata describes, with its arrays."""
+        names = ("vocabulary_size", "dim", "dtype", "unseen")
+        return cls(**{name: described[name] for name in names}, arrays=arrays)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its ids are keys."""
+        return self.unseen is not None
+
+    @property
+    def form(self) -> str:
+        """What it is in words: what changes of a table must be, to be applied to it.
+
+        How many keys a table may have is not part of it, because tables may grow.
+        """
+        size = "keys" if self.has_keys else f"{self.vocabulary_size}"
+        return f"{self.dtype} [{size}, {self.dim}]" + (
+            f", unseen={self.unseen!r}" if self.has_keys else ""
+        )
+
+
+def rule_without_row(rules: DynamicVocabulary | None) -> str:
+    """Return what keys without a row get: by their rules; None: ids of a table on the host."""
+    return "initial" if rules is None else rules.unseen
+
+
+def write_tables(root: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     """Write the arrays of all tables; return the descriptions of the tables for the metadata.
 
     Args:
       root: an empty directory.
-      tables: by name, what has a table's vocabulary_size, dim, dtype and unseen, and its arrays by
-        part.
+      tables: by name.
     """
     (root / "tables").mkdir()
-    return {
-        name: {
-            "vocabulary_size": one.vocabulary_size,
-            "dim": one.dim,
-            "dtype": one.dtype,
-            "unseen": one.unseen,
-            "files": write_arrays(root, name, arrays),
-        }
-        for name, (one, arrays) in tables.items()
-    }
+    described = {}
+    for name, table in tables.items():
+        declared = dict(vars(table))
+        arrays = write_arrays(root, name, declared.pop("arrays"))
+        described[name] = {**declared, "files": arrays}
+    return described
 
 
 def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -229,6 +268,16 @@ def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> di
         form = {"shape": list(array.shape), "dtype": str(array.dtype)}
         described[part] = describe_file(root, file) | form
     return described
+
+
+def count_of(files: Mapping[str, Any], part: str) -> int:
+    """Return the first dimension of an array, as the metadata has it; 0 if there is none."""
+    return next(iter(files.get(part, {}).get("shape", ())), 0)
+
+
+def ascend(numbers: np.ndarray) -> bool:
+    """Return whether numbers `[n]` ascend, so that all are different."""
+    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def read_arrays(

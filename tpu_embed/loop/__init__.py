@@ -6,8 +6,7 @@ another loop begins with `examples/custom_loop.py`, which is this one without ch
 Input: an engine, a loss and a source of batches. Output: trained tables, and a trained network.
 """
 
-from tpu_embed.loop.best import Best
 from tpu_embed.loop.fit import fit
-from tpu_embed.loop.reports import Report
+from tpu_embed.loop.reports import Best, Report
 
 __all__ = ["Best", "Report", "fit"]

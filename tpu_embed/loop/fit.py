@@ -6,7 +6,6 @@ Input: an engine, a loss, a source of batches. Output: what was trained.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,20 +13,17 @@ from typing import Any, Literal
 
 import optax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_int, message
 from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.best import Best, check_best
-from tpu_embed.loop.evaluation import make_evaluate
 from tpu_embed.loop.network import check_optimizer, split_model
-from tpu_embed.loop.parts import Parts
-from tpu_embed.loop.reporter import Reporter, Schedule
-from tpu_embed.loop.reports import Losses, Report
+from tpu_embed.loop.reporter import Reporter, make_evaluate
+from tpu_embed.loop.reports import Best, Losses, Report, check_best
 from tpu_embed.loop.run import Keeper, Run, new_run
-from tpu_embed.loop.step import make_train_step
+from tpu_embed.loop.step import Parts, make_train_step
 from tpu_embed.nn import Embeddings
 from tpu_embed.touched import TouchedRows, check_record
 
@@ -168,30 +164,33 @@ def fit(
     train_step = make_train_step(objective, optimizer, parts, seed)
     evaluate = make_evaluate(engine, objective, evaluation, measure, weighted=weighted, depth=depth)
     check_best(best, evaluate_every, directory)
-    schedule = Schedule(steps, report_every, evaluate_every, save_every)
-    reporter = Reporter(schedule, objective, evaluate, best, callback, progress=progress)
-    kept = None
-    if directory is not None:
-        kept = functools.partial(Keeper, directory, engine, every=save_every, keep=keep)
-    return _run(run, train_step, placed, reporter, kept, lambda: run.begin(state, seed))
-
-
-def _run(
-    run: Run,
-    train_step: Callable[..., Any],
-    placed: Prefetcher,
-    reporter: Reporter,
-    kept: Callable[[Stop], Keeper] | None,
-    begin: Callable[[], None],
-) -> Report:
-    """Begin a run, or go on with it, and train."""
+    numbers = {"steps": steps, "report_every": report_every, "evaluate_every": evaluate_every}
+    for name, number in (numbers | {"save_every": save_every}).items():
+        if number is not None:
+            check_int(f"fit: {name}", number, minimum=1)
+    reporter = Reporter(
+        objective,
+        evaluate,
+        best,
+        callback,
+        steps=steps,
+        report_every=report_every,
+        evaluate_every=evaluate_every,
+        progress=progress,
+    )
     no_keeper = contextlib.nullcontext()
-    with Stop() as stop, reporter, kept(stop) if kept else no_keeper as keeper:
+    with (
+        Stop() as stop,
+        reporter,
+        Keeper(directory, engine, stop, every=save_every, keep=keep)
+        if directory is not None
+        else no_keeper as keeper,
+    ):
         if keeper is None or not keeper.resume(run, placed):
-            begin()
+            run.begin(state, seed)
         else:
             does = "the run was ended at" if run.ended else "going on from"
-            reporter.say(f"{keeper.directory}: {does} step {run.step:,}")
+            reporter.say(f"{directory}: {does} step {run.step:,}")
         return _train(run, train_step, placed, reporter, keeper, stop)
 
 
@@ -221,7 +220,7 @@ def _train(
         report = reporter.finish(run)
         if keeper is not None and reporter.had_better(run):
             keeper.take_best(run)
-            report = reporter.show_best(run)
+            report = reporter.show_best(run, report)
         return report
     except BaseException as error:
         if keeper is not None and not stop.at_once:

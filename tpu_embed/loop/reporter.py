@@ -1,58 +1,39 @@
 """Reports of a run while it goes on: when they are due, what is in them, and who gets them.
 
+A run is evaluated on a second source, which is read from its beginning each time, or as users do.
+
 Input: a run after each of its steps. Output: reports, to a callback and to the progress line.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, message
-from tpu_embed.loop.best import Best
+from tpu_embed._checks import message
+from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.data import Prefetcher
 from tpu_embed.loop.network import Objective
-from tpu_embed.loop.progress import ProgressLine
-from tpu_embed.loop.reports import Report, Window
+from tpu_embed.loop.reports import Best, ProgressLine, Report, Window
 from tpu_embed.loop.run import Run
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """When something is due.
-
-    Attributes:
-      steps: of the whole run, or None.
-      report_every: how many steps lie between two reports.
-      evaluate_every: how many steps lie between two evaluations, or None.
-      save_every: how many steps lie between two checkpoints.
-
-    Raises:
-      ValueError: a number is below 1.
-    """
-
-    steps: int | None
-    report_every: int
-    evaluate_every: int | None
-    save_every: int
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None:
-                check_int(f"fit: {name}", value, minimum=1)
+from tpu_embed.loop.step import make_evaluation_step, take_apart
+from tpu_embed.processes import gather_from_all
 
 
 class Reporter:
     """Makes the reports of a run.
 
     Args:
-      schedule: when.
       objective: makes the model of a report.
       evaluate: evaluates a run, which it is given with its report; or None.
       best: compares evaluations, or None.
       callback: gets every report, or None.
+      steps: of the whole run, or None.
+      report_every: how many steps lie between two reports.
+      evaluate_every: how many steps lie between two evaluations, or None.
       progress: whether reports are shown.
 
     Raises:
@@ -62,33 +43,35 @@ class Reporter:
 
     def __init__(
         self,
-        schedule: Schedule,
         objective: Objective,
         evaluate: Callable[[Run, Report], dict[str, float]] | None,
         best: Best | None,
         callback: Callable[[Report], Any] | None,
         *,
+        steps: int | None,
+        report_every: int,
+        evaluate_every: int | None,
         progress: bool,
     ) -> None:
         if callback is not None and not callable(callback):
             got, remedy = type(callback).__name__, "it is called with each Report"
             text = message("fit: callback", expected="a function", got=got, remedy=remedy)
             raise TypeError(text)
-        if schedule.evaluate_every is not None and evaluate is None:
-            expected, got = "an evaluation beside it", f"{schedule.evaluate_every} alone"
+        if evaluate_every is not None and evaluate is None:
+            expected, got = "an evaluation beside it", f"{evaluate_every} alone"
             remedy = "give evaluation=, a second source, or measure=, a function"
             text = message("fit: evaluate_every", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
-        self._schedule, self._objective, self._evaluate = schedule, objective, evaluate
-        self._best, self._callback = best, callback
-        self._line = ProgressLine() if progress else None
+        self._steps, self._report_every, self._evaluate_every = steps, report_every, evaluate_every
+        self._objective, self._evaluate, self._best = objective, evaluate, best
+        self._callback = callback
+        self._line = ProgressLine(shows=progress)
         self._window = Window()
         self._last: Report | None = None
 
     def say(self, text: str) -> None:
         """Show a text in a line of its own, before the reports."""
-        if self._line is not None:
-            self._line.begin(text)
+        self._line.begin(text)
 
     def wants_end(self, run: Run, loss: Any, metrics: dict[str, Any]) -> bool:
         """Take in a step, and report if that is due; return whether the run ends with it.
@@ -96,35 +79,32 @@ class Reporter:
         A callback ends it, or the patience for evaluations that are no better.
         """
         self._window.add(loss, metrics)
-        every = self._schedule.evaluate_every
+        every = self._evaluate_every
         evaluates = every is not None and run.step % every == 0
-        if evaluates or run.step % self._schedule.report_every == 0:
-            return self._report(run, evaluates=evaluates)
+        if evaluates or run.step % self._report_every == 0:
+            return self._report(run, evaluates=evaluates)[1]
         return False
 
     def finish(self, run: Run) -> Report:
         """Return the report of the last step; make it unless it was made."""
         last, evaluates = self._last, self._evaluate is not None
         if last is None or last.step != run.step or (evaluates and last.evaluation is None):
-            self._report(run, evaluates=evaluates)
-        assert self._last is not None
-        return self._last
+            last, _ = self._report(run, evaluates=evaluates)
+        return last
 
     def had_better(self, run: Run) -> bool:
         """Tell whether an evaluation before the last step was the best one."""
         return self._best is not None and run.best_step not in (None, run.step)
 
-    def show_best(self, run: Run) -> Report:
+    def show_best(self, run: Run, last: Report) -> Report:
         """Return the report of the best evaluation, of a run that has its state and model again."""
-        assert self._last is not None
         again = {"state": run.state, "model": self._objective.model_of(run.network, run.state)}
-        report = dataclasses.replace(self._last, steps_per_second=0, **run.best["report"], **again)
-        if self._line is not None:
-            self._line.show(f"the best: {report.line()}")
+        report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
+        self._line.show(f"the best: {report.line()}")
         return report
 
-    def _report(self, run: Run, *, evaluates: bool) -> bool:
-        """Report; return whether the run ends."""
+    def _report(self, run: Run, *, evaluates: bool) -> tuple[Report, bool]:
+        """Report; return the report, and whether the run ends."""
         run.losses.check()
         means, speed = self._window.close()
         idle = not means and self._last is None  # the run went on from its end
@@ -132,7 +112,7 @@ class Reporter:
             means = {"loss": self._last.loss, **self._last.metrics}
         report = Report(
             step=run.step,
-            steps=self._schedule.steps,
+            steps=self._steps,
             loss=means.pop("loss", float("nan")),
             metrics=means,
             evaluation=None,
@@ -147,15 +127,94 @@ class Reporter:
                 run.best = self._best.compare(run.best, report)
                 over = self._best.is_over(run.best)
         self._last, self._window = report, Window()  # whose time begins now
-        if self._line is not None:
-            self._line.show(report.line(idle=idle))
+        self._line.show(report.line(idle=idle))
         answer = None if self._callback is None else self._callback(report)
-        return over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
+        return report, over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
 
     def __enter__(self) -> Reporter:
         return self
 
     def __exit__(self, *error: object) -> None:
         """End the progress line."""
-        if self._line is not None:
-            self._line.close()
+        self._line.close()
+
+
+WHAT = "fit: evaluation"
+
+
+def make_evaluate(
+    engine: EmbeddingEngine,
+    objective: Objective,
+    source: Iterable[Any] | Callable[[], Iterable[Any]] | None,
+    measure: Callable[[Report], Any] | None,
+    *,
+    weighted: bool,
+    depth: int,
+) -> Callable[[Run, Report], dict[str, float]] | None:
+    """Return a function that evaluates a run, which it is given with its report.
+
+    It raises what the batches, the loss or `measure` raise, and `ValueError` if the source has no
+    batch. None without a source and without `measure`.
+
+    Raises:
+      TypeError: the source is neither an iterable nor a function, or `measure` is no function.
+      ValueError: the source can be read only once.
+    """
+    if measure is not None and not callable(measure):
+        got, remedy = type(measure).__name__, "it is called with a Report"
+        text = message("fit: measure", expected="a function", got=got, remedy=remedy)
+        raise TypeError(text)
+    if source is None:
+        return None if measure is None else lambda _, report: _measured(measure, report)
+    _check_source(source)
+    step = make_evaluation_step(engine, objective)
+
+    def evaluate(run: Run, report: Report) -> dict[str, float]:
+        found, begun = Window(), source() if callable(source) else source
+        number = np.int32(run.step) if objective.keywords else None
+        with Prefetcher(engine, begun, depth, weighted=weighted, training=False) as batches:
+            for item in batches:
+                batch, rest = take_apart(engine, item)
+                found.add(*step(run.state, run.network, batch, rest, number))
+                found.wait(depth)
+        if not found.count:
+            remedy = "a function that returns an iterator must make a new one in each call"
+            text = message(WHAT, expected="at least one batch", got="none", remedy=remedy)
+            raise ValueError(text)
+        means = found.means()
+        if measure is None:
+            return means
+        return means | _measured(measure, dataclasses.replace(report, evaluation=means))
+
+    return evaluate
+
+
+def _measured(measure: Callable[[Report], Any], report: Report) -> dict[str, float]:
+    """Return the numbers that a user's function returns; in all processes those of the first.
+
+    Raises:
+      TypeError: it did not return named numbers.
+      ValueError: one has the name of a number that the report has.
+    """
+    found, known, what = measure(report), report.evaluation or {}, "fit: what measure returned"
+    try:
+        numbers = {str(name): float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        text = message(what, expected="a dictionary of named numbers", got=repr(found))
+        raise TypeError(text) from error
+    if numbers.keys() & known.keys():
+        expected = f"names that evaluation= does not have, {sorted(known)}"
+        raise ValueError(message(what, expected=expected, got=f"{sorted(numbers)}"))
+    return gather_from_all("fit: measure", numbers)[0]
+
+
+def _check_source(source: Any) -> None:
+    """Check that a source can be read several times."""
+    got = type(source).__name__
+    if not callable(source) and not isinstance(source, Iterable):
+        expected = "an iterable, or a function that returns one"
+        raise TypeError(message(WHAT, expected=expected, got=got))
+    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
+        expected, got = "what can be read several times", f"{got}, which can be read once"
+        remedy = "give the function that makes it, such as functools.partial(batches, path)"
+        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))

@@ -2,20 +2,30 @@
 
 A loss stays on the device until it is reported, because reading it waits for its step.
 
-Input: losses and metrics, step after step. Output: means, and a `Report` of them.
+Which evaluation of a run was the best one, and how many have come since, is a record of its own:
+
+    evaluations of "ndcg", mode "max"    0.10  0.14  nan   0.13  0.13
+    the best one so far                  0.10  0.14  0.14  0.14  0.14
+    how many since it                    0     0     1     2     3     patience=3: the run ends
+
+It is a JSON value, which goes into checkpoints with the run.
+
+Input: losses and metrics, step after step. Output: means, a `Report` of them, the record, and
+lines; on a terminal the reports are one line that is rewritten.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import sys
 import time
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from tpu_embed._checks import check_choice, check_int, message
+from tpu_embed._checks import check_choice, check_int, did_you_mean, message
 from tpu_embed.core.state import TableState
 
 
@@ -57,18 +67,15 @@ class Report:
           'step 1,200 of 5,000  loss 0.4321  auc 0.75  evaluation: loss 0.5  85.2 steps/s'
         """
         parts = [f"step {self.step:,}" + (f" of {self.steps:,}" if self.steps else "")]
-        parts += ["nothing left to train on"] if idle else self._means()
+        means = {"loss": self.loss, **self.metrics}.items()
+        told = [f"{name} {value:.4g}" for name, value in means]
+        parts += ["nothing left to train on"] if idle else told
         if self.evaluation is not None:
             named = (f"{name} {value:.4g}" for name, value in self.evaluation.items())
             parts.append("evaluation: " + "  ".join(named))
         if self.steps_per_second:  # there were steps since the last report
             parts.append(f"{self.steps_per_second:,.1f} steps/s")
         return "  ".join(parts)
-
-    def _means(self) -> list[str]:
-        return [
-            f"{name} {value:.4g}" for name, value in {"loss": self.loss, **self.metrics}.items()
-        ]
 
 
 class Losses:
@@ -153,3 +160,119 @@ class Window:
         """Return the means and the steps per second."""
         means = self.means()
         return means, self.count / max(time.perf_counter() - self._since, 1e-9)
+
+
+class ProgressLine:
+    """Shows reports: one line that is rewritten on a terminal, a line for each report elsewhere.
+
+    Args:
+      shows: whether it shows any; of several processes, the first one does.
+    """
+
+    def __init__(self, *, shows: bool) -> None:
+        self._shows, self._width = shows and jax.process_index() == 0, 0
+
+    def begin(self, text: str) -> None:
+        """Say in a line of its own where the run begins."""
+        if self._shows:
+            print(text, file=sys.stderr, flush=True)
+
+    def show(self, line: str) -> None:
+        """Show a report, `Report.line`."""
+        if not self._shows:
+            return
+        if sys.stderr.isatty():
+            sys.stderr.write("\r" + line.ljust(self._width))
+            self._width = len(line)
+        else:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """End a line that was being rewritten."""
+        if self._width:
+            sys.stderr.write("\n")
+            self._width = 0
+
+
+Record = dict[str, Any]
+"""{"of": [name, mode], "since": …, "report": {"step": …, …}}; no "report" before a best one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """Keep the checkpoint of the best evaluation, and end a run that no longer improves.
+
+    Args:
+      name: which number of `Report.evaluation` is compared.
+      mode: "max" if larger is better, "min" if smaller is. NaN is never better.
+      patience: after so many evaluations in a row that were no better, the run ends; None: it does
+        not end for this reason.
+
+    Raises:
+      ValueError: `mode` is another word, or `patience` is below 1.
+
+    Example:
+      >>> Best("ndcg@10", "max", patience=5)
+      Best(name='ndcg@10', mode='max', patience=5)
+    """
+
+    name: str
+    mode: Literal["max", "min"]
+    patience: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("Best: mode", self.mode, ("max", "min"))
+        if self.patience is not None:
+            check_int("Best: patience", self.patience, minimum=1)
+
+    def compare(self, record: Record, report: Report) -> Record:
+        """Return the record after another evaluation.
+
+        Args:
+          record: the one before; {} at first. One of another name or mode counts as {}.
+          report: of the evaluation.
+
+        Raises:
+          ValueError: the evaluation has no such number.
+        """
+        numbers = report.evaluation or {}
+        if self.name not in numbers:
+            expected, remedy = f"one of {sorted(numbers)}", did_you_mean(self.name, numbers)
+            text = message("fit: best", expected=expected, got=repr(self.name), remedy=remedy)
+            raise ValueError(text)
+        of = [self.name, self.mode]
+        if record.get("of") != of:
+            record = {"of": of, "since": 0}
+        new, before = numbers[self.name], record.get("report")
+        if before is not None:
+            old = before["evaluation"][self.name]
+            better = new > old if self.mode == "max" else new < old
+        else:
+            better = new == new  # not NaN
+        if not better:
+            return record | {"since": record["since"] + 1}
+        kept = ("step", "loss", "metrics", "evaluation")
+        return {"of": of, "since": 0, "report": {name: getattr(report, name) for name in kept}}
+
+    def is_over(self, record: Record) -> bool:
+        """Tell whether a run with this record ends."""
+        return self.patience is not None and record.get("since", 0) >= self.patience
+
+
+def check_best(best: Any, evaluate_every: int | None, directory: Any) -> None:
+    """Check that evaluations can be compared, and the best one kept.
+
+    Raises:
+      TypeError: `best` is neither a `Best` nor None.
+      ValueError: there are no evaluations to compare, or there is no directory.
+    """
+    if best is None:
+        return
+    if not isinstance(best, Best):
+        expected, remedy = "a Best", 'such as tpu_embed.loop.Best("loss", "min")'
+        raise TypeError(message("fit: best", expected=expected, got=repr(best), remedy=remedy))
+    for name, value in {"evaluate_every": evaluate_every, "directory": directory}.items():
+        if value is None:
+            text = message("fit: best", expected=f"{name}= beside it", got="none")
+            raise ValueError(text)

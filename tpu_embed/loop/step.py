@@ -1,7 +1,15 @@
 """The two compiled programs of a loop: one trains on a batch, the other evaluates it.
 
 Tables, slots, parameters and the optimizer's state are donated, so a step writes into the buffers
-that it was given.
+that it was given. A training step can pass the network in k equal parts, one after the other. What
+a network keeps on its way from activations to a loss takes memory in proportion to the
+examples. In parts, it takes that of one part. Lookup and update stay those of the batch, which
+every device cuts by itself: nothing moves between devices.
+
+    activations of 8 examples on 2 devices    [a b c d | e f g h]
+    the parts of k = 2                        [a b | e f], then [c d | g h]
+
+A part's gradients take the places of its activations, so that both need one array.
 
 Input: a placed batch and what belongs to it. Output: the next state, the loss, and metrics.
 """
@@ -9,21 +17,236 @@ Input: a placed batch and what belongs to it. Output: the next state, the loss, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import message
-from tpu_embed._types import PyTree
+from tpu_embed._checks import check_int, did_you_mean, message
+from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.lookup import ARRAYS
+from tpu_embed.core.lookup import (
+    ARRAYS,
+    extent_of,
+    flatten_arrays,
+    put_part,
+    split_activations,
+    take_part,
+)
 from tpu_embed.loop.network import Network, Objective
-from tpu_embed.loop.parts import Parts
+from tpu_embed.processes import gather_from_all
+
+Cuts = tuple[int | None, ...]
+"""How the arrays of a batch are cut: those of the features, then those of the rest.
+
+None: not at all. 0: along their first axis, which is that of the examples. C' > 0: as sequences, of
+which a part has at most C' events on a device. In one part, nothing is cut: `()`.
+"""
+
+
+def differentiate(
+    objective: Objective,
+    network: Network,
+    activations: PyTree,
+    rest: tuple[Any, ...],
+    given: Mapping[str, Any],
+) -> tuple[tuple[Array, tuple[Any, PyTree]], tuple[PyTree, PyTree]]:
+    """Return `(loss, (metrics, others))`, and the gradients by parameters and by activations."""
+    values, rebuild = split_activations(activations)
+
+    def loss_fn(trained: PyTree, values: PyTree) -> Any:
+        whole = Network(trained, network.others)
+        return objective(whole, rebuild(values), rest, given, training=True)
+
+    both = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True)
+    return both(network.trained, values)
+
+
+class Parts:
+    """The parts of the batches of an engine.
+
+    Args:
+      engine: of the tables.
+      count: k, how many there are.
+      whole: paths of features that belong to no example; every part gets all of them.
+
+    Raises:
+      ValueError: `count` is below 1, or a feature does not exist.
+    """
+
+    def __init__(self, engine: EmbeddingEngine, count: int, whole: Sequence[str]) -> None:
+        self._count = check_int("fit: micro_batches", count, minimum=1)
+        self.engine, self._whole = engine, whole
+        self._paths = engine.structure.paths
+        for name in [whole] if isinstance(whole, str) else whole:
+            if name not in self._paths or name is whole:
+                expected, remedy = (
+                    f"a list of some of {self._paths}",
+                    did_you_mean(name, self._paths),
+                )
+                what = "fit: whole_features"
+                text = message(what, expected=expected, got=repr(whole), remedy=remedy)
+                raise ValueError(text)
+
+    def cuts(self, batch: Batch, rest: tuple[Any, ...]) -> Cuts:
+        """Return how the arrays of a batch are cut, and those of the rest.
+
+        Of the rest, what has as many examples as the batch is cut. With several processes all call
+        this, because they agree on the events that a part has room for.
+
+        Raises:
+          ValueError: features differ in their numbers of examples, or the parts would.
+        """
+        if self._count == 1:
+            return ()
+        examples, splits = self._examples(batch), batch.row_splits(self.engine.layout)
+        shapes = enumerate(zip(self._paths, batch.spec.feature_shapes, strict=True))
+        extents = [
+            (None if path in self._whole else shape.batch, splits.get(f), shape.capacity or 0)
+            for f, (path, shape) in shapes
+        ]
+        replicas = batch.spec.replicas
+        extents += [extent_of(array, replicas) for array in flatten_arrays(rest)[0]]
+        most = [None if of != examples else self._most(splits) for of, splits, _ in extents]
+        if not any(most):
+            return tuple(most)
+        of_all = zip(*gather_from_all("fit: micro_batches", most), strict=True)
+        pairs = zip(of_all, extents, strict=True)
+        return tuple(each[0] and self._room(max(each), room) for each, (_, _, room) in pairs)
+
+    def _examples(self, batch: Batch) -> int:
+        """Return B, the examples of each feature that is cut.
+
+        Raises:
+          ValueError: it is not one number, or the k parts of each device would not be equal.
+        """
+        sizes = dict(zip(self._paths, batch.spec.sizes, strict=True))
+        cut = {size for path, size in sizes.items() if path not in self._whole}
+        least, what = batch.spec.replicas * self._count, "fit: micro_batches"
+        if len(cut) != 1:
+            remedy = "name those that belong to no example in whole_features; K ids of each "
+            remedy += "example can be an array [B, K, 1]"
+            text = message(what, expected="features of one size", got=f"{sizes}", remedy=remedy)
+            raise ValueError(text)
+        (examples,) = cut
+        if examples % least:
+            expected = f"a multiple of {least} examples, {self._count} parts on each device"
+            remedy = f"take other batches, or tpu_embed.pad_batch(features, {least})"
+            raise ValueError(message(what, expected=expected, got=f"{examples}", remedy=remedy))
+        return examples
+
+    def _most(self, splits: Any) -> int:
+        """Return the events of this process's fullest part, at least 1; 0 without sequences."""
+        if splits is None:
+            return 0
+        if isinstance(splits, jax.Array):
+            splits = np.concatenate([each.data for each in splits.addressable_shards])
+        every = (splits.shape[1] - 1) // self._count
+        return max(1, int(np.diff(splits[:, ::every]).max()))
+
+    def _room(self, most: int, capacity: int) -> int:
+        """Return C', in steps of half of C / k, so that few programs serve all batches."""
+        step = max(8, -(-capacity // (2 * self._count)))
+        return min(capacity, -(-most // step) * step)
+
+    def differentiate(
+        self,
+        objective: Objective,
+        network: Network,
+        activations: PyTree,
+        rest: tuple[Any, ...],
+        given: Mapping[str, Any],
+        cuts: Cuts,
+    ) -> tuple[tuple[Array, tuple[Any, PyTree]], tuple[PyTree, PyTree]]:
+        """Do what the function of this name does, part after part.
+
+        Loss and metrics are means over the parts, and so are gradients by parameters and by the
+        activations of whole features. Of the others, a part has the gradients of its examples,
+        divided by k. `others` go from part to part, and each part has a `rng` of its own.
+        """
+        if not cuts:
+            return differentiate(objective, network, activations, rest, given)
+        structure, k = self.engine.structure, self._count
+        values, rebuild = split_activations(structure.match(activations, what="activations"))
+        own = cuts[: len(values)]
+
+        def pass_part(carry: Any, number: Array) -> Any:
+            others, summed, by_values = carry
+            # Of a feature that is cut, parts that were passed have gradients here, later ones still
+            # their activations; of one that is whole, it is the sum of the gradients.
+            before = rebuild(_merge(own, by_values, values))
+            seen, mine = self._take(cuts, number, before, rest)
+            now, known = Network(network.trained, others), dict(given)
+            if "rng" in known:
+                known["rng"] = jax.random.fold_in(known["rng"], number)
+            (loss, (metrics, others)), by = differentiate(objective, now, seen, mine, known)
+            summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype) / k, summed, by[0])
+            new = [one / k for one in structure.match(by[1], what="gradients")]
+            put = self._on_devices(put_part, own, number, before, new)
+            pairs = zip(own, by_values, put, new, strict=True)
+            by_values = [old + one if cut is None else at for cut, old, at, one in pairs]
+            return (others, summed, by_values), (loss, metrics)
+
+        zeros = jax.tree.map(_wide_zeros, network.trained)
+        first = network.others, zeros, _merge(own, values, [*map(jnp.zeros_like, values)])
+        last, each = jax.lax.scan(pass_part, first, jnp.arange(k, dtype=jnp.int32))
+        loss, metrics = jax.tree.map(lambda one: one.mean(axis=0), each)
+        by_trained = jax.tree.map(lambda a, b: a.astype(b.dtype), last[1], network.trained)
+        return (loss, (metrics, last[0])), (by_trained, structure.unflatten(last[2]))
+
+    def _take(
+        self, cuts: Cuts, number: Array, features: list[Any], rest: tuple[Any, ...]
+    ) -> tuple[PyTree, tuple[Any, ...]]:
+        """Return a part of activations, in the structure of the features, and of the rest."""
+        arrays, tree = flatten_arrays(rest)
+        taken = self._on_devices(take_part, cuts, number, [*features, *arrays])
+        seen = self.engine.structure.unflatten(taken[: len(features)])
+        return seen, tree.unflatten(taken[len(features) :])
+
+    def _on_devices(
+        self, function: Callable[..., Any], cuts: Cuts, number: Array, *lists: list[Any]
+    ) -> list[Any]:
+        """Return what a function makes of each device's part of the arrays that are cut.
+
+        Args:
+          function: `function(*arrays, room=…, number=…, count=…)`.
+          cuts: of each array.
+          number: of the part.
+          lists: the arrays; of the first list is what is returned of those that are whole.
+        """
+        axes, whole = self.engine.layout.axes, [None] * len(cuts)
+        split = axes.spec(axes.batch_axes)
+
+        def device(lists: list[list[Any]], number: Array) -> list[Any]:
+            place = functools.partial(function, number=number, count=self._count)
+            each = zip(cuts, *lists, strict=True)
+            return [None if cut is None else place(*one, room=cut) for cut, *one in each]
+
+        on_each = jax.shard_map(
+            device,
+            mesh=axes.mesh,
+            in_specs=(split, PartitionSpec()),
+            out_specs=split,
+            check_vma=False,  # the number is the same on all devices
+        )
+        chosen = [_merge(cuts, one, whole) for one in lists]
+        return _merge(cuts, on_each(axes.reshard(chosen, axes.batch_axes), number), lists[0])
+
+
+def _merge(cuts: Cuts, cut: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
+    """Return the arrays that are cut of one list, and the others of another one."""
+    pairs = zip(cuts, cut, whole, strict=True)
+    return [other if room is None else one for room, one, other in pairs]
+
+
+def _wide_zeros(parameter: Array) -> Array:
+    """Return zeros to which gradients by a parameter are added, in float32 at least."""
+    return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, jnp.float32))
 
 
 def make_train_step(

@@ -108,7 +108,7 @@ def _keys(
     check_engine(f"{what}: engine", engine)
     _refuse_traced(what, state)
     _, part = engine.layout.table(table)
-    engine.layout.refuse_on_host(what, [table])
+    engine.layout.check_on_devices(what, [table])
     if part.vocabulary is None:
         expected, got = "a table whose vocabulary lives", f"{table!r}, whose ids are its rows"
         raise ValueError(message(f"{what}: table", expected=expected, got=got))

@@ -77,6 +77,10 @@ class DynamicVocabulary:
         )
         object.__setattr__(self, field, value)
 
+    def shared_row(self, capacity: int) -> int | None:
+        """Return the row, of so many, that unseen keys share; None if they share none."""
+        return capacity - 1 if self.unseen == "shared" else None
+
     def options(self, capacity: int, lookahead: int) -> Options:
         """Return the options of a map for a table.
 

@@ -14,7 +14,7 @@ from process_cases import mesh, part
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, nn
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import parcels
+from tpu_embed.core.layout import arrivals
 from tpu_embed.core.place import visits
 from tpu_embed.core.state import moved_rows, new_rows
 from tpu_embed.data import Prefetcher
@@ -234,7 +234,7 @@ def shapes_sent():
         return record
 
     with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(parcels, "ROW_MULTIPLE", 1))
+        patched.enter_context(mock.patch.object(arrivals, "ROW_MULTIPLE", 1))
         called = (moved_rows, "call"), (new_rows, "call"), (visits, "send_lines")
         for module, name in called:
             changed = recorded(getattr(module, name))

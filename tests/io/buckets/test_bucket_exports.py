@@ -15,7 +15,7 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
 from tpu_embed.io.commits import committer, download, find
-from tpu_embed.io.serving.publications import publications
+from tpu_embed.io.serving.following import publications
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 

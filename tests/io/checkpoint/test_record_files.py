@@ -14,7 +14,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
-from tpu_embed.io.checkpoint import record_files
+from tpu_embed.io.checkpoint import engine_checkpoint
 
 STEPS, CAPACITY = 6, 9
 
@@ -133,13 +133,13 @@ def test_a_record_is_restored_more_than_once(saved, tmp_path):
 
 
 def test_a_manager_keeps_the_record_of_the_moment_of_the_save(tmp_path, monkeypatch):
-    may_write, write = threading.Event(), record_files.write
+    may_write, write = threading.Event(), engine_checkpoint.write_record
 
     def waiting(*given):
         assert may_write.wait(60)
         return write(*given)
 
-    monkeypatch.setattr(record_files, "write", waiting)
+    monkeypatch.setattr(engine_checkpoint, "write_record", waiting)
     one = Trainer(1)
     one.train(2)
     with io.CheckpointManager(tmp_path, one.engine) as manager:
@@ -296,7 +296,7 @@ def of_two(tmp_path, monkeypatch):
             with monkeypatch.context() as patched:
                 patched.setattr(jax, "process_index", lambda: process)  # noqa: B023
                 patched.setattr(jax, "process_count", lambda: 2)
-                record_files.write(tmp_path / name, name, saved)
+                engine_checkpoint.write_record(tmp_path / name, name, saved)
         return tmp_path / name
 
     return write
@@ -304,18 +304,18 @@ def of_two(tmp_path, monkeypatch):
 
 def test_every_process_has_written_its_part_for_the_same_checkpoint(of_two):
     one, other = of_two("one"), of_two("other")
-    assert record_files.read(one, "one").tables["t"].keys.tolist() == [3, 5]
+    assert engine_checkpoint.read_record(one, "one").tables["t"].keys.tolist() == [3, 5]
     for process in (1, 0):
         swap(one / f"touched.{process}.json", other / f"touched.{process}.json")
         with pytest.raises(ValueError, match=rf"touched\.{process}\.json.*restore another step"):
-            record_files.read(one, "one")
+            engine_checkpoint.read_record(one, "one")
         swap(one / f"touched.{process}.json", other / f"touched.{process}.json")
 
 
 def test_what_was_read_is_in_memory(of_two):
     """A checkpoint may be removed, or written anew, while the run goes on."""
     path = of_two("one")
-    before = record_files.read(path, "one").tables["t"]
+    before = engine_checkpoint.read_record(path, "one").tables["t"]
     for file in path.rglob("*.npy"):
         file.unlink()
     arrays = [one for one in before if isinstance(one, np.ndarray)]

@@ -73,9 +73,9 @@ def test_deltas_give_the_live_tables(case, tmp_path):
     assert version.step == 4
     assert_same_bits(tables, engine.tables(state))
     rows = delta_files.read(paths[0]).tables
-    assert rows["fixed"].ids.size == 0
+    assert rows["fixed"].arrays["ids"].size == 0
     every = case["rule"] == "Adam, every row"
-    assert (rows["item"].ids.size == V) is every
+    assert (rows["item"].arrays["ids"].size == V) is every
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,9 @@ def test_a_grid_of_devices_publishes_too(kind, tmp_path):
     apply_delta(arrays, tmp_path / "d", version)
     assert_same_bits(arrays, engine.tables(state))
     wanted = {name: np.unique(given[given >= 0]).tolist() for name, given in ids.items()}
-    assert {n: t.ids.tolist() for n, t in delta_files.read(tmp_path / "d").tables.items()} == wanted
+    assert {
+        n: t.arrays["ids"].tolist() for n, t in delta_files.read(tmp_path / "d").tables.items()
+    } == wanted
 
 
 def test_numbers_of_64_bits_travel(tmp_path):
@@ -153,7 +155,7 @@ def test_numbers_of_64_bits_travel(tmp_path):
 
 
 def test_blocks_join_where_they_must(tmp_path, monkeypatch):
-    monkeypatch.setattr("tpu_embed.io.delta.row_blocks._NUMBERS", 1)
+    monkeypatch.setattr("tpu_embed.io.serving.served_tables._NUMBERS", 1)
     table = TableConfig(1000, 4, RowIdInitializer(), name="item")
     engine = EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(8))
     state, touched = engine.init(jax.random.key(0)), TouchedRows(engine)
@@ -220,6 +222,6 @@ def test_two_processes_write_one_delta(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"d", "first.npz", "last.npz"}
     first, last = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("first", "last"))
     delta = delta_files.read(tmp_path / "d")
-    assert delta.tables["item"].ids.tolist() == sorted({*range(0, 40, 2), *range(1, 20)})
+    assert delta.tables["item"].arrays["ids"].tolist() == sorted({*range(0, 40, 2), *range(1, 20)})
     apply_delta(first, tmp_path / "d", Version(delta.version.run, 0))
     assert_same_bits(first, last)

@@ -29,7 +29,8 @@ from tpu_embed.io import (
     quantize_rows,
     serving_lookup,
 )
-from tpu_embed.io.delta import delta_files, row_blocks
+from tpu_embed.io.delta import delta_files
+from tpu_embed.io.serving import served_tables
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +135,7 @@ def test_a_table_that_cannot_be_written_leaves_the_others_in_place(own, served, 
     model = load_model(served.root).apply_in_place(served.deltas[0])
     assert next(iter(model.metadata["tables"])) == "day.of/week"
     model, before = dataclasses.replace(model, _own=frozenset(own)), model(REQUEST)
-    monkeypatch.setattr(row_blocks, "INT32_ROWS", V - 1)  # too many are item's alone
+    monkeypatch.setattr(served_tables, "INT32_ROWS", V - 1)  # too many are item's alone
     with pytest.raises(ValueError, match="expected at most 60 rows while x64 is off, got 61"):
         model.apply_in_place(served.deltas[1])
     assert_same_bits(model(REQUEST), before)
@@ -282,4 +283,4 @@ def test_a_row_that_cannot_be_quantized_is_refused_before_anything_is_set(tmp_pa
 def test_rows_that_int32_cannot_number_are_refused():
     table = jax.ShapeDtypeStruct((2**31, 4), np.float32)
     with pytest.raises(ValueError, match=r"at most 2147483647 rows while x64 is off, got 21474836"):
-        row_blocks.set_rows(table, np.array([2**31 - 1]), np.zeros((1, 4), np.float32))
+        served_tables.set_rows(table, np.array([2**31 - 1]), np.zeros((1, 4), np.float32))

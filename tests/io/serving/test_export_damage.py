@@ -310,7 +310,10 @@ def test_metadata_of_other_types_is_refused_or_harmless(copy, expected):
 
 
 def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy):
-    wanted = {name: rows.values for name, rows in delta_files.read(copy / "delta-a").tables.items()}
+    wanted = {
+        name: rows.arrays["values"]
+        for name, rows in delta_files.read(copy / "delta-a").tables.items()
+    }
     accepted = set()
     for place, found in outcomes(copy / "delta-a", delta_files.read):
         if isinstance(found, Exception):
@@ -318,7 +321,7 @@ def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy):
         else:
             accepted.add(place[1:])
             for name, rows in found.tables.items():
-                assert_same_bits(rows.values, wanted[name])
+                assert_same_bits(rows.arrays["values"], wanted[name])
     assert accepted == {(name, "gone") for name in TABLES}, "a delta of fewer tables"
 
 

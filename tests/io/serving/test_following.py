@@ -1,17 +1,15 @@
 """Models with keys that follow a run by deltas, while threads ask them."""
 
 import concurrent.futures
-import dataclasses
 import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
-from keyed_cases import Keyed, export, looked_up, table, version, write_delta
+from keyed_cases import Keyed, changed_rows, export, looked_up, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig, io
-from tpu_embed.io.delta.changes import ChangedRows
 from tpu_embed.io.serving import served_tables
 from tpu_embed.touched import Version
 
@@ -50,12 +48,9 @@ class Source:
         self.step += 1
         old, keys = set(self.table.rows), keys_at(self.step)
         said = self.table.change(keys, sorted(old - set(keys)), shared=True)
-        said = dataclasses.replace(
-            said,
-            values=np.full(said.values.shape, self.step, np.float32),
-            shared=-self.row(self.step)[None],
-        )
-        plain = ChangedRows(6, 2, "float32", np.arange(6, dtype=np.int32), NUMBERS * self.step)
+        said.arrays["values"][:] = self.step
+        said.arrays["shared"][:] = -self.row(self.step)
+        plain = changed_rows(range(6), NUMBERS * self.step)
         tables = {"t": said, "plain": plain}
         first, last = version(self.step - 1), version(self.step)
         return write_delta(self.root / f"{self.step}", first, last, tables)
@@ -254,8 +249,7 @@ def test_a_delta_that_does_not_fit_changes_nothing(tmp_path, case):
     changes.step = 7
     delta = write_delta(
         tmp_path / "wrong", first, last,
-        {"t": changes.table.change([1, 2, 3], [5]), "plain": ChangedRows(
-            6, 2, "float32", np.arange(6, dtype=np.int32), np.full((6, 2), 7, np.float32))},
+        {"t": changes.table.change([1, 2, 3], [5]), "plain": changed_rows(range(6), NUMBERS * 7)},
         ancestors,
     )  # fmt: skip
     text = WRONG[case][1]
@@ -277,7 +271,7 @@ def test_a_run_that_goes_on_from_the_models_moment_is_followed(tmp_path):
     served = io.FollowingModel(source.model())
     served.apply(source.delta())
     changes = source.table.change([1, 2], [3])
-    plain = ChangedRows(6, 2, "float32", np.zeros(0, np.int32), np.zeros((0, 2), np.float32))
+    plain = changed_rows([], np.zeros((0, 2)))
     tables = {"t": changes, "plain": plain}
     # Restored twice: from the moment of step 2 of its first run, then from step 5 of the second.
     ancestors = (version(2), Version("second", 5, 0, 5))
@@ -306,7 +300,7 @@ FORMS = {
 def test_a_delta_of_other_tables_is_refused(tmp_path, case):
     source, (config, text) = Source(tmp_path), FORMS[case]
     model = source.model()
-    plain = ChangedRows(6, 2, "float32", np.zeros(0, np.int32), np.zeros((0, 2), np.float32))
+    plain = changed_rows([], np.zeros((0, 2)))
     tables = {config.name: Keyed(config).change([1]), "plain": plain}
     delta = write_delta(tmp_path / "d", version(0), version(1), tables)
     with pytest.raises(ValueError, match=text + ".*publish a full export of these tables"):
@@ -316,7 +310,7 @@ def test_a_delta_of_other_tables_is_refused(tmp_path, case):
 def test_rows_by_number_do_not_become_keys(tmp_path):
     one = Keyed(table("t", size=6))
     model = export(tmp_path / "m", [one], {"x": FeatureConfig(one.config)}, {"x": GIVEN["y"]})
-    rows = ChangedRows(6, 3, "float32", np.array([1], np.int32), np.ones((1, 3), np.float32))
+    rows = changed_rows([1], np.ones((1, 3)))
     delta = write_delta(tmp_path / "d", version(0), version(1), {"t": rows})
     with pytest.raises(ValueError, match=r"expected float32 \[keys, 3\], .* got float32 \[6, 3\]"):
         model.apply(delta)

@@ -9,7 +9,7 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, fit, io
 from tpu_embed import optimizers as o
-from tpu_embed.io.serving.publications import publications
+from tpu_embed.io.serving.following import publications
 from tpu_embed.io.store import place_of
 
 IDS = np.arange(12)

@@ -1,11 +1,9 @@
 """What a placed batch is: its static shape, how its bags are numbered, what the devices get."""
 
-from tpu_embed.core.batch.batch import Batch
-from tpu_embed.core.batch.line import ROW_SPLITS, fields_of, line_length, line_of
-from tpu_embed.core.batch.located import LocalIds, gather, gather_ids
+from tpu_embed.core.batch.batch import ROW_SPLITS, Batch, fields_of, line_length, line_of
 from tpu_embed.core.batch.spec import BatchSpec, Routed, StackSpec
-from tpu_embed.core.batch.stack_view import StackView, view_stacks
-from tpu_embed.core.batch.traced import TracedIds, make_traced, padded_lengths
+from tpu_embed.core.batch.stack_view import LocalIds, StackView, gather, gather_ids, view_stacks
+from tpu_embed.core.batch.traced import TracedIds, make_traced
 
 __all__ = [
     "ROW_SPLITS",
@@ -22,6 +20,5 @@ __all__ = [
     "gather",
     "gather_ids",
     "make_traced",
-    "padded_lengths",
     "view_stacks",
 ]

@@ -22,7 +22,7 @@ from tpu_embed.core.layout import ROW_MULTIPLE, roomy, round_up
 Routed = Literal["nothing", "lookup", "update"]
 """What of a batch the host routes: nothing (it was not placed), its lookup, or its update too.
 
-On a single CPU it leaves that to the kernels, see `Layout.routes_on_host`.
+On a single CPU it leaves that to the kernels, see `Layout.places_routes`.
 """
 
 

@@ -22,9 +22,8 @@ import numpy as np
 from tpu_embed._checks import check_in_program, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.located import LocalIds
 from tpu_embed.core.batch.spec import BatchSpec, StackSpec
-from tpu_embed.core.batch.stack_view import view_stacks
+from tpu_embed.core.batch.stack_view import LocalIds, view_stacks
 from tpu_embed.core.ids import (
     FeatureShape,
     dense_shape,

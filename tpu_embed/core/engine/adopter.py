@@ -109,8 +109,6 @@ def prepare_adoption(
     if state.vocabulary is not None:
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
-    # Wait for batches that are being placed here, not in `load`, where signals may be deferred.
-    maps.turns.run_next(lambda: None)
 
     def load() -> TableState:
         maps.load_states(states, homes)
@@ -277,7 +275,7 @@ class _RowCopies:
 
     def _is_alike(self, stack: Stack) -> bool:
         """Return whether the other engine has a stack with the same rows in the same places."""
-        # Names of stacks say everything of their layout but the devices (`stack_names.py`); where
+        # Names of stacks say everything of their layout but the devices (`stack_name`); where
         # the capacity is the same, keys stay in their rows. Of a table on the host, the devices
         # hold other rows, whatever the name.
         there = {one.name: one for one in self.other.layout.stacks}.get(stack.name)

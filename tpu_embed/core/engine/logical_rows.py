@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
@@ -74,7 +73,7 @@ class LogicalRows:
 
     def tables(self, state: TableState) -> dict[str, Array]:
         """Return the logical tables `[V, D]` by name, in their dtype; copies all of them."""
-        self.layout.refuse_on_host("tables")
+        self.layout.check_on_devices("tables")
         check_own(state, self.layout)
         return _tables(state, self.layout)
 
@@ -83,7 +82,7 @@ class LogicalRows:
 
         A slot is `[V, D]`, or `[V]` for one number per row, or the array that a whole stack shares.
         """
-        self.layout.refuse_on_host("slots")
+        self.layout.check_on_devices("slots")
         check_own(state, self.layout)
         check_arrays(state, self.layout, slots=True)
         return _slots(state, self.layout)
@@ -241,9 +240,7 @@ class LogicalRows:
             maps = self._maps_of("set_rows", name)
             refuse_traced("set_rows", state, values, keys)
             check_own(state, self.layout)
-            return maps.turns.run_next(
-                lambda: self._set_by_key(maps, state, name, keys, values, slot)
-            )
+            return maps.order.run(lambda: self._set_by_key(maps, state, name, keys, values, slot))
         check_own(state, self.layout)
         f = _field_of_rows(self.layout, name, slot)
         if not f.table.is_on_host:
@@ -286,7 +283,7 @@ class LogicalRows:
         if keys is not None:
             values = _join_blocks(f"load: table {name!r}", blocks_of_rows)
             return self.set_rows(state, name, values=values, keys=keys, slot=slot)
-        self.layout.refuse_on_host("load", [name])
+        self.layout.check_on_devices("load", [name])
         check_own(state, self.layout)
         f = _field_of_rows(self.layout, name, slot)
         # One copy of the array, then every block is written into that copy in place. The given
@@ -333,7 +330,7 @@ class LogicalRows:
         for name, by_slot in _items("slots", slots or {}):
             named = _items(f"slots of table {name!r}", by_slot)
             given += [(field(self.layout, name, slot), array) for slot, array in named]
-        self.layout.refuse_on_host("load", [f.table.name for f, _ in given])
+        self.layout.check_on_devices("load", [f.table.name for f, _ in given])
         for f, array in given:
             rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
             refuse_masked(f.label, array)
@@ -460,19 +457,18 @@ class LogicalRows:
             number = None if at_home is None else at_home.number
             reached = maps.at(step)
             version = version_after(state, self.layout, *moves, reached, number)
-            with SignalsDeferred():  # what is at home changes, and the maps are to know it
-                raise_on_all(
-                    f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write()
-                )
-                if step > before:
-                    maps.note_admitted(step)
+            raise_on_all(f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write())
+            if step > before:
+                maps.note_admitted(step)
         except BaseException:
-            # A signal that was deferred is raised when the step is admitted already: then it stays.
+            # An interrupt may come when the step is admitted already: then it stays.
             if maps.admitted == before:
-                if at_home is not None:
-                    at_home.undo()  # an error in another process may come when it is written
-                if step > before:
-                    maps.undo(before)
+                try:
+                    if at_home is not None:
+                        at_home.undo()  # an error in another process may come when it is written
+                finally:  # where the disk is full, it may be for `undo`, too
+                    if step > before:
+                        maps.undo(before)
             raise
         return dataclasses.replace(written, vocabulary=version)
 

@@ -1,40 +1,33 @@
 """Decide once, statically, where each row lives: the mesh, its axes, and stacks of tables."""
 
 from tpu_embed.core.layout.arrivals import (
+    BY_ID,
     Agreed,
     Arrival,
     NewKeys,
+    Parcels,
+    Visits,
+    aligned_empty,
     arrivals_of,
     drawn_keys,
-    rooms_in,
-)
-from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
-from tpu_embed.core.layout.exchange_dtype import (
-    ExchangeDtype,
-    sent_rows_format,
-    sent_sums_format,
-)
-from tpu_embed.core.layout.features import FeatureLayout
-from tpu_embed.core.layout.layout import Layout
-from tpu_embed.core.layout.learning_rates import HostRates
-from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
-from tpu_embed.core.layout.parcels import (
-    BY_ID,
-    Parcels,
-    aligned_empty,
     fetch_parcels,
     lines,
     most_per_shard,
     open_rows,
     parcel_operand,
+    rooms_in,
     send_lines,
 )
-from tpu_embed.core.layout.placed_for import (
+from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
+from tpu_embed.core.layout.layout import (
     ENGINE_OPTIONS,
     FEATURE_FIELDS,
     TABLE_FIELDS,
+    Layout,
     PlacedFor,
 )
+from tpu_embed.core.layout.learning_rates import HostRates
+from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
 from tpu_embed.core.layout.random_rounding import (
     NUMBERS_SLOT,
     ROUNDING_SLOTS,
@@ -46,10 +39,23 @@ from tpu_embed.core.layout.random_rounding import (
     table_crcs,
 )
 from tpu_embed.core.layout.resolve import make_layout
-from tpu_embed.core.layout.rounding import ROW_MULTIPLE, bucket, roomy, round_up
-from tpu_embed.core.layout.stack_names import differences, stack_name
-from tpu_embed.core.layout.stacks import INT32_ROWS, ResolvedTable, Stack, TableSlice, make_stacks
-from tpu_embed.core.layout.visits import Visits
+from tpu_embed.core.layout.stacks import (
+    INT32_ROWS,
+    ROW_MULTIPLE,
+    ExchangeDtype,
+    FeatureLayout,
+    ResolvedTable,
+    Stack,
+    TableSlice,
+    bucket,
+    differences,
+    make_stacks,
+    roomy,
+    round_up,
+    sent_rows_format,
+    sent_sums_format,
+    stack_name,
+)
 
 __all__ = [
     "BY_ID",

@@ -28,15 +28,11 @@ def describe(layout: Layout) -> dict[str, Any]:
     """
     mesh, callables = layout.axes.mesh, rate_callables(layout)
     return {
-        "tables": {
-            table.name: _table(layout, stack, table, callables)
-            for stack in layout.stacks
-            for table in stack.tables
-        },
+        "tables": {name: _table(layout, *pair, callables) for name, pair in layout.tables.items()},
         "learning_rates": [_name(rate) for rate in callables],
         "features": {feature.path: feature.table.name for feature in layout.features},
         "devices": mesh.size,
-        "hosts": len({device.process_index for device in mesh.devices.flat}),
+        "hosts": len(layout.axes.processes),
         "platform": mesh.devices.flat[0].platform,
         "mesh": {name: int(size) for name, size in mesh.shape.items()},
         "batch_axes": list(layout.axes.batch_axes),
@@ -96,8 +92,7 @@ def describe_tables(layout: Layout) -> list[str]:
     Args:
       layout: the engine's layout.
     """
-    pairs = [(stack, table) for stack in layout.stacks for table in stack.tables]
-    return [_line(stack, table) for stack, table in pairs]
+    return [_line(*pair) for pair in layout.tables.values()]
 
 
 def _line(stack: Stack, table: TableSlice) -> str:
@@ -113,9 +108,7 @@ def _line(stack: Stack, table: TableSlice) -> str:
     if stack.rounding == "stochastic":
         size += " (stochastic rounding)"
     keys = "" if table.key_rules is None else f", keys ({table.key_rules.evict})"
-    if table.is_on_host:
-        storage = table.storage
-        assert storage is not None, "a table on the host"
+    if (storage := table.storage) is not None:
         home = "memory" if storage.path is None else "a file"
         keys += f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
     return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Iterable
 
 from tpu_embed._checks import message
-from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.mesh import MeshAxes
-from tpu_embed.core.layout.placed_for import PlacedFor, placed_for
-from tpu_embed.core.layout.rounding import round_up
-from tpu_embed.core.layout.stacks import Stack, TableSlice
+from tpu_embed.core.layout.stacks import FeatureLayout, Stack, TableSlice, round_up
 from tpu_embed.kernels.formats import PACKED_ROWS
 
 
@@ -39,16 +37,15 @@ class Layout:
     sum_blocks: int
 
     def placed_for(self, *, updates: bool) -> PlacedFor:
-        """Return what its batches depend on; see `placed_for.placed_for`."""
+        """Return what its batches depend on; see `PlacedFor`."""
         return self._placed_for[updates]
 
     @functools.cached_property
     def _placed_for(self) -> tuple[PlacedFor, PlacedFor]:
-        own = self.axes, self.stacks, self.features
-        return placed_for(*own, blocks=None), placed_for(*own, blocks=self.blocks)
+        return _placed_for(self, blocks=None), _placed_for(self, blocks=self.blocks)
 
     @functools.cached_property
-    def routes_on_host(self) -> bool:
+    def places_routes(self) -> bool:
         """Whether a placed batch carries the route of its ids.
 
         A single CPU is the exception: its kernel sorts the ids itself, since moving the sort from
@@ -57,10 +54,14 @@ class Layout:
         return bool(self.axes.names) and not (self.axes.mesh.size == 1 and self.axes.on_cpu)
 
     @functools.cached_property
+    def tables(self) -> dict[str, tuple[Stack, TableSlice]]:
+        """Every table with its stack, by name, in the order of the stacks."""
+        return {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
+
+    @functools.cached_property
     def living(self) -> tuple[tuple[Stack, TableSlice], ...]:
         """The tables whose vocabularies live, each with its stack."""
-        pairs = [(stack, table) for stack in self.stacks for table in stack.tables]
-        return tuple((stack, table) for stack, table in pairs if table.vocabulary is not None)
+        return tuple(pair for pair in self.tables.values() if pair[1].vocabulary is not None)
 
     @functools.cached_property
     def on_host(self) -> tuple[tuple[Stack, TableSlice], ...]:
@@ -72,15 +73,15 @@ class Layout:
         """How many numbers a state has of its maps; see `TableState.vocabulary`."""
         return 2 + len(self.living) + bool(self.on_host)
 
-    def refuse_on_host(self, what: str, names: Iterable[str] | None = None) -> None:
-        """Refuse what needs whole tables, where one is at home on the host.
+    def check_on_devices(self, what: str, names: Iterable[str] | None = None) -> None:
+        """Check that whole tables are on the devices, for what needs them.
 
         Args:
           what: the call that needs them.
           names: of the tables that it needs; None: all.
 
         Raises:
-          ValueError: there is one.
+          ValueError: one is at home on the host.
         """
         chosen = None if names is None else set(names)
         here = [t.name for _, t in self.on_host if chosen is None or t.name in chosen]
@@ -152,12 +153,10 @@ class Layout:
         Raises:
           ValueError: no table has this name.
         """
-        for stack in self.stacks:
-            for table in stack.tables:
-                if table.name == name:
-                    return stack, table
-        names = sorted(table.name for stack in self.stacks for table in stack.tables)
-        raise ValueError(message("table", expected=f"one of {names}", got=repr(name)))
+        if not isinstance(name, str) or name not in self.tables:
+            expected = f"one of {sorted(self.tables)}"
+            raise ValueError(message("table", expected=expected, got=repr(name)))
+        return self.tables[name]
 
 
 def _small(stack: Stack, rows: int) -> Stack:
@@ -174,3 +173,137 @@ def _small(stack: Stack, rows: int) -> Stack:
     whole = rows * len(tables)
     whole = whole if stack.packing == "none" else round_up(whole, PACKED_ROWS)
     return dataclasses.replace(stack, tables=tuple(tables), num_rows=whole)
+
+
+# -- what a placed batch depends on ----------------------------------------------------------------
+#
+# A batch holds numbers: rows, bags, routes. They mean something only together with the declarations
+# for which they were made. With another combiner, say, its gains are wrong; with another number of
+# blocks, the order of its sums. So a batch carries what it was placed for, and an engine for which
+# anything of it differs refuses the batch.
+#
+# Every field of a config, and every option of an engine, is listed here, with the decision whether
+# `place` reads it. A new one without a decision fails a test.
+
+
+FEATURE_FIELDS = {
+    "table": True,  # its name
+    "max_sequence_length": True,
+    "output_shape": True,
+    "on_bad_id": True,
+    "name": True,  # a part of its path
+    "jagged": True,
+    "keep": True,
+}
+"""Whether `place` reads the fields of a `FeatureConfig`."""
+
+TABLE_FIELDS = {
+    # The name of a table's stack tells these of all its tables.
+    "vocabulary_size": True,
+    "dim": True,
+    "name": True,
+    "dtype": True,
+    "placement": True,
+    "shard_axes": True,
+    "combiner": True,
+    "vocabulary": True,
+    "storage": True,
+    # Whether there is an optimizer, and whether it accumulates, decides what is routed.
+    "optimizer": True,
+    "trainable": True,
+    # These are about values of rows, of which a batch has none.
+    "initializer": False,
+    "quantization_config": False,
+    "rounding": False,
+}
+"""Whether `place` reads the fields of a `TableConfig`."""
+
+ENGINE_OPTIONS = {
+    "feature_config": True,
+    "optimizer": True,
+    "mesh": True,
+    "batch_axes": True,
+    "sum_blocks": True,
+    "stack_tables": True,
+    "exchange_dtype": True,  # it decides how gradients come to their owners
+    "on_bad_gradient": False,  # it looks at gradients
+    # Batches with keys carry the history of the maps, which says more.
+    "lookahead": False,
+    "vocabularies": False,
+}
+"""Whether `place` reads the arguments of an `EmbeddingEngine`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedFor:
+    """What a batch was placed for; equal by value, with a hash that is computed once.
+
+    Args:
+      facts: (what, its value) of everything that `place` reads.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, PlacedFor):
+            return self is other
+        return hash(self) == hash(other) and self.facts == other.facts
+
+    def __hash__(self) -> int:
+        return self._checksum
+
+    @functools.cached_property
+    def _checksum(self) -> int:
+        # A CRC, because Python's `hash` of a string differs from process to process.
+        return zlib.crc32(repr(self.facts).encode())
+
+    def __repr__(self) -> str:
+        return f"PlacedFor({self._checksum:08x})"
+
+    def difference(self, other: PlacedFor) -> str:
+        """Return in words what differs first in a batch that was placed for something else."""
+        mine, theirs = dict(self.facts), dict(other.facts)
+        for what in (*mine, *theirs):
+            if mine.get(what) != theirs.get(what):
+                return f"one placed for {what} {theirs.get(what)}, not {mine.get(what)}"
+        return "the same"
+
+
+def _placed_for(layout: Layout, *, blocks: int | None) -> PlacedFor:
+    """Return what the batches of an engine are placed for.
+
+    Args:
+      layout: the engine's layout.
+      blocks: G, of batches that are routed for updates, too. None: they are only looked up, and
+        depend neither on G nor on whether tables are trained.
+    """
+    axes = layout.axes
+    facts = [("mesh", f"{[(name, axes.size((name,))) for name in axes.names]}")]
+    facts.append(("batch_axes", f"{axes.batch_axes}"))
+    if blocks is not None:
+        facts.append(("sum_blocks", f"{blocks}"))
+    for feature in layout.features:
+        what, config = f"feature {feature.path!r}", feature.config
+        facts.append((f"{what}: table", f"{feature.table.name!r}"))
+        read = [
+            name
+            for name, is_read in FEATURE_FIELDS.items()
+            if is_read and name not in ("table", "name")
+        ]
+        facts += [(f"{what}: {name}", f"{getattr(config, name)!r}") for name in read]
+        table = f"table {feature.table.name!r}"
+        facts.append((f"{table}: combiner", f"{config.table.combiner!r}"))
+        facts.append((f"{table}: vocabulary", f"{config.table.vocabulary!r}"))
+        facts.append((f"{table}: storage", f"{config.table.storage!r}"))
+    for stack in layout.stacks:
+        what, optimizer = f"stack {stack.label!r}", stack.optimizer
+        facts.append((f"{what}: layout", stack.name))
+        facts.append((f"{what}: shard_axes", f"{stack.shard_axes}"))
+        accumulates = optimizer is None or optimizer.use_gradient_accumulation
+        facts.append((f"{what}: use_gradient_accumulation", f"{accumulates}"))
+        if blocks is not None:
+            facts.append((f"{what}: trained", f"{optimizer is not None}"))
+            # Batches that were pickled before there was this option have no such fact.
+            if stack.exchange_dtype is not None:
+                facts.append((f"{what}: exchange_dtype", stack.exchange_dtype))
+    return PlacedFor(tuple(facts))

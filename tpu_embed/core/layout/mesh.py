@@ -95,11 +95,21 @@ class MeshAxes:
             part = part * self.mesh.shape[name] + place if name in names else part
         return part
 
+    @property
+    def process(self) -> int:
+        """The number of this process."""
+        return jax.process_index()
+
+    @functools.cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that have devices of the mesh."""
+        return frozenset(device.process_index for device in self.mesh.devices.flat)
+
     @functools.cached_property
     def one_process(self) -> bool:
         """Whether one process has all devices, so that its host knows the whole batch."""
         if isinstance(self.mesh, Mesh):
-            return len({device.process_index for device in self.mesh.devices.flat}) == 1
+            return len(self.processes) == 1
         # A plan's mesh has no devices yet.
         return self.mesh.size <= CHIPS_PER_HOST
 
@@ -110,12 +120,9 @@ class MeshAxes:
             return all(device.platform == "cpu" for device in self.mesh.devices.flat)
         return getattr(self.device, "device_kind", "") == "cpu"
 
-    def sharding(self, names: Sequence[str]) -> NamedSharding:
-        """Return the sharding that splits the first dimension over the named axes."""
-        return self._sharding(tuple(names))
-
     @functools.cache  # noqa: B019
-    def _sharding(self, names: tuple[str, ...]) -> NamedSharding:
+    def sharding(self, names: tuple[str, ...]) -> NamedSharding:
+        """Return the sharding that splits the first dimension over the named axes."""
         return NamedSharding(self.mesh, self.spec(names))
 
     def spec(self, names: Sequence[str]) -> PartitionSpec:
@@ -132,7 +139,7 @@ class MeshAxes:
         if all(kind == AxisType.Auto for kind in kinds.values()):
             return tree
         # Of a mesh with both kinds, a sharding may name only the explicit axes.
-        sharding = self.sharding([name for name in names if kinds[name] == AxisType.Explicit])
+        sharding = self.sharding(tuple(n for n in names if kinds[n] == AxisType.Explicit))
         return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:

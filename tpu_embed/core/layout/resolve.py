@@ -3,26 +3,35 @@
 A table may be declared without an optimizer, an initializer or shard axes; it then gets the
 engine's optimizer, the default initializer and all axes of the mesh.
 
+It also gets what its rows are rounded to where devices exchange them.
+
 Input: the flattened feature configuration and the engine's defaults. Output: a `Layout`. The
 configs themselves are never changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
 
 from tpu_embed import initializers
-from tpu_embed._checks import message
+from tpu_embed._checks import check_choice, message
 from tpu_embed._types import Array
 from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
-from tpu_embed.core.layout.exchange_dtype import ExchangeDtype, with_exchange_dtype
-from tpu_embed.core.layout.features import FeatureLayout
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.random_rounding import check_slot_names
-from tpu_embed.core.layout.stacks import ResolvedTable, make_stacks
+from tpu_embed.core.layout.stacks import (
+    ExchangeDtype,
+    FeatureLayout,
+    ResolvedTable,
+    Stack,
+    make_stacks,
+)
 from tpu_embed.kernels.formats import packing_of
 from tpu_embed.optimizers import (
     TableOptimizer,
@@ -127,3 +136,39 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
             check_slot_names(name, own, config.dim)
         optimizers.append(own)
     return optimizers
+
+
+def with_exchange_dtype(
+    stacks: tuple[Stack, ...], exchange_dtype: ExchangeDtype | None
+) -> tuple[Stack, ...]:
+    """Return the stacks, those that are sharded with the dtype of their exchange.
+
+    Args:
+      stacks: the stacks. Replicated ones exchange no rows and keep whole sums: nothing is rounded.
+      exchange_dtype: the option of the engine; None means "float32", which rounds nothing.
+
+    Raises:
+      ValueError: another dtype; a sharded table is float64, or its optimizer does not accumulate
+        gradients, and they are to be rounded.
+    """
+    if exchange_dtype is not None:
+        check_choice("exchange_dtype", exchange_dtype, get_args(ExchangeDtype))
+    if exchange_dtype != "bfloat16":
+        return stacks
+    return tuple(_rounded(stack) if stack.placement != "replicated" else stack for stack in stacks)
+
+
+def _rounded(stack: Stack) -> Stack:
+    """Return a sharded stack whose rows and partial sums are rounded to bfloat16."""
+    what, name = "exchange_dtype", stack.tables[0].name
+    if stack.compute_dtype != np.float32:
+        expected = "tables of float32 or bfloat16 with exchange_dtype='bfloat16'"
+        got, remedy = f"table {name!r} of {stack.dtype}", "leave exchange_dtype out"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    # Without accumulation there are no partial sums: each occurrence is applied by itself.
+    if stack.optimizer is not None and not stack.optimizer.use_gradient_accumulation:
+        expected = "optimizers that accumulate gradients with exchange_dtype='bfloat16'"
+        got = f"use_gradient_accumulation=False for table {name!r}"
+        remedy = "leave exchange_dtype out, or accumulate"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return dataclasses.replace(stack, exchange_dtype="bfloat16")

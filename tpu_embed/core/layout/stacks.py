@@ -16,29 +16,39 @@ For example, a table of V = 5 rows on S = 2 shards with R = 3 and offset 0:
 
 A replicated table is a MOD table with S = 1.
 
-Input: the resolved tables, in table order. Output: the stacks.
+Input: the resolved tables, in table order. Output: the stacks, and
+where each feature's table is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.config import QuantizationConfig, Rounding, TableConfig
-from tpu_embed.core.layout.rounding import round_up
-from tpu_embed.core.layout.stack_names import stack_name
+from tpu_embed.config import FeatureConfig, QuantizationConfig, Rounding, TableConfig
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
 from tpu_embed.optimizers import TableOptimizer
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary, KeyTable
+
+ExchangeDtype = Literal["float32", "bfloat16"]
+"""What is rounded where devices exchange it.
+
+Rows travel from their owner shard to the devices that look them up, and partial sums of gradients
+travel back. With "bfloat16" both are rounded to bfloat16 on their way, so they take half the bytes.
+They are rounded on one device, too, where nothing travels: so tables have the same bits on every
+number of devices. What is stored, and every sum, stays float32.
+"""
 
 INT32_ROWS = 2**31 - 1
 """The largest number of physical rows of a stack whose row ids are int32."""
@@ -94,7 +104,7 @@ class Stack:
     """One stack: tables of one dim, dtype, optimizer and placement in one array `[S * R, D]`.
 
     Attributes:
-      name: the stack's key in `TableState`; it says what the rows are (`stack_names.py`).
+      name: the stack's key in `TableState`; it says what the rows are (`stack_name`).
       tables: its tables, in table order.
       dim: D.
       dtype: the logical dtype of the stored rows.
@@ -105,7 +115,7 @@ class Stack:
       num_rows: R, the local rows of one shard.
       quantization: how looked-up rows are quantized, or None.
       packing: which unit of the device its rows are packed for, or "none".
-      exchange_dtype: what rows and partial sums are rounded to (`exchange_dtype.py`); None: they
+      exchange_dtype: what rows and partial sums are rounded to (`ExchangeDtype`); None: they
         are not rounded.
       rounding: how new values of rows are rounded when they are stored.
     """
@@ -228,6 +238,20 @@ class Stack:
         # With MOD on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap
         # they are read in the order 0, 1, 2, 3, ….
         return mine if self.placement == "div" else mine.swapaxes(0, 1)
+
+
+def sent_rows_format(stack: Stack) -> RowFormat:
+    """Return the format in which rows are sent between devices."""
+    return _format(stack, stack.exchange_dtype or stack.dtype)
+
+
+def sent_sums_format(stack: Stack) -> RowFormat:
+    """Return the format in which partial sums of the rows' gradients are sent."""
+    return _format(stack, stack.exchange_dtype or stack.compute_dtype)
+
+
+def _format(stack: Stack, dtype: str | np.dtype) -> RowFormat:
+    return RowFormat((stack.dim,), jnp.dtype(dtype), stack.packing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,3 +420,134 @@ def _at_home(config: TableConfig) -> tuple[int, KeyTable | None]:
         return 0, None
     size, rules = config.vocabulary_size, config.vocabulary
     return size, None if rules is None else KeyTable(size, rules)
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureLayout:
+    """One feature, and where its table lives.
+
+    Attributes:
+      path: the feature's path in the configuration, for messages.
+      config: the feature's config.
+      table: its table's slice of the stack.
+      stack: the index of the stack in `Layout.stacks`.
+    """
+
+    path: str
+    config: FeatureConfig
+    table: TableSlice
+    stack: int
+
+
+# -- names of stacks ------------------------------------------------------------------------------
+
+
+_LABEL_LENGTH = 32
+"""How many characters of the first table's name a stack's name shows."""
+# Example: items+2@mod8x250#0f3a9c1e55d2
+_FORM = re.compile(
+    r"(?P<label>[^@]*)@(?P<placement>[a-z]+)(?P<shards>\d+)x(?P<rows>\d+)#(?P<digest>\w+)"
+)
+
+
+def stack_name(
+    tables: Sequence[tuple[str, int]], *, placement: str, shards: int, rows: int, kind: Any
+) -> str:
+    """Return the name of a stack.
+
+    It says what the stack's rows are, so that layouts can't be confused: it is the key of the
+    stack's arrays in a `TableState`, and keys survive pickle, orbax and `jax.tree`. Static fields
+    of a pytree do not, because orbax takes the template's. For example
+
+        items+2@mod8x250#0f3a9c1e55d2
+
+    is the stack of "items" and two more tables, placed by MOD on 8 shards of 250 rows each. After
+    "#" comes a digest of the tables in order (names and vocabulary sizes), of their dim and dtype,
+    of how rows are packed, and of the names of tables with a living vocabulary. Optimizers are not
+    part of it, because their hyperparameters may change between runs.
+
+    Args:
+      tables: (name, vocabulary size) of its tables, in the order of their rows.
+      placement: "mod", "div" or "replicated".
+      shards: S.
+      rows: R, the rows of one shard.
+      kind: whatever else decides how the rows are stored; its `repr` goes into the digest.
+
+    Example:
+      >>> stack_name([("items", 2000)], placement="mod", shards=8, rows=250, kind=(64, "float32"))
+      'items@mod8x250#a49d2e99fd13'
+    """
+    # Replace what could be confused with a separator (@, #, +) or a part of a file path.
+    label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
+    if len(tables) > 1:
+        label += f"+{len(tables) - 1}"
+    described = repr((list(tables), kind)).encode()
+    digest = hashlib.blake2b(described, digest_size=6).hexdigest()
+    return f"{label}@{placement}{shards}x{rows}#{digest}"
+
+
+def differences(expected: str, got: str) -> str:
+    """Return in words how the stack named `got` differs from the stack named `expected`.
+
+    Example:
+      >>> differences("items@mod8x250#0f3a", "items@mod1x2000#0f3a")
+      'the same tables in 1 shard of 2000 rows (mod), not in 8 shards of 250 rows (mod)'
+    """
+    ours, theirs = _FORM.fullmatch(expected), _FORM.fullmatch(got)
+    if ours is None or theirs is None:
+        return "a name that is not the name of a stack"
+    if ours["digest"] == theirs["digest"]:
+        return f"the same tables in {_shards(theirs)}, not in {_shards(ours)}"
+    return "other tables, or tables of another vocabulary size, dim or dtype, or packed differently"
+
+
+def _shards(name: re.Match[str]) -> str:
+    plural = "" if name["shards"] == "1" else "s"
+    return f"{name['shards']} shard{plural} of {name['rows']} rows ({name['placement']})"
+
+
+# -- sizes of arrays -------------------------------------------------------------------------------
+#
+# A compiled program depends on the shapes of its arrays. If the number of ids in a batch were used
+# as it is, nearly every batch would need a program of its own; rounded up to one of a few sizes
+# ("buckets"), batches share programs, at the cost of some padding.
+
+ROW_MULTIPLE = 64
+"""The number of rows in one call of an initializer or an optimizer's rule is a multiple of this.
+
+Vectorised loops then have no remainder, in which rounding could differ from the loop's body.
+"""
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the least positive multiple of `multiple` that is at least `n`."""
+    # -(-n // m) is n / m rounded up.
+    return max(1, -(-n // multiple)) * multiple
+
+
+def bucket(n: int) -> int:
+    """Return `n` rounded up so that about one part in eight is padding at most.
+
+    There are eight sizes between each power of two and the next: 64, 72, 80, …, 120, 128.
+
+    Example:
+      >>> [bucket(n) for n in (0, 7, 9, 100, 1000)]
+      [0, 8, 9, 104, 1024]
+    """
+    if n == 0:
+        return 0
+    # 100 has 7 bits, so 64 <= n < 128, and the step is 2**(7 - 4) = 64 / 8 = 8.
+    step = max(1, 2 ** max(0, n.bit_length() - 4))
+    return max(8, -(-n // step) * step)
+
+
+def roomy(n: int) -> int:
+    """Return a bucket that has room for the next batches too.
+
+    A count that is n in one batch varies by about √n from batch to batch, so 2√n is added.
+
+    Example:
+      >>> [roomy(n) for n in (0, 20, 1000, 100_000)]
+      [0, 28, 1152, 106496]
+    """
+    return bucket(n + 2 * math.isqrt(n))

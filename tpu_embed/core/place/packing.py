@@ -6,7 +6,7 @@ every replica, padding included, so the bag of an id follows from its position
 bag. A jagged feature has all its places in either; where one has no id there is padding.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and gains of every stack,
-`[replicas, N]`, which are sent as they are (`line.py`) or routed first (`write_lines.py`).
+`[replicas, N]`, which are sent as they are (`batch.py`) or routed first (`write_lines.py`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
 
 
 def pack(hosts: Sequence[HostIds], view: StackView, replicas: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the ids of one stack in new arrays `[replicas, …]`, by the names of `line.py`.
+    """Return the ids of one stack in new arrays `[replicas, …]`, by the names of `batch.py`.
 
     Args:
       hosts: the ids of every feature; they fit the view.

@@ -1,7 +1,7 @@
 """Bring the rows of tables on the host along with a batch that is only looked up.
 
 Input: the keys of a batch, and their rows on the devices. Output: rows of small tables, and what
-these are made of (`core/layout/visits.py`).
+these are made of (`core/layout/arrivals.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The static shape of a batch depends on its ids, and several processes must agree
 has three steps. The ids of every stack are sorted by row, on each replica: the distinct rows are
 what the replica asks the shards for, and the partial sums, one for each row and block of the batch,
 are what it sends them. The room for that is counted. Then, with the agreed shape, the line of each
-device is written (`line.py` lists its fields): where each id's row comes back, in which order the
+device is written (`batch.py` lists its fields): where each id's row comes back, in which order the
 device sums gradients, and in which order, as an owner, it adds up the partial sums that arrive.
 
 Input: the packed ids of this process's replicas. Output: their spec with its capacities, and the
@@ -81,7 +81,7 @@ def _sort(ids: Fields, view: StackView) -> HostStack:
     rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
     if "blocks" in ids:
         sums_at = host_route.bounds(sum_rows, view.stack)
-    owners = host_route.merge_sums(sum_rows, sums_at) if view.merges_on_host else []
+    owners = host_route.merge_sums(sum_rows, sums_at) if view.is_merged else []
     return HostStack(ids, ordered, rows_at, sums_at, owners)
 
 

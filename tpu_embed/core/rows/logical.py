@@ -84,7 +84,7 @@ def host_arrays(
     With one process, no device needs extra memory; with several, which must all call this, each
     device receives a block of rows at a time.
     """
-    layout.refuse_on_host("retrieve")
+    layout.check_on_devices("retrieve")
     check_own(state, layout)
     tables, slots = {}, {}
     for f in fields(layout):

@@ -1,15 +1,18 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
 from tpu_embed.core.state import norms
-from tpu_embed.core.state.checks import (
-    check_arrays,
-    check_not_donated,
-    check_own,
-    check_state,
-    check_tables_not_donated,
+from tpu_embed.core.state.init import (
+    MAP_VERSION,
+    blank_arrays,
+    init_tables,
+    matched_counters,
+    new_version,
+    new_vocabulary,
+    open_key,
+    put_everywhere,
+    random_key,
+    vocabulary_of_maps,
 )
-from tpu_embed.core.state.fields import Field, field, fields
-from tpu_embed.core.state.init import blank_arrays, init_tables
 from tpu_embed.core.state.moved_rows import (
     RowMover,
     Sent,
@@ -19,25 +22,22 @@ from tpu_embed.core.state.moved_rows import (
     row_fields,
 )
 from tpu_embed.core.state.new_rows import (
-    MAP_VERSION,
-    NewKeys,
     NewRowWriter,
     first_rows,
-    new_version,
-    new_vocabulary,
-    open_key,
-    random_key,
     visiting_tables,
 )
-from tpu_embed.core.state.rebuilt import (
-    matched_counters,
-    put_everywhere,
-    vocabulary_of_maps,
-)
 from tpu_embed.core.state.table_state import (
+    Field,
     StackShard,
     TableState,
+    check_arrays,
+    check_not_donated,
+    check_own,
+    check_state,
+    check_tables_not_donated,
     describe_leaf,
+    field,
+    fields,
     logical_rows,
     read_rows,
     refuse_gradient,
@@ -51,7 +51,6 @@ from tpu_embed.core.state.table_state import (
 __all__ = [
     "MAP_VERSION",
     "Field",
-    "NewKeys",
     "NewRowWriter",
     "RowMover",
     "Sent",

@@ -1,4 +1,6 @@
-"""Create tables and slots shard by shard, so that no device or host holds more than its own rows.
+"""Make a state: drawn from a random key, blank, or from the parts of another one.
+
+Tables and slots are created shard by shard, so that no device or host holds more than its own rows.
 
 Each row is drawn in the compute dtype with a random key of its own:
 
@@ -10,7 +12,12 @@ So its value depends on the key, the table's name and the row's number only, and
 every layout and every number of devices. An initializer that takes `shard_info` is called once per
 shard instead, with the table's key.
 
-Input: a random key and the stacks. Output: physical tables and slots.
+Of a checkpoint, or of another engine's state, rows are written into blank arrays. Everything else
+that training changes is small, and all devices have it: counters, which are matched by the features
+that they count, and what a state says of its maps (`TableState.vocabulary`).
+
+Input: a random key and the stacks; or what another state had. Output: physical tables and slots;
+counters, and what is said of maps.
 """
 
 from __future__ import annotations
@@ -18,7 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,23 +35,29 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed import initializers
 from tpu_embed._checks import message
-from tpu_embed._types import Array
+from tpu_embed._types import Array, PyTree
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
     NUMBERS_SLOT,
     ROW_MULTIPLE,
     SEED_SLOT,
+    Layout,
     MeshAxes,
     Stack,
     TableSlice,
     keeps_numbers,
     round_up,
     rounds_at_random,
+    send_lines,
 )
 from tpu_embed.core.state.table_state import StackShard, slot_format, slot_shapes, state_specs
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import LINE, RowFormat
 from tpu_embed.kernels.stochastic import row_number
+from tpu_embed.vocabulary import MapStates
+
+MAP_VERSION = "map_version"
+"""The key of step and history in `TableState.vocabulary`; see `new_version`."""
 
 CHUNK = 2**20
 """Numbers that are created at a time; this bounds the size of temporary arrays."""
@@ -328,3 +341,106 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
     keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
     numbers = row_number(low, high) if keeps_numbers(stack) else None
     return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"), numbers)
+
+
+# -- what a state has besides rows ---------------------------------------------------------------
+
+
+def new_vocabulary(key: Array, history: Array, size: int) -> dict[str, Array]:
+    """Return the `vocabulary` of a new state; runs in a program.
+
+    Args:
+      key: the random key that `init` was given.
+      history: int32 `[]`, that of states without keys.
+      size: how many numbers there are of maps (`Layout.version_size`).
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    steps = jnp.zeros(size, jnp.int32).at[1].set(history)
+    return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": jax.random.key_data(key)}
+
+
+def new_version(
+    vocabulary: Mapping[str, Array],
+    steps: tuple[int, int],
+    axes: MeshAxes,
+    taken: Sequence[int] | None = None,
+) -> Any:
+    """Return the `vocabulary` of a state with another step and history.
+
+    They are on the devices at once: whoever reads them waits for no program.
+
+    Args:
+      vocabulary: that of the state before.
+      steps: step and history.
+      axes: the mesh.
+      taken: for each living vocabulary, the last step at which a row was taken from a key, and with
+        tables on the host the last replacement. None: the steps are not known, so they may have
+        been the present one.
+    """
+    numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
+    if taken is None:
+        numbers[2:][numbers[2:] >= 0] = steps[0]
+    return {**vocabulary, MAP_VERSION: put_everywhere(numbers, axes)}
+
+
+def random_key(vocabulary: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the data of the random key that new rows are drawn with, by its kind."""
+    return {kind: data for kind, data in vocabulary.items() if kind != MAP_VERSION}
+
+
+def open_key(key: Mapping[str, Any]) -> Array:
+    """Return the key of what `random_key` returned."""
+    ((kind, data),) = key.items()
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
+
+
+def put_everywhere(values: PyTree, axes: MeshAxes) -> PyTree:
+    """Put NumPy arrays, equal in all processes, on every device; no process waits for another."""
+    sharding = axes.sharding(())
+    return jax.tree.map(lambda x: send_lines(x, sharding), values)
+
+
+def matched_counters(
+    found: Mapping[str, Any], paths: Sequence[str], forms: Mapping[str, Any], layout: Layout
+) -> dict[str, np.ndarray]:
+    """Return the counters of a state; 0 where there was none.
+
+    Args:
+      found: those of the other state, by name: a number, or one per feature.
+      paths: the features of the other state, in the order of these numbers.
+      forms: shape and dtype of the counters that are wanted, by name.
+      layout: has the features that they count, which are matched by their paths.
+    """
+    wanted, counters = [feature.path for feature in layout.features], {}
+    for name, form in forms.items():
+        counters[name] = np.zeros(form.shape, form.dtype)
+        count = found.get(name, 0)
+        # found [F], in the order of `paths`; wanted [F'], in the order of `wanted`
+        if np.shape(count) == (len(paths),) and form.shape == (len(wanted),):
+            by_path = dict(zip(paths, count, strict=True))
+            counters[name][:] = [by_path.get(path, 0) for path in wanted]
+        elif np.shape(count) == form.shape:
+            counters[name][...] = count
+    return counters
+
+
+def vocabulary_of_maps(
+    states: MapStates, key: Mapping[str, np.ndarray] | None, layout: Layout
+) -> dict[str, Array]:
+    """Return the `vocabulary` of the state that belongs to maps.
+
+    Args:
+      states: of the maps.
+      key: the data of the random key of new rows, by its kind; None: none is drawn any more.
+      layout: the engine's layout.
+    """
+    (step,) = {int(one.step) for one in states.maps.values()}
+    # When a row was taken last is not known; batches from before are refused anyway.
+    steps = np.zeros(layout.version_size, np.int32)
+    steps[: 2 + len(layout.living)] = step
+    steps[1] = states.history
+    if not key:
+        some = jax.random.key(0)
+        key = {f"{jax.random.key_impl(some)}": np.asarray(jax.random.key_data(some))}
+    return put_everywhere({**key, MAP_VERSION: steps}, layout.axes)

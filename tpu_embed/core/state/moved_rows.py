@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tpu_embed._calls import call
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.layout import (
@@ -42,7 +41,7 @@ from tpu_embed.core.state.table_state import (
     write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels.tracing import zero_after
 from tpu_embed.storage import Homes, HomeTable, Room, RowField, RowGroups
 
 
@@ -63,29 +62,29 @@ def make_homes(layout: Layout) -> Homes | None:
     """
     tables = {}
     for stack, table in layout.on_host:
-        assert table.storage is not None, "a table on the host"
+        declared = table.storage
+        assert declared is not None, "a table on the host"
         check_rule(stack, table)
-        row_groups = _groups(layout, stack, table)
-        tables[table.name] = HomeTable(table.storage, row_fields(stack), row_groups)
+        row_groups = _groups(layout, stack, table, declared.groups)
+        tables[table.name] = HomeTable(declared, row_fields(stack), row_groups)
     return Homes(tables) if tables else None
 
 
-def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
+def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None) -> RowGroups:
     """Return which rows on the devices an id of a table may have.
 
     Raises:
       ValueError: `HostStorage.groups` does not suit the processes, or there are too few rows.
     """
-    assert table.storage is not None, "a table on the host"
     # Shards have one owner if the same processes hold them: [{0}, {0}, {1}, {1}] -> 0 0 1 1.
     holders = layout.axes.processes_of_parts(stack.shard_axes)
     numbers = {one: i for i, one in enumerate(dict.fromkeys(holders))}
-    count = table.storage.groups or len(numbers)
+    count = wanted or len(numbers)
     if count % len(numbers):
         expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
         what = f"table {table.name!r}: HostStorage.groups"
         raise ValueError(message(what, expected=expected, got=f"{count}"))
-    here = jax.process_index()
+    here = layout.axes.process
     made = RowGroups(
         num_rows=table.vocabulary_size,
         owners=tuple(numbers[one] for one in holders),
@@ -95,10 +94,8 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice) -> RowGroups:
         saved=frozenset(number for one, number in numbers.items() if here == min(one)),
     )
     if not all(rows.size for rows in made.rows):
-        what, expected = (
-            f"table {table.name!r}: HostStorage.device_rows",
-            f"at least {count}, with rows of all processes",
-        )
+        what = f"table {table.name!r}: HostStorage.device_rows"
+        expected = f"at least {count}, with rows of all processes"
         raise ValueError(message(what, expected=expected, got=f"{table.vocabulary_size} rows"))
     return made
 
@@ -160,7 +157,7 @@ class RowMover:
                 shard,
                 mesh=axes.mesh,
                 in_specs=(held, split),
-                out_specs=split if function is _collect else (split, held),
+                out_specs=split if function is _collect else (split, tuple(held)),
                 check_vma=False,
             )(held_arrays, rows)
 
@@ -197,11 +194,16 @@ class RowMover:
         return sent
 
     def exchange(
-        self, state: TableState, sent: Mapping[str, Sent]
+        self, state: TableState, sent: Mapping[str, Sent], call: Callable[..., Any]
     ) -> tuple[TableState, dict[str, Fields]]:
         """Return the state with rows from home, and what was in the places of all that were sent.
 
         Tables and slots are donated. Rows that did not come from home stay as they are.
+
+        Args:
+          state: the state.
+          sent: what `send` returned.
+          call: that of an `Exchange`.
 
         Returns:
           The state, and the copies by stack.
@@ -256,10 +258,10 @@ def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:
     }
 
 
-def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, StackShard]:
+def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple[Any, ...]]:
     """Return copies as `_collect` does, and this device's shard with the rows that were sent."""
     copies = _collect(stack, held, sent.places)
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
     values = {part: field[0] for part, field in sent.fields.items()}
-    return copies, write_parts(held, rows, values, stack)
+    return copies, tuple(write_parts(held, rows, values, stack))  # plain, for `Exchange`

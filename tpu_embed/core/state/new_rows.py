@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,6 @@ from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import (
     BY_ID,
     Layout,
-    MeshAxes,
     NewKeys,
     Parcels,
     Stack,
@@ -43,12 +42,13 @@ from tpu_embed.core.layout import (
     keeps_numbers,
     open_rows,
     parcel_operand,
-    send_lines,
 )
 from tpu_embed.core.state.init import (
     NewRows,
     fold_row_id,
     fresh_slots,
+    open_key,
+    random_key,
     row_by_row,
     table_keys,
 )
@@ -62,9 +62,6 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.stochastic import row_number
 from tpu_embed.storage import VALUES, slot_field
-
-MAP_VERSION = "map_version"
-"""The key of step and history in `TableState.vocabulary`; see `new_version`."""
 
 _NONE: Mapping[str, int] = types.MappingProxyType({})
 
@@ -85,55 +82,6 @@ class KeyedParcel(NamedTuple):
     by_id: Array
     low: Array
     high: Array
-
-
-def new_vocabulary(key: Array, history: Array, size: int) -> dict[str, Array]:
-    """Return the `vocabulary` of a new state; runs in a program.
-
-    Args:
-      key: the random key that `init` was given.
-      history: int32 `[]`, that of states without keys.
-      size: how many numbers there are of maps (`Layout.version_size`).
-    """
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    steps = jnp.zeros(size, jnp.int32).at[1].set(history)
-    return {MAP_VERSION: steps, f"{jax.random.key_impl(key)}": jax.random.key_data(key)}
-
-
-def new_version(
-    vocabulary: Mapping[str, Array],
-    steps: tuple[int, int],
-    axes: MeshAxes,
-    taken: Sequence[int] | None = None,
-) -> Any:
-    """Return the `vocabulary` of a state with another step and history.
-
-    They are on the devices at once: whoever reads them waits for no program.
-
-    Args:
-      vocabulary: that of the state before.
-      steps: step and history.
-      axes: the mesh.
-      taken: for each living vocabulary, the last step at which a row was taken from a key, and with
-        tables on the host the last replacement. None: the steps are not known, so they may have
-        been the present one.
-    """
-    numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
-    if taken is None:
-        numbers[2:][numbers[2:] >= 0] = steps[0]
-    return {**vocabulary, MAP_VERSION: send_lines(numbers, axes.sharding(()))}
-
-
-def random_key(vocabulary: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the data of the random key that new rows are drawn with, by its kind."""
-    return {kind: data for kind, data in vocabulary.items() if kind != MAP_VERSION}
-
-
-def open_key(key: Mapping[str, Any]) -> Array:
-    """Return the key of what `random_key` returned."""
-    ((kind, data),) = key.items()
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
 
 
 class NewRowWriter:
@@ -160,7 +108,12 @@ class NewRowWriter:
         }
 
     def write(
-        self, state: TableState, new: Mapping[str, NewKeys], most: Mapping[str, int] = _NONE
+        self,
+        state: TableState,
+        new: Mapping[str, NewKeys],
+        most: Mapping[str, int] = _NONE,
+        *,
+        call: Callable[..., Any] = call,
     ) -> TableState:
         """Return the state with the rows of new keys made new; tables and slots are donated.
 
@@ -171,6 +124,7 @@ class NewRowWriter:
           new: the new keys by table, the same in all processes; of tables on the host, those that
             this process draws.
           most: by stack of tables on the host, the most rows that a process draws for a shard.
+          call: that of an `Exchange`, or one that stores nothing.
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
@@ -227,20 +181,21 @@ class NewRowWriter:
 
     def _write(
         self, stack: Stack, held: StackShard, key: dict[str, Array], parcels: Array
-    ) -> StackShard:
+    ) -> tuple[Any, ...]:
         self.traces += 1  # this line runs once per trace, not once per step
         axes = self._layout.axes
         specs = stack_specs(stack, axes)
 
-        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> StackShard:
+        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> tuple[Any, ...]:
             rows = open_rows(parcels[0, :2], stack)
-            return write_parts(held, rows, _draw_parts(stack, key, parcels[0]), stack)
+            drawn = _draw_parts(stack, key, parcels[0])
+            return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
 
         return jax.shard_map(
             device,
             mesh=axes.mesh,
             in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
-            out_specs=specs,
+            out_specs=tuple(specs),
             check_vma=False,
         )(held, key, parcels)
 

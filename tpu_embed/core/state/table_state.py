@@ -3,13 +3,15 @@
 Physical means that the tables of a stack share one array, whose first axis is sharded over the
 devices and padded so that all shards are equal. The functions here say how those arrays are
 sharded, read and write rows of a shard, and convert physical rows to the logical ones of a table.
+Users speak of tables and slots: a `Field` says where one of them is in the arrays.
 
 `jax.grad(loss)(state)` first asks whether all leaves of the state are floats. The step is an
 integer, so JAX would say that integers have no gradients. But the gradient of a table is what
 nobody should ask for: it is as large as the table. So a state that is taken apart for this question
 raises an error that says what to do instead.
 
-Input: stacks and physical arrays. Output: shardings, logical rows, or arrays with some rows set.
+Input: stacks and physical arrays. Output: shardings, logical rows, or arrays with some rows set;
+what differs in an object that a user gave as a state.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +27,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, keystr
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_live, message
 from tpu_embed._types import Array, Tracer
-from tpu_embed.core.layout import MeshAxes, Stack, TableSlice, rounding_slots
+from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, differences, rounding_slots
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
@@ -265,3 +267,215 @@ def refuse_jax_grad() -> None:
         frame = frame.f_back
     if (frame.f_code.co_filename, frame.f_code.co_name) == _ASKING:
         refuse_gradient("jax.grad")
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A table, or one slot of a table, and where it is in the state.
+
+    Attributes:
+      stack: the stack that contains the table.
+      table: the table's slice of the stack.
+      slot: the slot's name; None for the table itself.
+      shape: shape and dtype of one row; of the whole slot if all rows share it.
+    """
+
+    stack: Stack
+    table: TableSlice
+    slot: str | None
+    shape: SlotShape
+
+    @property
+    def label(self) -> str:
+        """The name used in error messages, such as "table 'item', slot 'momentum'"."""
+        return f"table {self.table.name!r}" + (f", slot {self.slot!r}" if self.slot else "")
+
+    @property
+    def part(self) -> str:
+        """Its name among what a row has, see `moved_rows.row_fields`."""
+        return VALUES if self.slot is None else slot_field(self.slot)
+
+    @property
+    def row_format(self) -> RowFormat:
+        """How its rows lie in the physical array; meaningless for a slot that all rows share."""
+        return slot_format(self.stack, self.shape)
+
+    def read(self, state: TableState) -> Array:
+        """Return the physical array: that of the whole stack, not only of this table."""
+        if self.slot is None:
+            return state.tables[self.stack.name]
+        return state.slots[self.stack.name][self.slot]
+
+    def write(self, state: TableState, physical: Array) -> TableState:
+        """Return the state with the physical array replaced."""
+        name = self.stack.name
+        if self.slot is None:
+            return dataclasses.replace(state, tables={**state.tables, name: physical})
+        mine = {**state.slots[name], self.slot: physical}
+        return dataclasses.replace(state, slots={**state.slots, name: mine})
+
+
+def field(layout: Layout, name: str, slot: str | None) -> Field:
+    """Return the field of a table, or of one of its slots.
+
+    Args:
+      layout: the engine's layout.
+      name: the table's name.
+      slot: the slot's name, or None for the table itself.
+
+    Raises:
+      ValueError: there is no table or no slot of this name.
+    """
+    stack, table = layout.table(name)
+    # A table's rows have D numbers; a slot's rows have the shape that the optimizer declares.
+    if slot is None:
+        return Field(stack, table, None, SlotShape((stack.dim,), jnp.dtype(stack.dtype)))
+    shapes = slot_shapes(stack)
+    if slot not in shapes:
+        what, expected = f"table {name!r}: slot", f"one of {sorted(shapes)}"
+        raise ValueError(message(what, expected=expected, got=repr(slot)))
+    return Field(stack, table, slot, shapes[slot])
+
+
+def fields(layout: Layout, name: str | None = None) -> Iterator[Field]:
+    """Yield every table, each followed by its slots; or one table and its slots."""
+    for each, (stack, _) in layout.tables.items():
+        for slot in (None, *slot_shapes(stack)) if name in (None, each) else ():
+            yield field(layout, each, slot)
+
+
+# -- checks ----------------------------------------------------------------------------------------
+#
+# An array of rows does not say which rows it holds: on 8 devices the same table is stored in
+# another order than on 1, and two engines may have tables of equal shape. But the keys of a state's
+# dictionaries do say it, because the name of a stack describes its layout (`stack_name`). So an
+# engine compares those keys with its own before it reads a row.
+
+_OWN_STATE = "give one that this engine's init, update or load returned"
+_RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
+
+
+def check_state(state: Any, layout: Layout) -> None:
+    """Check that a state has every array of the layout, each with the right shape and dtype.
+
+    Raises:
+      ValueError: the object is not a state, belongs to another engine, lacks an array, or has an
+        array that was donated.
+    """
+    check_own(state, layout)
+    for f in fields(layout):
+        # A NumPy array of the right shape is refused too: it is not sharded over the devices.
+        _check_array(f, state, jax.Array)
+
+
+def check_own(state: Any, layout: Layout) -> None:
+    """Check that a state has this layout and contains no donated array.
+
+    It reads only dictionary keys and flags, so it is cheap enough for every call.
+
+    Raises:
+      ValueError: the object is not a state, belongs to another engine, or has a donated array; the
+        call is inside a `shard_map` or under another mesh.
+    """
+    layout.axes.check_context()
+    check_not_donated(state)
+    check_layout(state.tables, layout)
+    check_layout(state.slots, layout)
+
+
+def check_not_donated(state: Any) -> None:
+    """Check that an object is a state and that none of its arrays was donated.
+
+    Raises:
+      ValueError: it is not a state, or an array was donated; the message names its stack.
+    """
+    check_tables_not_donated(state)
+    for name, by_slot in state.slots.items():
+        check_live(f"state: slots of stack {name!r}", by_slot.values())
+    check_live("state", (state.step, *state.counters.values()))
+
+
+def check_tables_not_donated(state: Any) -> None:
+    """Check that an object is a state and that none of its tables was donated.
+
+    Raises:
+      ValueError: it is not a state, or a table was donated; the message names its stack.
+    """
+    if not isinstance(state, TableState):
+        got = type(state).__name__
+        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+    for name, table in state.tables.items():
+        check_live(f"state: stack {name!r}", (table,))
+
+
+def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
+    """Check that the keys of tables or slots are the names of the layout's stacks.
+
+    Args:
+      by_stack: `TableState.tables` or `.slots`.
+      layout: the engine's layout.
+
+    Raises:
+      ValueError: the keys belong to another layout; the message says what differs.
+    """
+    own = [stack.name for stack in layout.stacks]
+    if by_stack.keys() == set(own):
+        return
+    missing = [name for name in own if name not in by_stack]
+    foreign = sorted(map(str, by_stack.keys() - set(own)))
+    why = ""
+    if missing and foreign:
+        # A name is "tables@layout". Compare the missing stack with a foreign one that has the same
+        # tables, if there is one, so that the message is about the layout and not about the tables.
+        name = next((n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]), foreign[0])
+        why = f": {differences(missing[0], name)}"
+    expected = f"stacks {missing or own}"
+    got = f"{foreign or sorted(map(str, by_stack))}{why}"
+    raise ValueError(message("state", expected=expected, got=got, remedy=_RESTORE))
+
+
+def check_arrays(state: TableState, layout: Layout, *, slots: bool) -> None:
+    """Check layout, shapes and dtypes; this runs at trace time, so it adds no cost per step.
+
+    Args:
+      state: the state.
+      layout: the engine's layout.
+      slots: whether to check the slots too.
+
+    Raises:
+      ValueError: the state belongs to another engine.
+    """
+    check_layout(state.tables, layout)
+    if slots:
+        check_layout(state.slots, layout)
+    for f in fields(layout):
+        if slots or f.slot is None:
+            _check_array(f, state, object)
+    for stack in layout.stacks if slots else ():
+        wanted = slot_shapes(stack).keys()
+        if more := sorted(state.slots[stack.name].keys() - wanted):
+            what, expected = f"state: stack {stack.name!r}", f"slots {sorted(wanted)}"
+            text = message(what, expected=expected, got=f"also {more}", remedy=_RESTORE)
+            raise ValueError(text)
+
+
+def _check_array(f: Field, state: TableState, kind: type) -> None:
+    """Raise `ValueError` unless a state has an array of a kind, of the expected shape and dtype."""
+    wanted = f.row_format.array(f.stack.physical_rows)
+    # A slot that the whole stack shares has no rows: it is stored in its own shape, never packed.
+    if not f.shape.per_row:
+        wanted = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+    expected = f"{wanted.dtype} of shape {wanted.shape}"
+    try:
+        array: Any = f.read(state)
+    except KeyError:
+        array = None
+    if array is None:
+        got = "none"
+    elif isinstance(array, kind):
+        got = f"{array.dtype} of shape {array.shape}"
+    else:
+        got = f"a {type(array).__name__}"
+    if got != expected:
+        what = f"state: {f.label}"
+        raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))

@@ -11,8 +11,8 @@ from tpu_embed.io.checkpoint.manager import CheckpointManager, ModuleCheckpointM
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.checkpoint.module_checkpoint import restore_modules, save_modules
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
-from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
-from tpu_embed.io.checkpoint.saved_maps import SavedMap, read_maps
+from tpu_embed.io.checkpoint.saved_maps import explain, read_maps, statistics_of
+from tpu_embed.io.checkpoint.tables import LocalShards, row_array, write_rows
 
 __all__ = [
     "MODEL",
@@ -25,9 +25,10 @@ __all__ = [
     "RowArray",
     "RowReader",
     "RowWriter",
-    "SavedMap",
     "Wanted",
+    "explain",
     "read_maps",
+    "statistics_of",
     "restore",
     "restore_modules",
     "row_array",

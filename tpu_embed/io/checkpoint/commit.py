@@ -154,10 +154,10 @@ def remove(path: Place) -> None:
         committer(path).remove()
 
 
-def sweep(directory: Place, name: str | None = None) -> None:
-    """Remove what unfinished saves have left: those of one checkpoint, or all."""
+def sweep(directory: Place) -> None:
+    """Remove what unfinished saves have left; the first process does."""
     if jax.process_index() == 0:
-        committer(directory).sweep(name)
+        committer(directory).sweep()
 
 
 def find_checkpoint(path: Any) -> Place:

@@ -1,10 +1,11 @@
 """Checkpoints of an engine: its tables and slots by name, with a network and a data position.
 
 A checkpoint is logical, so it can be restored with any mesh, placement and stacking. For a
-`TPUEmbedding`, pass its `engine` and `state`.
+`TPUEmbedding`, pass its `engine` and `state`. The record of touched rows is kept beside them, so
+that deltas go on after a restart.
 
-Input: an engine and its state, a pytree, a position in the data. Output: a directory, or the same
-three read back.
+Input: an engine and its state, a pytree, a position in the data, a record. Output: a directory, or
+the same read back.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
-from tpu_embed.io.checkpoint import host_rows, manifest, record_files, tables, trees
+from tpu_embed.io import directory, schema
+from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
 from tpu_embed.io.checkpoint.checked import (
+    REMEDY,
     MismatchError,
     as_json,
+    read_bound,
     read_position,
+    write_bound,
     write_position,
 )
 from tpu_embed.io.checkpoint.commit import (
@@ -41,7 +47,14 @@ from tpu_embed.io.checkpoint.commit import (
 from tpu_embed.io.checkpoint.manifest import Wanted
 from tpu_embed.io.store import Place, place_of
 from tpu_embed.processes import raise_on_all
-from tpu_embed.touched import TouchedRows, check_record
+from tpu_embed.touched import (
+    SavedMarks,
+    SavedRecord,
+    TouchedRows,
+    Version,
+    check_record,
+    merge_records,
+)
 
 
 class Restored(NamedTuple):
@@ -167,7 +180,7 @@ def restore(
     loaded = tables.read(root / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
 
     def others() -> tuple[PyTree, Any, Any]:
-        record = None if touched is None else record_files.read(root / TOUCHED, checkpoint)
+        record = None if touched is None else read_record(root / TOUCHED, checkpoint)
         tree = None if model is None else trees.read(root / MODEL, checkpoint, abstract)
         return tree, read_position(root / POSITION, checkpoint), record
 
@@ -234,5 +247,96 @@ def prepare_save(
     if touched is not None:
         check_record(engine, touched)
         record = touched.saved(state)
-        items[TOUCHED] = lambda at: lambda: record_files.write(at, checkpoint, record)
+        items[TOUCHED] = lambda at: lambda: write_record(at, checkpoint, record)
     return items
+
+
+# -- the record of touched rows --------------------------------------------------------------------
+#
+#   touched.0.json      of the first process: moments, and the arrays with their checksums
+#   0/tables/*.npy      its arrays, by table and part
+#
+# Each process has recorded its own part of every batch, so each writes its own files; whoever reads
+# them takes the latest step of each row.
+
+_RECORD = "touched.{}.json"
+_DTYPES = {
+    "keys": "uint64",
+    "touched": "int32",
+    "given": "int32",
+    "lost": "uint64",
+    "lost_at": "int32",
+}
+_TABLE = schema.record(
+    files=schema.mapping(directory.ARRAY),
+    lost_since=schema.integer(),
+    shared=schema.integer(-1),
+)
+_RECORD_FORM = schema.record(
+    processes=schema.integer(1),
+    version=directory.VERSION,
+    start=directory.VERSION,
+    ancestors=schema.sequence(directory.VERSION),
+    known=schema.sequence(schema.sequence(schema.integer())),
+    tables=schema.mapping(_TABLE),
+)
+
+
+def write_record(root: Place, checkpoint: str, saved: SavedRecord) -> None:
+    """Write what this process has recorded.
+
+    Args:
+      root: the directory of the record.
+      checkpoint: the name of the checkpoint.
+      saved: what `TouchedRows.saved` returned.
+    """
+    process = jax.process_index()
+    mine = root / f"{process}"
+    (mine / "tables").mkdir(parents=True)
+    tables = {
+        name: {
+            "files": directory.write_arrays(mine, name, {p: getattr(one, p) for p in _DTYPES}),
+            "lost_since": one.lost_since,
+            "shared": one.shared,
+        }
+        for name, one in saved.tables.items()
+    }
+    described = {
+        "processes": jax.process_count(),
+        "version": saved.version._asdict(),
+        "start": saved.start._asdict(),
+        "ancestors": [one._asdict() for one in saved.ancestors],
+        "known": [[step, keys] for step, keys in saved.known.items()],
+        "tables": tables,
+    }
+    write_bound(root / _RECORD.format(process), checkpoint, described)
+
+
+def read_record(root: Place, checkpoint: str) -> SavedRecord:
+    """Return what all processes have recorded.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or belongs to another checkpoint.
+    """
+    first = read_bound(root / _RECORD.format(0), _RECORD_FORM, checkpoint)[1]
+    return merge_records([_read_marks(root, checkpoint, p) for p in range(first["processes"])])
+
+
+def _read_marks(root: Place, checkpoint: str, process: int) -> SavedRecord:
+    found = read_bound(root / _RECORD.format(process), _RECORD_FORM, checkpoint)[1]
+    tables = {name: _marks(root / f"{process}", name, one) for name, one in found["tables"].items()}
+    moments = Version(**found["version"]), Version(**found["start"])
+    ancestors = tuple(Version(**one) for one in found["ancestors"])
+    return SavedRecord(*moments, ancestors, dict(found["known"]), tables)
+
+
+def _marks(root: Place, name: str, table: Mapping[str, Any]) -> SavedMarks:
+    described = table["files"]
+    forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for part, dtype in _DTYPES.items():
+        first = "lost" if part.startswith("lost") else "keys"
+        forms[part] = dtype, (directory.count_of(described, first),)
+    arrays = directory.read_arrays(root, name, described, forms, REMEDY)
+    kept = {part: np.array(array) for part, array in arrays.items()}  # not the files
+    return SavedMarks(**kept, lost_since=table["lost_since"], shared=table["shared"])

@@ -10,9 +10,7 @@ checked.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, ROUNDING_SLOTS
+from tpu_embed.core.rows import Grid
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -33,7 +32,6 @@ from tpu_embed.core.state import (
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
-from tpu_embed.io.checkpoint.rows import row_array
 from tpu_embed.io.checkpoint.trees import is_float
 from tpu_embed.io.store import Place
 
@@ -69,12 +67,12 @@ def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     described, configs = engine.describe()["tables"], engine.table_configs
     for f in fields(engine.layout):
         if f.slot is None:
-            array, config = row_array(Path(), f), configs[f.table.name]
+            grid, config = Grid.of(f.stack, f.table), configs[f.table.name]
             tables[f.table.name] = {
                 "vocabulary_size": f.table.declared_size,
-                "shards": array.shards,
-                "rows_per_shard": array.rows_per_shard,
-                "alternate": array.alternate,
+                "shards": grid.shards,
+                "rows_per_shard": grid.size,
+                "alternate": grid.alternate,
                 "table": form_of(f),
                 "slots": {},
                 "optimizer": _rule(f),
@@ -204,7 +202,10 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     """
     checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
     label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
-    refuse = functools.partial(_refusal, label)
+
+    def refuse(what: str, expected: str, got: str, remedy: str) -> MismatchError:
+        return MismatchError(label, [message(what, expected=expected, got=got)], remedy)
+
     for name in wanted.leave_out:
         if name not in found:
             what, expected = f"{label}: leave_out", f"some of {sorted(found)}"
@@ -309,7 +310,3 @@ def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
     got = f"those of {table['optimizer']}, {sorted(table['slots'])}"
     rule = _rule(f) or "a table that is not trained"
     return f"slots of {rule}, {sorted(slot_shapes(f.stack))}", got
-
-
-def _refusal(label: str, what: str, expected: str, got: str, remedy: str) -> MismatchError:
-    return MismatchError(label, [message(what, expected=expected, got=got)], remedy)

@@ -16,15 +16,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
-from tpu_embed.core.state import MAP_VERSION, TableState
+from tpu_embed.core.state import TableState, open_key, random_key
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
@@ -93,7 +91,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         remedy = "share the maps: EmbeddingEngine(…, vocabularies=other.vocabularies)"
         raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
     assert state.vocabulary is not None, "checked"
-    ((kind, data),) = ((name, x) for name, x in state.vocabulary.items() if name != MAP_VERSION)
+    ((kind, data),) = random_key(state.vocabulary).items()
     states, tables, maps = vocabularies.states(step), {}, {}
     for name, (_, rules) in _living(engine).items():
         maps[name] = one = {**states.maps, **states.ids}[name]
@@ -204,7 +202,7 @@ def read_key(directory: Place, checkpoint: str) -> Array:
       FileNotFoundError, ValueError: the file is missing, or damaged.
     """
     found = read_bound(directory / _FILE, _FORM, checkpoint)[1]
-    return jax.random.wrap_key_data(jnp.array(found["key"], jnp.uint32), impl=found["kind"])
+    return open_key({found["kind"]: np.array(found["key"], np.uint32)})
 
 
 def read_state(

@@ -1,41 +1,35 @@
 """Read the maps of living vocabularies in a checkpoint without an engine, to look at them.
 
-Input: the directory of a checkpoint. Output: by table, its keys with their scores, and totals.
+So `python -m tpu_embed vocabulary` does.
+
+Input: the directory of a checkpoint. Output: by table, its keys with their scores, and totals; the
+same as text, or as plain objects for JSON.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from tpu_embed._checks import message
+from tpu_embed._checks import check_int, did_you_mean, message
 from tpu_embed.io.checkpoint import manifest, maps
 from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items, find_checkpoint
 from tpu_embed.io.checkpoint.module_checkpoint import directory_of, read_paths
-from tpu_embed.vocabulary import COUNTERS, KeyScores
+from tpu_embed.vocabulary import COUNTERS, KeyScores, describe_keys
 
 
-class SavedMap(NamedTuple):
-    """The map of one table as it was saved.
-
-    Attributes:
-      scores: its keys, and what decides which of them stay.
-      capacity: how many rows the table has.
-      totals: the keys that were "admitted", "evicted", "expired", "unseen" and "forgotten".
-    """
-
-    scores: KeyScores
-    capacity: int
-    totals: dict[str, int]
-
-
-def read_maps(path: str | Path) -> dict[str, SavedMap]:
+def read_maps(path: str | Path) -> dict[str, tuple[KeyScores, int, dict[str, int]]]:
     """Return the maps of a checkpoint, by table; of a model, by path of the layer and table.
 
     Only the maps are read, no row of a table; nothing is computed on a device.
 
     Args:
       path: what `save` or `save_modules` wrote.
+
+    Returns:
+      By table: its keys, and what decides which of them stay; how many rows the table has; and the
+      numbers of keys that were "admitted", "evicted", "expired", "unseen" and "forgotten".
 
     Raises:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
@@ -58,10 +52,96 @@ def read_maps(path: str | Path) -> dict[str, SavedMap]:
             state = maps.read_state(directory, name, saved, step, checksums)
             totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
             scores = KeyScores(*state[:6], step=step)
-            found[f"{prefix}{name}"] = SavedMap(scores, saved["capacity"], totals)
+            found[f"{prefix}{name}"] = scores, saved["capacity"], totals
     if not found:
         expected, got = "tables with vocabulary=DynamicVocabulary(…)", "tables of row numbers alone"
         remedy = "only their ids are keys, which come and go"
         what = f"checkpoint {root}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     return found
+
+
+_WIDTH = 20
+"""Digits of the largest key."""
+
+
+def statistics_of(
+    path: str | Path, *, hottest: int = 10, table: str | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of the vocabularies in a checkpoint, by table.
+
+    Args:
+      path: the directory of the checkpoint.
+      hottest: how many keys to list in each order.
+      table: the only table to look at; None: all.
+
+    Returns:
+      What `metrics.vocabulary_statistics` tells of an engine.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+      ValueError: a file is damaged, no vocabulary lives, or none of this name.
+    """
+    most, maps = check_int("--hottest", hottest, minimum=0), read_maps(path)
+    if table is not None and table not in maps:
+        expected, got, remedy = f"one of {sorted(maps)}", repr(table), did_you_mean(table, maps)
+        raise ValueError(message("--table", expected=expected, got=got, remedy=remedy))
+    return {
+        name: describe_keys(*one, hottest=most)
+        for name, one in maps.items()
+        if table in (None, name)
+    }
+
+
+def explain(statistics: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the figures of vocabularies as text.
+
+    Args:
+      statistics: what `statistics_of` returned.
+
+    Example:
+      >>> import numpy as np
+      >>> from tpu_embed.vocabulary import KeyScores
+      >>> keys, rows = np.array([7, 5], np.uint64), np.array([0, 1])
+      >>> scores = KeyScores(keys, rows, np.array([1, 4]), rows + 1, keys[:0], rows[:0], 4)
+      >>> print(explain({"films": describe_keys(scores, 8, {"admitted": 2}, 0)}))
+      table 'films' at step 4: 2 of 8 rows have a key (25.0 %), 0 keys wait
+        steps since a key was seen: 10 % 0, 25 % 0, 50 % 0, 75 % 3, 90 % 3, 99 % 3, all 3
+                             in all    per step
+        admitted                  2       0.500
+    """
+    return "\n\n".join("\n".join(_lines(name, one)) for name, one in statistics.items())
+
+
+def _lines(name: str, one: Mapping[str, Any]) -> list[str]:
+    lines = [
+        f"table {name!r} at step {one['step']:,}: {one['keys']:,} of {one['capacity']:,} rows have "
+        f"a key ({100 * one['occupancy']:.1f} %), {one['waiting']:,} keys wait"
+    ]
+    ages = [f"{_fraction(fraction)} {age:,}" for fraction, age in one["ages"].items()]
+    if ages:
+        lines.append(f"  steps since a key was seen: {', '.join(ages)}")
+    lines.append(f"  {'':10}{'in all':>17}{'per step':>12}")
+    for what, total in one["totals"].items():
+        lines.append(f"  {what:10}{total:>17,}{one['per_step'][what]:>12,.3f}")
+    lines += _keys("keys that the most batches had", one["most_batches"])
+    lines += _keys("keys seen last", one["seen_last"])
+    return lines + _keys("keys that wait, with the largest counts", one["waiting_most"])
+
+
+def _fraction(fraction: str) -> str:
+    return "all" if float(fraction) == 1 else f"{100 * float(fraction):g} %"
+
+
+def _keys(title: str, keys: list[dict[str, int]]) -> list[str]:
+    """Return a table of keys; no line if there are none."""
+    if not keys:
+        return []
+    names = list(keys[0])
+    head = "".join(f"{name.replace('_', ' '):>{_column(name)}}" for name in names)
+    rows = ["".join(f"{one[name]:>{_column(name)}}" for name in names) for one in keys]
+    return [f"  {title}", f"  {head}", *(f"  {row}" for row in rows)]
+
+
+def _column(name: str) -> int:
+    return _WIDTH if name == "key" else 14

@@ -10,6 +10,9 @@ by id, those that were touched:
     by id       the host        rows go home
     by id       the devices     the table is drawn as it was at first, and rows are written over it
 
+Rows are read from the devices and written block by block, so that little memory is needed. Each
+process writes the shards that it holds, and no two of them write to the same chunk.
+
 Input: an engine and its state. Output: files by table and slot name, with a manifest; or a state.
 """
 
@@ -27,24 +30,23 @@ import numpy as np
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.layout import NUMBERS_SLOT, TableSlice
-from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows, logical
+from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
+from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical
 from tpu_embed.core.state import (
-    MAP_VERSION,
     Field,
     TableState,
     blank_arrays,
     check_state,
     fields,
     put_everywhere,
+    random_key,
     vocabulary_of_maps,
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.host_rows import Block
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
-from tpu_embed.io.checkpoint.rows import LocalShards, row_array, write_rows
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
@@ -138,6 +140,89 @@ def field_place(f: Field) -> str:
     return f"{table}/table" if f.slot is None else f"{table}/slots/{file_name(f.slot)}"
 
 
+class LocalShards:
+    """The rows of a field on the shards that this process saves.
+
+    Args:
+      state: the state.
+      layout: the engine's layout.
+      field: the field.
+      copied: whether to copy the rows to the host now, because the state may be donated later.
+
+    Attributes:
+      numbers: of the shards, ascending: of several copies of a shard, one is saved.
+      side_by_side: how many neighbouring shards every process writes together; 1 if processes have
+        different numbers of shards, or shards that are not neighbours.
+    """
+
+    def __init__(self, state: TableState, layout: Layout, field: Field, *, copied: bool) -> None:
+        self.field = field
+        self.rows = DeviceRows(state, layout, field.table.name, [field.part])
+        holders = layout.axes.processes_of_parts(field.stack.shard_axes)
+        owned: dict[int, list[int]] = {}
+        for shard, processes in enumerate(holders):
+            owned.setdefault(min(processes), []).append(shard)
+        self.numbers = owned.get(jax.process_index(), [])
+        self.side_by_side = _side_by_side(owned)
+        if copied:
+            self.rows.keep(self.numbers)
+
+    def block(self, shards: list[int], first: int, last: int) -> np.ndarray:
+        """Return local rows `[first, last)` of neighbouring shards, in their logical dtype.
+
+        Returns:
+          `[n, k, …]` of a field whose rows alternate between the shards, otherwise `[k, n, …]`.
+        """
+        grid = self.rows.grid
+        found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
+        k, n = len(shards), last - first
+        rows = found.reshape(n, k, *found.shape[1:]) if grid.alternate else found[None]
+        return rows.view(np.dtype(self.field.shape.dtype))
+
+
+def row_array(path: Place, field: Field) -> RowArray:
+    """Return where and in which shape a field is saved; the layout decides."""
+    grid, dtype = Grid.of(field.stack, field.table), np.dtype(field.shape.dtype)
+    return RowArray(path, *grid, tuple(field.shape.shape), dtype)
+
+
+def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
+    """Write this process's shards of a field; return the checksums of the files by file name.
+
+    Args:
+      array: where to write.
+      shards: the rows.
+    """
+    if not shards.numbers:
+        return {}
+    together = shards.side_by_side if array.alternate else 1
+    writer = RowWriter(array, together)
+    for first in range(0, array.rows_per_shard, array.block):
+        lines = slice(first, min(first + array.block, array.rows_per_shard))
+        for begin in range(0, len(shards.numbers), together):
+            some = shards.numbers[begin : begin + together]
+            place = slice(some[0], some[-1] + 1)
+            rows = shards.block(some, lines.start, lines.stop)
+            writer.write((lines, place) if array.alternate else (place, lines), rows)
+    return writer.finish()
+
+
+def _side_by_side(owned: dict[int, list[int]]) -> int:
+    """Return how many neighbouring shards a chunk holds, on every process.
+
+    With 4 shards on processes 0 0 1 1 this is 2: process 0 writes shards 0 and 1, process 1 writes
+    2 and 3. With processes 0 1 0 1 it is 1, because chunks of 2 shards would have two writers.
+    """
+    n = len(next(iter(owned.values())))
+    regular = all(
+        mine == list(range(mine[0], mine[0] + n)) and mine[0] % n == 0 for mine in owned.values()
+    )
+    return n if regular else 1
+
+
+# -- reading -----------------------------------------------------------------------------------
+
+
 class FoundTables(NamedTuple):
     """What was read.
 
@@ -174,7 +259,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
         return FoundTables(state, None, {}, None)
     key = found.maps.key
     if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
-        key = {name: np.asarray(x) for name, x in state.vocabulary.items() if name != MAP_VERSION}
+        key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
     homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
     name = manifest.name_of(directory) if restore.goes_on else None
@@ -317,9 +402,7 @@ class _Restore:
         storage = self.wanted.engine.storage
         if storage is None or any(map(self._lacking, storage.tables)):
             return False
-        if any(
-            name in self._moves and self._moves[name].moved().now.size for name in storage.tables
-        ):
+        if any(map(self._has_moved, storage.tables)):
             return False
         here, count = jax.process_index(), jax.process_count()
         for name, table in storage.tables.items():
@@ -360,13 +443,9 @@ class _Restore:
 
     def _segments(self, name: str) -> Iterator[Block]:
         """Yield the rows of a table that are saved by id; on the host, at least those of here."""
-        engine, said = self.wanted.engine, self.by_id[name]
-        if (
-            engine.storage is not None
-            and name in engine.storage.tables
-            and not self._has_moved(name)
-        ):
-            row_groups = engine.storage.tables[name].row_groups
+        homes, said = self.wanted.engine.storage, self.by_id[name]
+        if homes is not None and name in homes.tables and not self._has_moved(name):
+            row_groups = homes.tables[name].row_groups
             # Where ids were divided in the same way, rows of other processes need not be read.
             said = [
                 one

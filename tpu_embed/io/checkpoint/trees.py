@@ -157,7 +157,7 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
             pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
 
     def read_leaf(path: Any, leaf: Any) -> Any:
-        form, python = forms[_name(path)], isinstance(leaf, int | float)
+        form, python = forms[name_of(path)], isinstance(leaf, int | float)
         kinds: list[Any] = []
         if _is_key(leaf):
             data = jax.eval_shape(
@@ -166,7 +166,7 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
             form = {"shape": data.shape, "dtype": data.dtype}
         dtype = np.asarray(leaf).dtype if python else np.dtype(form["dtype"])
         whole: Any = np.zeros(form["shape"], dtype)
-        for piece in pieces.get(numbers[_name(path)], []):
+        for piece in pieces.get(numbers[name_of(path)], []):
             ends = [one.split("-") for one in piece.name.partition("@")[2].split(",") if one]
             at = tuple(slice(int(first), int(last)) for first, last in ends)
             data = np.frombuffer(piece.read_bytes(), dtype)
@@ -228,7 +228,7 @@ def check_leaves(what: str, tree: PyTree) -> None:
         expected, got = "a dict, list or other container", f"one {type(tree).__name__}"
         raise ValueError(message(what, expected=expected, got=got, remedy='give {"all": …}'))
     for separator in "./":  # orbax joins names with the one, we with the other
-        names = [_name(path, separator) for path, _ in pairs]
+        names = [name_of(path, separator) for path, _ in pairs]
         for name, count in collections.Counter(names).items():
             if count > 1:
                 expected, remedy = "one leaf of this name", "name leaves without '.' and '/'"
@@ -237,11 +237,12 @@ def check_leaves(what: str, tree: PyTree) -> None:
     for path, leaf in pairs:
         problem = _problem(leaf)
         if problem:
-            name, expected = f"{what}: leaf {_name(path)!r}", "an array of numbers, or a number"
+            name, expected = f"{what}: leaf {name_of(path)!r}", "an array of numbers, or a number"
             raise ValueError(message(name, expected=expected, got=problem))
 
 
-def _name(path: Any, separator: str = "/") -> str:
+def name_of(path: Any, separator: str = "/") -> str:
+    """Return the name of a leaf: the keys that lead to it, joined."""
     return jax.tree_util.keystr(path, simple=True, separator=separator)
 
 
@@ -281,7 +282,7 @@ def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     """Return shape and dtype of every leaf, by its path."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
-        _name(path): {
+        name_of(path): {
             "shape": list(getattr(leaf, "shape", ())),
             "dtype": str(getattr(leaf, "dtype", type(leaf).__name__)),
         }

@@ -18,13 +18,11 @@ from jax.experimental import multihost_utils
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.rows import DeviceRows, pieces
-from tpu_embed.core.state import Field, TableState, check_state, field
+from tpu_embed.core.state import TableState, check_state, field
 from tpu_embed.io import directory
 from tpu_embed.io.commits import find
 from tpu_embed.io.delta import delta_files
-from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges
 from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.io.store import Place, place_of
@@ -134,17 +132,20 @@ def _check_alike(since: Version, version: Version) -> None:
 
 def _read_tables(
     engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Place
-) -> dict[str, TableChanges]:
+) -> dict[str, directory.Table]:
     """Return what changed in all processes, with values; only the first process keeps rows."""
-    tables: dict[str, TableChanges] = {}
+    tables: dict[str, directory.Table] = {}
     for name in sorted(engine.table_configs):
         f, mine = field(engine.layout, name, None), changes[name]
-        if f.table.vocabulary is not None:
-            mine, shared = _with_others(mine, f.table)
-            every = np.append(mine.rows, shared)
-            tables[name] = _changed_keys(mine, engine.rows(state, name, every), f)
+        size, dim, dtype = f.table.declared_size, f.stack.dim, f.stack.dtype
+        if mine.keys is not None:
+            keys, rows, shared = _of_all_maps(f"export_delta: table {name!r}", mine.keys, mine)
+            found = engine.rows(state, name, np.append(rows, shared))
+            stored, n = found.view(storage.stored_dtype(dtype)), keys.size
+            arrays = {"keys": keys, "values": stored[:n], "lost": mine.lost, "shared": stored[n:]}
+            rule = directory.rule_without_row(f.table.key_rules)
+            tables[name] = directory.Table(size, dim, dtype, rule, arrays)
             continue
-        size = f.table.vocabulary_size
         ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
         kept = ids if jax.process_index() == 0 else ids[:0]
         rows = DeviceRows(state, engine.layout, name, [VALUES])
@@ -153,53 +154,30 @@ def _read_tables(
         for some in pieces(ids.size, rows.block):
             found = rows.read(ids[some])[VALUES]
             values[some] = found[: len(kept[some])]
-        kept = kept.astype(delta_files.kept_dtype(size))
-        tables[name] = ChangedRows(size, f.stack.dim, f.stack.dtype, kept, values)
+        arrays = {"ids": kept.astype(delta_files.kept_dtype(size)), "values": values}
+        tables[name] = directory.Table(size, dim, dtype, None, arrays)
     return tables
 
 
-def _with_others(changes: Changes, table: TableSlice) -> tuple[Changes, np.ndarray]:
-    """Return what changed in any process, and the shared row, int64 `[0 or 1]`, if it changed.
+def _of_all_maps(
+    what: str, keys: np.ndarray, changes: Changes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the keys that changed in any process, and their rows; and the shared row if it did.
 
     Maps are alike in all processes, but each has only recorded what its own batches touched.
+
+    Returns:
+      uint64 `[n]`, int64 `[n]`, and int64 `[0 or 1]`.
     """
-    assert changes.keys is not None, "its ids are keys"
-    assert changes.lost is not None, "its ids are keys"
     shared = np.array([] if changes.shared is None else [changes.shared], np.int64)
     if jax.process_count() == 1:
-        return changes, shared
-    what = f"export_delta: table {table.name!r}"
-    pairs = np.stack([changes.keys, changes.rows.view(np.uint64)], axis=1)
+        return keys, changes.rows, shared
+    pairs = np.stack([keys, changes.rows.view(np.uint64)], axis=1)
     said = [np.frombuffer(one, np.uint64) for one in gather_bytes(what, pairs.tobytes())]
     keys, first = np.unique(np.concatenate(said)[::2], return_index=True)
     rows = np.concatenate(said)[1::2][first].view(np.int64)
     said = gather_bytes(f"{what}: shared", shared.tobytes())
-    shared = np.unique(np.concatenate([np.frombuffer(one, np.int64) for one in said]))
-    return changes._replace(keys=keys, rows=rows), shared
-
-
-def _changed_keys(changes: Changes, values: np.ndarray, f: Field) -> ChangedKeys:
-    """Return the keys of a table that changed.
-
-    Args:
-      changes: of all processes.
-      values: `[n + s, D]` of its keys, then of the shared row if that changed.
-      f: the table.
-    """
-    assert changes.keys is not None, "its ids are keys"
-    assert changes.lost is not None, "its ids are keys"
-    stored, n = values.view(storage.stored_dtype(f.stack.dtype)), changes.keys.size
-    rules = f.table.key_rules
-    return ChangedKeys(
-        f.table.declared_size,
-        f.stack.dim,
-        f.stack.dtype,
-        "initial" if rules is None else rules.unseen,
-        changes.keys,
-        stored[:n],
-        changes.lost,
-        stored[n:],
-    )
+    return keys, rows, np.unique(np.concatenate([np.frombuffer(one, np.int64) for one in said]))
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
@@ -249,22 +227,20 @@ def apply_delta(
         expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
         raise ValueError(message("tables", expected=expected, got=got))
     changed = {name: delta.tables[name] for name in given}
-    rows_of = {name: one for name, one in changed.items() if isinstance(one, ChangedRows)}
-    if len(rows_of) < len(given):
-        with_keys = sorted(set(given) - set(rows_of))
+    if with_keys := sorted(name for name, one in changed.items() if one.has_keys):
         expected, got = "tables whose ids are row numbers", f"{with_keys}, whose ids are keys"
         remedy = "apply it to a model that load_model has loaded"
         raise ValueError(message("tables", expected=expected, got=got, remedy=remedy))
     if not delta_files.follows(delta, root, version):
         return version
     # Two loops, so that nothing has changed if any table is refused.
-    parts = {name: rows_of[name].parts(arrays) for name, arrays in given.items()}
+    parts = {name: delta_files.served_parts(changed[name], given[name]) for name in given}
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            _check(f"table {name!r}: {part}", arrays[part], rows, rows_of[name])
+            _check(f"table {name!r}: {part}", arrays[part], rows, changed[name].vocabulary_size)
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            arrays[part][rows_of[name].ids] = rows.view(arrays[part].dtype)
+            arrays[part][changed[name].arrays["ids"]] = rows.view(arrays[part].dtype)
     return delta.version
 
 
@@ -272,9 +248,9 @@ def _arrays(table: Any) -> dict[str, Any]:
     return dict(vars(table)) if isinstance(table, QuantizedTable) else {"values": table}
 
 
-def _check(what: str, array: Any, rows: np.ndarray, changed: ChangedRows) -> None:
+def _check(what: str, array: Any, rows: np.ndarray, size: int) -> None:
     """Check that an array has the right shape and dtype, and that its rows can be set."""
-    shape = (changed.vocabulary_size, *rows.shape[1:])
+    shape = (size, *rows.shape[1:])
     names = {rows.dtype.name}
     if rows.dtype == np.uint16:
         names.add("bfloat16")

@@ -18,16 +18,42 @@ be applied to tables of some version.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed.io import directory, schema
-from tpu_embed.io.delta.changes import ChangedKeys, ChangedRows, TableChanges, form_of
+from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.io.store import Place
+from tpu_embed.kernels import storage
 from tpu_embed.touched import Lineage, Version
+
+SHARED_ROW = 0
+"""The row of a served table with keys that unseen keys share; of zeros if they share none."""
+
+
+def served_parts(change: directory.Table, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return changed rows in the parts of a served table: its values, or also scales and offsets.
+
+    Of a table with keys, the row that unseen keys share comes first, if it changed.
+
+    Args:
+      change: what changed.
+      names: the names of the parts that the served table has.
+
+    Raises:
+      ValueError: the table is quantized, but the rows cannot be.
+    """
+    values = change.arrays["values"]
+    if change.has_keys:
+        values = np.concatenate([change.arrays["shared"], values])
+    if "scale" not in names:
+        return {"values": values}
+    return dict(vars(quantize_rows(values.view(jnp.dtype(change.dtype)))))
+
 
 KIND = "delta"
 
@@ -49,18 +75,18 @@ class Delta:
       since: the first moment; it is of the version's run, or of one that this goes on from.
       version: the version of tables after applying the delta.
       ancestors: see `Lineage`.
-      tables: what changed in every table of the engine, by name.
+      tables: what changed in every table of the engine, by name, as the files have it.
     """
 
     since: Version
     version: Version
     ancestors: tuple[Version, ...]
-    tables: dict[str, TableChanges]
+    tables: dict[str, directory.Table]
 
     @property
     def has_keys(self) -> bool:
         """Whether the ids of some table are keys."""
-        return any(one.unseen is not None for one in self.tables.values())
+        return any(one.has_keys for one in self.tables.values())
 
 
 def follows(delta: Delta, path: Place, version: Version | None) -> bool:
@@ -118,17 +144,14 @@ def check_declared(delta: Delta, path: Place, declared: Mapping[str, Mapping[str
     Args:
       delta: the delta.
       path: the path of the delta, for messages.
-      declared: table name -> vocabulary_size, dim, dtype and unseen.
+      declared: their descriptions in the metadata of a model, by name.
 
     Raises:
       ValueError: a table is missing, or has another shape or dtype, or other ids.
     """
-    for name, form in declared.items():
-        wanted = [form[part] for part in ("vocabulary_size", "dim", "dtype", "unseen")]
-        expected, rows = form_of(*wanted), delta.tables.get(name)
-        got = "none"
-        if rows is not None:
-            got = form_of(rows.vocabulary_size, rows.dim, rows.dtype, rows.unseen)
+    for name, described in declared.items():
+        expected = directory.Table.of(described, {}).form
+        got = delta.tables[name].form if name in delta.tables else "none"
         if got != expected:
             what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
@@ -144,12 +167,11 @@ def write(root: Place, delta: Delta) -> None:
       root: an empty directory.
       delta: what to write.
     """
-    tables = {name: (rows, rows.arrays()) for name, rows in delta.tables.items()}
     described = {
         "since": delta.since._asdict(),
         "version": delta.version._asdict(),
         "ancestors": [one._asdict() for one in delta.ancestors],
-        "tables": directory.write_tables(root, tables),
+        "tables": directory.write_tables(root, delta.tables),
     }
     directory.write_metadata(root, KIND, described)
 
@@ -177,38 +199,33 @@ def read(root: Place) -> Delta:
     return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
 
 
-def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> TableChanges:
+def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory.Table:
     """Return what changed in one table."""
-    parts = ("vocabulary_size", "dim", "dtype", "unseen", "files")
-    size, dim, dtype, unseen, described = (table[part] for part in parts)
-    stored = "uint16" if dtype == "bfloat16" else dtype
-
-    def count(part: str) -> int:
-        return next(iter(described.get(part, {}).get("shape", ())), 0)
-
+    size, dim, described = table["vocabulary_size"], table["dim"], table["files"]
+    stored = storage.stored_dtype(table["dtype"]).name
     what = f"{root}: table {name!r}"
-    if unseen is None:
-        n = count("ids")
+    if table["unseen"] is None:
+        n = directory.count_of(described, "ids")
         forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
         arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
         ids = arrays["ids"]
-        if n and not (ids[0] >= 0 and ids[-1] < size and _ascend(ids)):
+        if n and not (ids[0] >= 0 and ids[-1] < size and directory.ascend(ids)):
             expected = f"ascending ids from 0 to {size - 1}"
             raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-        return ChangedRows(size, dim, dtype, **arrays)
-    n, lost, shared = count("keys"), count("lost"), int(count("shared") > 0)
+        return directory.Table.of(table, arrays)
+    n, lost, shared = (directory.count_of(described, part) for part in ("keys", "lost", "shared"))
     forms = {
         "keys": ("uint64", (n,)),
         "values": (stored, (n, dim)),
         "lost": ("uint64", (lost,)),
-        "shared": (stored, (shared, dim)),
+        "shared": (stored, (min(shared, 1), dim)),
     }
     arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
     keys, gone = arrays["keys"], arrays["lost"]
-    if not (_ascend(keys) and _ascend(gone)) or _have_common(keys, gone):
+    if not (directory.ascend(keys) and directory.ascend(gone)) or _have_common(keys, gone):
         expected = "ascending keys, each with a row or lost"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-    return ChangedKeys(size, dim, dtype, unseen, **arrays)
+    return directory.Table.of(table, arrays)
 
 
 def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
@@ -217,10 +234,6 @@ def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
         return False
     at = np.minimum(np.searchsorted(keys, gone), keys.size - 1)
     return bool((keys[at] == gone).any())
-
-
-def _ascend(ids: np.ndarray) -> bool:
-    return bool((ids[1:] > ids[:-1]).all())
 
 
 def kept_dtype(vocabulary_size: int) -> np.dtype:

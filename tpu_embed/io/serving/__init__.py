@@ -1,11 +1,9 @@
 """Serving: lookups in plain arrays, exported models, and loading them to answer requests."""
 
 from tpu_embed.io.serving.export import export_model
-from tpu_embed.io.serving.following import FollowingModel, follow
-from tpu_embed.io.serving.lookup import serving_lookup
-from tpu_embed.io.serving.publications import publish
+from tpu_embed.io.serving.following import FollowingModel, follow, publish
+from tpu_embed.io.serving.lookup import HostTable, host_table, serving_lookup
 from tpu_embed.io.serving.served import ServedModel, load_model
-from tpu_embed.io.serving.stored import HostTable, host_table
 
 __all__ = [
     "FollowingModel",

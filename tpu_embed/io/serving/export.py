@@ -38,10 +38,18 @@ from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
 from tpu_embed.io.delta import SHARED_ROW
 from tpu_embed.io.serving import model_files
-from tpu_embed.io.serving.lookup import Server, all_keys, server_of, tables_on_host
-from tpu_embed.io.serving.model_files import WrittenTable
+from tpu_embed.io.serving.lookup import (
+    FIRST,
+    HostTable,
+    RowSource,
+    Server,
+    Stored,
+    all_keys,
+    server_of,
+    stored_tables,
+    tables_on_host,
+)
 from tpu_embed.io.serving.served_tables import with_room
-from tpu_embed.io.serving.stored import FIRST, HostTable, RowSource, Stored, stored_tables
 from tpu_embed.io.store import place_of
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.touched import Version
@@ -182,13 +190,13 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
 
 def _written_tables(
     declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, FixedVocabulary]
-) -> dict[str, WrittenTable]:
+) -> dict[str, directory.Table]:
     """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
     found = {}
     for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
         mine, unseen = keys.get(name), None
         if mine is not None:
-            unseen = "initial" if config.vocabulary is None else config.vocabulary.unseen
+            unseen = directory.rule_without_row(config.vocabulary)
             arrays = {model_files.KEYS: mine.keys}
             arrays |= _sorted(table, mine.rows, config.vocabulary_size, unseen == "shared")
         else:
@@ -197,7 +205,7 @@ def _written_tables(
         if arrays["values"].dtype == jnp.bfloat16:
             arrays["values"] = arrays["values"].view(np.uint16)
         form = config.vocabulary_size, config.dim, config.dtype
-        found[name] = WrittenTable(*form, unseen, arrays)
+        found[name] = directory.Table(*form, unseen, arrays)
     return found
 
 
@@ -228,7 +236,7 @@ def _sorted(
 def _exported(
     model: Callable[..., PyTree],
     declared: Structure,
-    tables: Mapping[str, WrittenTable],
+    tables: Mapping[str, directory.Table],
     arguments: _Arguments,
     platforms: tuple[str, ...],
 ) -> jax_export.Exported:
@@ -336,7 +344,7 @@ class _Arguments(NamedTuple):
 
 
 def _shapes_of(
-    table: WrittenTable, number: int, scope: jax_export.SymbolicScope
+    table: directory.Table, number: int, scope: jax_export.SymbolicScope
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of those arrays of a table that the program takes, by part.
 

@@ -16,7 +16,7 @@ read back and checked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.io import directory, files, schema
 from tpu_embed.io.store import Place
+from tpu_embed.kernels import storage
 
 KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
@@ -57,22 +58,6 @@ _FORM = schema.record(
 )
 
 
-class WrittenTable(NamedTuple):
-    """A table with its declaration.
-
-    Attributes:
-      vocabulary_size, dim, dtype: of its `TableConfig`.
-      unseen: what keys without a row get; None if its ids are row numbers.
-      arrays: NumPy arrays by part; its keys are one of them.
-    """
-
-    vocabulary_size: int
-    dim: int
-    dtype: str
-    unseen: str | None
-    arrays: dict[str, np.ndarray]
-
-
 def shape(leaf: Any) -> list[int | None]:
     """Return a shape for the metadata, with None for a dimension of any size."""
     return [n if isinstance(n, int) else None for n in leaf.shape]
@@ -96,7 +81,7 @@ def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
 def write(
     root: Place,
     program: bytes,
-    tables: Mapping[str, WrittenTable],
+    tables: Mapping[str, directory.Table],
     first_rows: Mapping[str, bytes],
     described: Mapping[str, Any],
 ) -> None:
@@ -109,10 +94,9 @@ def write(
       first_rows: the serialized programs that draw rows nobody has trained, by table.
       described: further entries of `metadata.json`.
     """
-    arrays = {name: (table, table.arrays) for name, table in tables.items()}
     drawn = first_rows.items()
     metadata = {
-        "tables": directory.write_tables(root, arrays),
+        "tables": directory.write_tables(root, tables),
         "jax": jax.__version__,
         "program": _write_file(root, PROGRAM, program),
         "first_rows": {name: _write_file(root, _first_file(name), one) for name, one in drawn},
@@ -192,7 +176,7 @@ def read_tables(
     }
     for name, arrays in found.items():
         keys = arrays.get(KEYS)
-        if keys is not None and check and not (keys[1:] > keys[:-1]).all():
+        if keys is not None and check and not directory.ascend(keys):
             what, expected = f"{root}: table {name!r}", "ascending keys"
             raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
     return found
@@ -200,13 +184,11 @@ def read_tables(
 
 def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape that each part of a table must have."""
-    size, dim, dtype = table["vocabulary_size"], table["dim"], table["dtype"]
-    keys = {}
+    size, dim, keys = table["vocabulary_size"], table["dim"], {}
     if table["unseen"] is not None:
-        files = table["files"]
-        n, size = (next(iter(files.get(part, {}).get("shape", ())), 0) for part in (KEYS, "values"))
+        n, size = (directory.count_of(table["files"], part) for part in (KEYS, "values"))
         keys = {KEYS: ("uint64", (min(n, size - 1),))}  # each has a row, and row 0 is no key's
     if "scale" in table["files"]:
         one = ("float32", (size,))
         return keys | {"values": ("int8", (size, dim)), "scale": one, "offset": one}
-    return keys | {"values": ("uint16" if dtype == "bfloat16" else dtype, (size, dim))}
+    return keys | {"values": (storage.stored_dtype(table["dtype"]).name, (size, dim))}

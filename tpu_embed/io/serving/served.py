@@ -39,8 +39,8 @@ from tpu_embed.core.ids import (
 from tpu_embed.io.commits import download, find
 from tpu_embed.io.delta import SHARED_ROW, delta_files
 from tpu_embed.io.serving import model_files
+from tpu_embed.io.serving.lookup import FIRST
 from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, prepare, write
-from tpu_embed.io.serving.stored import FIRST
 from tpu_embed.io.store import Bucket
 from tpu_embed.kernels import storage
 from tpu_embed.storage import HostStorage

@@ -13,6 +13,8 @@ stay, unless they may be written in place.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -20,14 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._types import Array
-from tpu_embed.io.delta import (
-    ChangedKeys,
-    TableChanges,
-    check_numbered,
-    set_rows,
-    set_rows_in_place,
-)
+from tpu_embed._checks import message
+from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.layout import INT32_ROWS
+from tpu_embed.io import directory
+from tpu_embed.io.delta import SHARED_ROW, served_parts
+from tpu_embed.kernels import dispatch
 from tpu_embed.storage import HostRows, RowField
 from tpu_embed.touched import Version
 
@@ -148,6 +148,64 @@ _LEAST_ROOM = 1024
 """Rows for new keys that a table has at least, when it is exported and when it grows."""
 
 
+# -- rows of an array ----------------------------------------------------------------------------
+#
+# They are set in blocks of constant size. It depends on the table alone, so that deltas of any
+# length use one compiled program.
+
+_NUMBERS = 2**20
+"""The most numbers in a block, except that a block has at least 64 rows."""
+
+
+def check_numbered(array: Array) -> None:
+    """Check that the index dtype can number all rows of an array.
+
+    Raises:
+      ValueError: there are more rows than int32 can number, and x64 is off.
+    """
+    if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
+        expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
+        remedy = 'turn it on with jax.config.update("jax_enable_x64", True)'
+        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+
+
+def _set(write: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    """Return an array with some rows set.
+
+    Args:
+      write: sets the first block.
+      array: `[V, D]` or `[V]`.
+      ids: `[n]`, unique.
+      rows: `[n, …]`, in the array's dtype.
+
+    Raises:
+      ValueError: whatever `check_numbered` refuses.
+    """
+    check_numbered(array)
+    # Constant per table, so that only one program compiles: V rounded up to a power of two, at most
+    # `_NUMBERS / D`, and at least 64.
+    most = max(64, _NUMBERS // math.prod(array.shape[1:]))
+    size = min(max(64, 1 << (array.shape[0] - 1).bit_length()), most)
+    for first in range(0, ids.size, size):
+        block, values = ids[first : first + size], rows[first : first + size]
+        missing = (0, size - block.size)
+        places = np.pad(block, missing, constant_values=PADDING_ID)
+        values = np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1))
+        array = write(array, places, values)
+        write = _set_in_place  # from the second block on, the array is already a copy of our own
+    return array
+
+
+_set_in_copy = jax.jit(dispatch.set_rows)
+_set_in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
+
+set_rows = functools.partial(_set, _set_in_copy)
+"""Returns a copy of an array with some rows set: of `(array, ids, rows)`, see `_set`."""
+
+set_rows_in_place = functools.partial(_set, _set_in_place)
+"""Sets rows as `set_rows` does, but in the memory of the array, which is deleted by this."""
+
+
 # -- what a delta writes -------------------------------------------------------------------------
 
 
@@ -170,11 +228,13 @@ class Writing(NamedTuple):
 
     def can_replace(self, arrays: Parts) -> bool:
         """Return whether its arrays can be written in place, and are others then."""
-        return bool(self.rows.size) and not self.needs_room(arrays)
+        return bool(self.rows.size) and not self.missing(arrays)
 
-    def needs_room(self, arrays: Parts) -> bool:
-        """Return whether its arrays have too few rows."""
-        return self.plan is not None and self.plan.num_rows > len(arrays["values"])
+    def missing(self, arrays: Parts) -> int:
+        """Return how many rows its arrays have too few, so that there is room for more keys."""
+        if self.plan is None or self.plan.num_rows <= len(arrays["values"]):
+            return 0
+        return with_room(self.plan.num_rows) - len(arrays["values"])
 
 
 class Prepared(NamedTuple):
@@ -192,7 +252,7 @@ class Prepared(NamedTuple):
 def prepare(
     tables: Mapping[str, Parts],
     keys: Mapping[str, ServedKeys],
-    changed: Mapping[str, TableChanges],
+    changed: Mapping[str, directory.Table],
     version: Version,
 ) -> Prepared:
     """Return what a delta writes; nothing changes yet.
@@ -209,7 +269,7 @@ def prepare(
     writings = {
         name: _writing(one, tables[name], keys.get(name))
         for name, one in changed.items()
-        if not one.is_empty
+        if any(array.size for array in one.arrays.values())
     }
     return Prepared(version, writings)
 
@@ -232,35 +292,32 @@ def write(
     in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
     new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
     jax.block_until_ready(new)
-    changing = [name for name in writings if name in keys]
-    new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in changing}
+    plans = {name: one.plan for name, one in writings.items() if one.plan is not None}
+    new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in plans}
     for name in in_place:
         new[name] = _written(writings[name], tables[name], set_rows_in_place)
-    for name, one in new_keys.items():
-        plan = writings[name].plan
-        assert plan is not None, "it has keys"
-        one.change(plan)
+    for name, plan in plans.items():
+        new_keys[name].change(plan)
     return jax.block_until_ready(new), new_keys
 
 
-def _writing(change: TableChanges, arrays: Parts, keys: ServedKeys | None) -> Writing:
+def _writing(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
     """Return what a change writes to a table."""
-    parts = change.parts(arrays)
+    parts, changed = served_parts(change, arrays), change.arrays
     for array in arrays.values():
         check_numbered(array)
-    if not isinstance(change, ChangedKeys):
-        return Writing(change.ids, parts, None)
-    assert keys is not None, "the declarations were compared"
-    plan = keys.plan(change.keys, change.lost)
-    return Writing(change.places(plan.rows), parts, plan)
+    if keys is None:
+        return Writing(changed["ids"], parts, None)
+    plan = keys.plan(changed["keys"], changed["lost"])
+    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
+    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
 
 
 def _copied(writing: Writing, arrays: Parts) -> Parts:
     """Return copies of the arrays, with more rows if need be, in which rows are set."""
-    if not writing.needs_room(arrays):
+    missing = writing.missing(arrays)
+    if not missing:
         return _written(writing, arrays, set_rows)
-    assert writing.plan is not None, "it needs room"
-    missing = with_room(writing.plan.num_rows) - len(arrays["values"])
     larger = {
         part: jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
         for part, array in arrays.items()
