@@ -36,6 +36,7 @@ from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, pad_batch
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
+from tpu_embed.ngrams import ngram_ids
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
 from tpu_embed.stateful import TPUEmbedding
 from tpu_embed.storage import HostStorage
@@ -73,6 +74,7 @@ __all__ = [
     "fit",
     "hash_ids",
     "initializers",
+    "ngram_ids",
     "optimizers",
     "pad_batch",
     "sparse_grad",
