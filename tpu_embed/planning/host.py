@@ -253,8 +253,8 @@ def host_plans(
         rows, asked = min(sizes[name], rows), min(batch_rows[name], table.vocabulary_size)
         known, moved = hit_rates.get(name), {}
         if known is not None:
-            asked, share, came, left = _moving_rows(known, asked)
-            moved = {"hit_rate": share, "rows_in": came, "rows_out": left}
+            asked, hit_rate, came, left = _moving_rows(known, asked)
+            moved = {"hit_rate": hit_rate, "rows_in": came, "rows_out": left}
             moved |= {"bytes_in": came * size, "bytes_out": left * size}
         plans[name] = HostPlan(
             device_rows=table.vocabulary_size,

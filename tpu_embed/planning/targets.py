@@ -227,9 +227,7 @@ class Target(NamedTuple):
         """The number of hosts; 1 if it is not known."""
         if self.topology is not None:
             return self.topology.hosts
-        if not isinstance(self.axes.mesh, Mesh):
-            return 1
-        return len({device.process_index for device in self.axes.mesh.devices.flat})
+        return self.axes.num_processes if isinstance(self.axes.mesh, Mesh) else 1
 
     def larger(self, batch: int) -> list[Target]:
         """Return targets with more devices, of which each number divides the batch.

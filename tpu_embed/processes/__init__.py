@@ -10,9 +10,10 @@ from tpu_embed.processes.messages import (
     exchange_bytes,
     gather_bytes,
     gather_from_all,
+    own_state,
     raise_on_all,
 )
-from tpu_embed.processes.turns import Turns
+from tpu_embed.processes.turns import Turns, new_turns
 
 __all__ = [
     "FILES_SECONDS",
@@ -27,5 +28,7 @@ __all__ = [
     "gather_bytes",
     "gather_from_all",
     "listen",
+    "new_turns",
+    "own_state",
     "raise_on_all",
 ]

@@ -99,6 +99,24 @@ def gather_from_all(what: str, value: Any) -> list[Any]:
     return [said[process] for process in sorted(said)]
 
 
+def own_state(what: str, states: Any, *, remedy: str) -> Any:
+    """Return this process's state of what `gather_from_all` returned, perhaps in another run.
+
+    Args:
+      what: what is done, for the message.
+      states: what a user gives as that.
+      remedy: for the message.
+
+    Raises:
+      ValueError: it is no list of one state per process.
+    """
+    if not isinstance(states, list) or len(states) != jax.process_count():
+        count = len(states) if isinstance(states, list) else "no"
+        expected, got = f"one state per process, {jax.process_count()} in all", f"{count} states"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    return states[jax.process_index()]
+
+
 def gather_bytes(what: str, mine: bytes) -> list[bytes]:
     """Return the bytes of all processes, however many, by process; all must call this.
 

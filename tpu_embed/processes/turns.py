@@ -21,6 +21,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import jax
+
 from tpu_embed._changes import Changes
 from tpu_embed._checks import message
 from tpu_embed._signals import SignalsDeferred
@@ -166,6 +168,11 @@ class Turns:
                 # The others wait for a batch that will not come.
                 self._interrupted = self._interrupted or self._with_others
             self.release(number)  # again, if an interrupt has come in the middle of it
+
+
+def new_turns() -> Turns:
+    """Return turns whose holders talk to the other processes, if there are any."""
+    return Turns(with_others=jax.process_count() > 1)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.table_maps import Moves
 
-SHARE = (
+SHARE_MAPS = (
     "engines that use each other's states or batches share their maps: EmbeddingEngine(…, "
     "vocabularies=other.vocabularies); a batch from before a load is placed again"
 )
@@ -173,7 +173,7 @@ class Timeline:
             _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
         if history != steps.history:
             expected = "one placed since the maps were loaded, by an engine that shares them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
@@ -203,7 +203,7 @@ class Timeline:
         assert steps is not None, "a training batch has them"
         if history not in (self.history, self._following):
             expected = "a state of these maps, as they are loaded now"
-            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE)
+            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE_MAPS)
         if steps.first != step + 1 or step != self.admitted:
             expected = f"the batch of step {step + 1}, which the state comes to next"
             got = f"the one of step {steps.first}"
@@ -218,7 +218,7 @@ class Timeline:
         if history != self.history or not self._holds(keys):
             expected = "one placed since the maps were rewound or loaded, by an engine that shares "
             expected += "them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
         return steps
 
     def is_current(self, steps: ValidSteps, keys: BatchKeys) -> bool:

@@ -19,13 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
 from tpu_embed._signals import SignalsDeferred
 from tpu_embed.kernels.vocabulary_reference import MapState
-from tpu_embed.processes import Turns
+from tpu_embed.processes import new_turns
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
@@ -34,7 +33,7 @@ from tpu_embed.vocabulary.loads import MapContents, MapLoad, load_together
 from tpu_embed.vocabulary.observers import Observers
 from tpu_embed.vocabulary.reports import KeyReports, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
-from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
+from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Timeline
 
 
 class Vocabularies(KeyReports):
@@ -61,7 +60,7 @@ class Vocabularies(KeyReports):
         self, tables: Sequence[LivingTable], lookahead: int, homes: Homes | None = None
     ) -> None:
         self.lookahead, self.homes = lookahead, homes
-        self.turns = Turns(with_others=jax.process_count() > 1)
+        self.turns = new_turns()
         homes_of = {} if homes is None else homes.tables
         groups = {name: one.row_groups for name, one in homes_of.items()}
         maps, timeline = TableMaps(tables, lookahead, groups), Timeline(tables, lookahead)
@@ -277,7 +276,7 @@ class Vocabularies(KeyReports):
         """
         if map_version(state) != self.now:
             expected = f"the newest state, of step {self.admitted} of these maps"
-            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE}"
+            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE_MAPS}"
             got = f"one of step {map_version(state)[0]}, of other maps, or from before a load"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
 

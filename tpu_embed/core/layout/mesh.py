@@ -101,12 +101,17 @@ class MeshAxes:
         return jax.process_index()
 
     @functools.cached_property
+    def num_processes(self) -> int:
+        """How many processes have its devices."""
+        if isinstance(self.mesh, Mesh):
+            return len({device.process_index for device in self.mesh.devices.flat})
+        # A plan's mesh has no devices yet.
+        return -(-self.mesh.size // CHIPS_PER_HOST)
+
+    @property
     def one_process(self) -> bool:
         """Whether one process has all devices, so that its host knows the whole batch."""
-        if isinstance(self.mesh, Mesh):
-            return len({device.process_index for device in self.mesh.devices.flat}) == 1
-        # A plan's mesh has no devices yet.
-        return self.mesh.size <= CHIPS_PER_HOST
+        return self.num_processes == 1
 
     @functools.cached_property
     def on_cpu(self) -> bool:

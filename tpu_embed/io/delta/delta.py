@@ -170,20 +170,19 @@ def _of_all_maps(
       uint64 `[n]`, int64 `[n]`, and int64 `[0 or 1]`.
     """
     shared = np.array([] if changes.shared is None else [changes.shared], np.int64)
-    if jax.process_count() == 1:
-        return keys, changes.rows, shared
-    pairs = np.stack([keys, changes.rows.view(np.uint64)], axis=1)
-    said = [np.frombuffer(one, np.uint64) for one in gather_bytes(what, pairs.tobytes())]
-    keys, first = np.unique(np.concatenate(said)[::2], return_index=True)
-    rows = np.concatenate(said)[1::2][first].view(np.int64)
-    said = gather_bytes(f"{what}: shared", shared.tobytes())
-    return keys, rows, np.unique(np.concatenate([np.frombuffer(one, np.int64) for one in said]))
+    pairs = _gathered(what, np.stack([keys, changes.rows.view(np.uint64)], axis=1))
+    keys, first = np.unique(pairs[:, 0], return_index=True)
+    return keys, pairs[first, 1].view(np.int64), np.unique(_gathered(f"{what}: shared", shared))
+
+
+def _gathered(what: str, mine: np.ndarray) -> np.ndarray:
+    """Return the arrays of all processes, one after the other along the first axis."""
+    said = b"".join(gather_bytes(what, mine.tobytes()))
+    return np.frombuffer(said, mine.dtype).reshape(-1, *mine.shape[1:])
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
     """Return the ids (all below `size`) that any process has, unique and ascending."""
-    if jax.process_count() == 1:
-        return ids
     # Pad to the longest list, so that all processes gather arrays of the same shape.
     most = int(np.max(multihost_utils.process_allgather(np.int32(ids.size))))
     if most == size:
