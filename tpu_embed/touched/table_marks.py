@@ -43,57 +43,24 @@ NEVER = -1
 """The step of what was not touched since recording began."""
 
 
-class PlaceMarks:
-    """The last step of numbers below a bound, 4 bytes for each, from the first mark on.
-
-    Args:
-      size: the bound.
-
-    Attributes:
-      last: the last step of each number, int32 `[size]`; None before the first mark.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.last: np.ndarray | None = None
-
-    def mark(self, numbers: np.ndarray, steps: int | np.ndarray) -> None:
-        """Mark numbers, integers `[n]`, with one step, or each with its own, int32 `[n]`."""
-        if numbers.size:
-            if self.last is None:
-                self.last = np.full(self._size, NEVER, _STEP)
-            # A maximum, because threads may record a later step first.
-            self.last[numbers] = np.maximum(self.last[numbers], steps)
-
-    def after(self, step: int) -> np.ndarray:
-        """Return the numbers whose mark is after a step, uint64 `[n]` ascending."""
-        if self.last is None:
-            return np.zeros(0, np.uint64)
-        return np.flatnonzero(self.last > step).astype(np.uint64)
-
-    def steps(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the step of each number, integers `[n]`, int32 `[n]`; `NEVER` without a mark."""
-        if self.last is None:
-            return np.full(numbers.size, NEVER, _STEP)
-        return self.last[numbers]
-
-
 class RowMarks:
-    """The last step of every row of a table on the devices.
+    """The last step of rows, 4 bytes for each, which the system provides with the first marks.
 
     Args:
-      stack: the stack of the table.
-      table: the table.
-      places: the marks of the stack's physical rows.
+      marks: int32 zeros of any shape, perhaps a view: row r is place r of it, flattened.
+      size: V, the number of rows; padding follows them. None: all places are rows.
     """
 
-    def __init__(self, stack: Stack, table: TableSlice, places: PlaceMarks) -> None:
-        self._stack, self._table, self._places = stack, table, places
-        self._whole = NEVER  # the last step that touched all of its rows
+    def __init__(self, marks: np.ndarray, size: int | None = None) -> None:
+        # A step is kept as ~step, of which `NEVER` is 0. So a later step is a smaller number.
+        self._marks, self._size = marks, marks.size if size is None else size
+        self._whole = NEVER  # the last step that touched all rows
 
     def mark(self, rows: np.ndarray, steps: int | np.ndarray) -> None:
         """Mark rows, integers `[n]`, with one step, or each with its own, int32 `[n]`."""
-        self._places.mark(self._physical(rows), steps)
+        at = self._places(rows)
+        # A later step stays, because threads may record it first.
+        self._marks[at] = np.minimum(self._marks[at], ~steps)
 
     def mark_all(self, step: int) -> None:
         """Mark all rows."""
@@ -102,19 +69,15 @@ class RowMarks:
     def after(self, step: int) -> np.ndarray:
         """Return the rows that were touched after a step, uint64 `[n]` ascending."""
         if self._whole > step:
-            return np.arange(self._table.vocabulary_size, dtype=np.uint64)
-        if self._places.last is None:
-            return np.zeros(0, np.uint64)
-        # The positions in the flattened view are logical row ids. Padding is never touched.
-        last = self._stack.logical_view(self._places.last, self._table)
-        return np.flatnonzero(last > step).astype(np.uint64)
+            return np.arange(self._size, dtype=np.uint64)
+        return np.flatnonzero(self._marks < ~step).astype(np.uint64)
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
         """Return the last step of rows, integers `[n]`, int32 `[n]`; `NEVER` without a mark."""
-        return np.maximum(self._places.steps(self._physical(rows)), self._whole)
+        return np.maximum(~self._marks[self._places(rows)], self._whole)
 
-    def _physical(self, rows: np.ndarray) -> np.ndarray:
-        return self._stack.physical(rows.astype(self._stack.index_dtype), self._table)
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        return np.unravel_index(rows.astype(np.int64), self._marks.shape)
 
 
 class IdMarks:
@@ -325,7 +288,7 @@ class KeyMarks:
 
     def __init__(self, table: TableSlice) -> None:
         # Of a table on the host only few ids may ever have a row.
-        self.given = IdMarks() if table.is_on_host else PlaceMarks(table.vocabulary_size)
+        self.given = IdMarks() if table.is_on_host else RowMarks(_zeros(table.vocabulary_size))
         self.lost = IdMarks()
         self._most_lost = max(_LEAST_LOST, min(table.declared_size, 2**31))
         self.lost_since = 0
@@ -357,13 +320,17 @@ class TableMarks:
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
         self._layout, self._maps = layout, maps
         self._hosted = HostedMarks(layout, maps)
-        self._places = {stack.name: PlaceMarks(stack.physical_rows) for stack in layout.stacks}
         self.tables = [table for _, table in layout.tables.values()]
-        self._on_devices = {
-            name: RowMarks(stack, table, self._places[stack.name])
-            for name, (stack, table) in layout.tables.items()
-            if not stack.is_on_host
-        }
+        # On the devices: of physical rows by stack, and of rows by table, which are views of these.
+        self._places: dict[str, RowMarks] = {}
+        self._on_devices: dict[str, RowMarks] = {}
+        for stack in layout.stacks:
+            if not stack.is_on_host:
+                places = _zeros(stack.physical_rows)
+                self._places[stack.name] = RowMarks(places)
+                for table in stack.tables:
+                    rows = stack.logical_view(places, table)
+                    self._on_devices[table.name] = RowMarks(rows, table.vocabulary_size)
         self._marks = self._on_devices | self._hosted.marks
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
@@ -521,6 +488,10 @@ class TableMarks:
         if shared is not None:
             ids, steps = np.append(ids, np.uint64(shared)), np.append(steps, np.int32(saved.shared))
         self._marks[table.name].mark(ids[steps > NEVER], steps[steps > NEVER])
+
+
+def _zeros(size: int) -> np.ndarray:
+    return np.zeros(size, _STEP)
 
 
 def shared_row(table: TableSlice) -> int | None:
