@@ -429,7 +429,7 @@ def stored_tables(
     """
     used = declared if used is None else used
     names = used.table_names
-    given = _by_name(tables, declared)
+    given = _by_name("tables", tables, declared)
     absent, surplus = set(names) - set(given), set(given) - set(declared.table_names)
     if absent or surplus:
         problem = "missing" if absent else "not declared"
@@ -447,26 +447,20 @@ def stored_tables(
     )
 
 
-def name_of_table(key: Any, declared: Structure) -> str:
-    """Return the name of a table that a user names, by `TableConfig` or by name."""
-    if not isinstance(key, TableConfig):
-        return str(key)
-    names = dict(zip(declared.tables, declared.table_names, strict=True))
-    return names.get(key, f"{key!r}")
-
-
-def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
-    if not isinstance(tables, Mapping):
-        got = type(tables).__name__
+def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
+    """Return by name what a user gives by `TableConfig` or by name."""
+    if not isinstance(given, Mapping):
+        got = type(given).__name__
         expected = "a mapping from TableConfig or table name to its array"
-        raise TypeError(message("tables", expected=expected, got=got))
+        raise TypeError(message(what, expected=expected, got=got))
+    names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
-    for key, table in tables.items():
-        name = name_of_table(key, declared)
+    for key, one in given.items():
+        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
         if name in found:
             expected, got = "each table once", "it by TableConfig and by name"
-            raise ValueError(message(f"tables: {name}", expected=expected, got=got))
-        found[name] = table
+            raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+        found[name] = one
     return found
 
 
@@ -630,8 +624,7 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
 def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, FixedVocabulary]:
     tables = dict(zip(whole.table_names, whole.tables, strict=True))
     found = {}
-    for key, one in (given or {}).items():
-        name = name_of_table(key, whole)
+    for name, one in _by_name("vocabularies", given or {}, whole).items():
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
             expected = "tables whose vocabularies live"

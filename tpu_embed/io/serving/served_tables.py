@@ -238,29 +238,25 @@ class Prepared(NamedTuple):
     tables: dict[str, Writing]
 
 
-def prepare(
-    tables: Mapping[str, Parts],
-    keys: Mapping[str, ServedKeys],
-    changed: Mapping[str, directory.Table],
-    version: Version,
-) -> Prepared:
-    """Return what a delta writes; nothing changes yet.
+def writing_of(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
+    """Return what a change writes to a table; nothing changes yet.
 
     Args:
-      tables: by name.
-      keys: of tables whose ids are keys, by name.
-      changed: what the delta has, by name.
-      version: of the tables afterwards.
+      change: what a delta has of the table.
+      arrays: of the table, by part.
+      keys: those of the table; None if its ids are row numbers.
 
     Raises:
       ValueError: rows cannot be quantized, or numbered.
     """
-    writings = {
-        name: _writing(one, tables[name], keys.get(name))
-        for name, one in changed.items()
-        if any(array.size for array in one.arrays.values())
-    }
-    return Prepared(version, writings)
+    parts, changed = served_parts(change, arrays), change.arrays
+    for array in arrays.values():
+        check_numbered(array)
+    if keys is None:
+        return Writing(changed["ids"], parts, None)
+    plan = keys.plan(changed["keys"], changed["lost"])
+    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
+    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
 
 
 def write(
@@ -291,18 +287,6 @@ def write(
     for name, plan in plans.items():
         new_keys[name].change(plan)
     return jax.block_until_ready(new), new_keys
-
-
-def _writing(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
-    """Return what a change writes to a table."""
-    parts, changed = served_parts(change, arrays), change.arrays
-    for array in arrays.values():
-        check_numbered(array)
-    if keys is None:
-        return Writing(changed["ids"], parts, None)
-    plan = keys.plan(changed["keys"], changed["lost"])
-    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
-    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
 
 
 def _copied(writing: Writing, arrays: Parts) -> Parts:
