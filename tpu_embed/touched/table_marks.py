@@ -27,7 +27,7 @@ import bisect
 import collections
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -225,18 +225,17 @@ class HostedMarks:
         """Note which rows the training batch of a step gave to other ids."""
         before = {}
         for stack in self._stacks:
-            changed = []
+            lost, given, keys = [], [], []
             for table in stack.tables:
                 taken = moves.taken[table.name]
-                for rows in (taken.evicted_rows, taken.new_rows):
-                    changed.append(stack.physical(rows.astype(stack.index_dtype), table))
-            ids, rows = self._ids[stack.name], np.unique(np.concatenate(changed))
+                for found, rows in ((lost, taken.evicted_rows), (given, taken.new_rows)):
+                    found.append(stack.physical(rows.astype(stack.index_dtype), table))
+                keys.append(taken.new_keys.view(np.int64))
+            ids, rows = self._ids[stack.name], np.unique(np.concatenate([*lost, *given]))
             if rows.size:
                 before[stack.name] = rows, ids[rows]
-            # Pairs of (evicted, new) rows by table; what is evicted may be given at once.
-            for table, evicted, new in zip(stack.tables, changed[::2], changed[1::2], strict=True):
-                ids[evicted] = -1
-                ids[new] = moves.taken[table.name].new_keys.view(np.int64)
+            ids[np.concatenate(lost)] = -1
+            ids[np.concatenate(given)] = np.concatenate(keys)  # a row that was lost may be, at once
         self._before.append(before)
         self._noted = step
         for stack, rows, updated in self._waiting.pop(step, []):
@@ -315,11 +314,16 @@ class TableMarks:
     Args:
       layout: the engine's layout.
       maps: its maps; None without living vocabularies and tables on the host.
+
+    Attributes:
+      hosted: the marks of tables on the host.
+      tables: all tables.
     """
 
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
-        self._layout, self._maps = layout, maps
-        self._hosted = HostedMarks(layout, maps)
+        self._layout = layout
+        self._maps: Any = maps  # which are there where a table has keys
+        self.hosted = HostedMarks(layout, maps)
         self.tables = [table for _, table in layout.tables.values()]
         # On the devices: of physical rows by stack, and of rows by table, which are views of these.
         self._places: dict[str, RowMarks] = {}
@@ -331,7 +335,7 @@ class TableMarks:
                 for table in stack.tables:
                     rows = stack.logical_view(places, table)
                     self._on_devices[table.name] = RowMarks(rows, table.vocabulary_size)
-        self._marks = self._on_devices | self._hosted.marks
+        self._marks = self._on_devices | self.hosted.marks
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
         # given by a batch of 5 here, a key may have been in update 5 before it had that row.
@@ -354,7 +358,7 @@ class TableMarks:
         if stack.optimizer is None:
             return
         if stack.is_on_host:
-            self._hosted.touch(stack, rows, batch_step, step)
+            self.hosted.touch(stack, rows, batch_step, step)
         elif stack.optimizer.updates_every_row:
             for table in stack.tables:
                 self.mark_all(table.name, step)
@@ -379,18 +383,14 @@ class TableMarks:
         """
         for _, table in self._layout.living:
             known, taken = self._keys[table.name], moves.of_keys(table.name)
-            if table.is_on_host and table.key_table is None:
+            if table.key_rules is None:
                 # Its ids have their rows for ever. Those that come to the devices may be new ones.
                 known.note(step, moves.taken[table.name].new_keys, _NOBODY, _NOBODY)
             else:
                 new_rows = taken.new_rows.astype(np.uint64)
                 known.note(step, new_rows, taken.new_keys, taken.evicted_keys)
-        self._hosted.note(step, moves)
+        self.hosted.note(step, moves)
         self._newest.append(newest)
-
-    def note_undone(self, step: int) -> None:
-        """Forget what was recorded of batches after a step, which were never admitted."""
-        self._hosted.undo(step)
 
     # -- what has changed ----------------------------------------------------------------------
 
@@ -418,21 +418,16 @@ class TableMarks:
             return Changes(ids.view(np.int64), ids)
         shared = shared_row(table)
         shared = shared if shared is not None and shared in ids else None
-        keys, rows = self._keys_of(table)
+        keys, rows = self._maps.keys(table.name)
         here = np.isin(rows.view(np.uint64), ids)
         keys, rows = keys[here], rows[here]
         order = np.argsort(keys)
         lost = known.lost.after(since.keys)
         return Changes(rows[order], keys[order], lost[self.find(table, lost) < 0], shared)
 
-    def _keys_of(self, table: TableSlice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a living vocabulary, uint64 `[n]`, and their rows or ids, int64."""
-        assert self._maps is not None, "a vocabulary lives"
-        return self._maps.keys(table.name)
-
     def find(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return the rows, or ids at home, of keys or ids of 64 bits; -1: none; int64 `[n]`."""
-        if table.key_rules is None or self._maps is None:
+        if table.key_rules is None:
             return keys.view(np.int64)
         return self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
 
@@ -452,7 +447,7 @@ class TableMarks:
         if table.key_rules is None:
             keys = ids = np.union1d(marks.after(NEVER), known.given.after(NEVER))
         else:
-            keys, rows = self._keys_of(table)
+            keys, rows = self._maps.keys(table.name)
             ids = rows.view(np.uint64)
         steps, given = marks.steps(ids), known.given.steps(ids)
         here = np.flatnonzero(given > self._first)
