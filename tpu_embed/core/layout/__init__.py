@@ -20,9 +20,6 @@ from tpu_embed.core.layout.arrivals import (
 )
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.layout import (
-    ENGINE_OPTIONS,
-    FEATURE_FIELDS,
-    TABLE_FIELDS,
     Layout,
     PlacedFor,
 )
@@ -59,14 +56,11 @@ from tpu_embed.core.layout.stacks import (
 
 __all__ = [
     "BY_ID",
-    "ENGINE_OPTIONS",
-    "FEATURE_FIELDS",
     "INT32_ROWS",
     "NUMBERS_SLOT",
     "ROUNDING_SLOTS",
     "ROW_MULTIPLE",
     "SEED_SLOT",
-    "TABLE_FIELDS",
     "Agreed",
     "Arrival",
     "ExchangeDtype",
