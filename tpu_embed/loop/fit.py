@@ -219,10 +219,7 @@ def _train(
             keeper.save(run, force=True)
         stop.check()
         report = reporter.finish(run)
-        if keeper is not None and reporter.had_better(run):
-            keeper.take_best(run)
-            report = reporter.show_best(run, report)
-        return report
+        return report if keeper is None else reporter.take_best(run, keeper, report)
     except BaseException as error:
         if keeper is not None and not stop.at_once:
             keeper.rescue(run, error)

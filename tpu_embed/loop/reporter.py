@@ -18,7 +18,7 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.network import Objective
 from tpu_embed.loop.reports import Best, ProgressLine, Report, Window
-from tpu_embed.loop.run import Run
+from tpu_embed.loop.run import Keeper, Run
 from tpu_embed.loop.step import make_evaluation_step, take_apart
 from tpu_embed.processes import gather_from_all
 
@@ -83,12 +83,11 @@ class Reporter:
             last, _ = self._report(run, evaluates=evaluates)
         return last
 
-    def had_better(self, run: Run) -> bool:
-        """Tell whether an evaluation before the last step was the best one."""
-        return self.best is not None and run.best_step not in (None, run.step)
-
-    def show_best(self, run: Run, last: Report) -> Report:
-        """Return the report of the best evaluation, of a run that has its state and model again."""
+    def take_best(self, run: Run, keeper: Keeper, last: Report) -> Report:
+        """Return the report of the best evaluation, with its state and model, or the last one."""
+        if self.best is None or run.best_step in (None, run.step):
+            return last
+        keeper.take_best(run)
         again = {"state": run.state, "model": self.objective.model_of(run.network, run.state)}
         report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
         self.line.show(f"the best: {report.line()}")
@@ -97,10 +96,10 @@ class Reporter:
     def _report(self, run: Run, *, evaluates: bool) -> tuple[Report, bool]:
         """Report; return the report, and whether the run ends."""
         run.losses.check()
-        means, speed = self._window.close()
-        idle = not means and self._last is None  # the run went on from its end
-        if not means and self._last is not None:  # a second report of one step
-            means = {"loss": self._last.loss, **self._last.metrics}
+        (means, speed), last = self._window.close(), self._last
+        idle = not means and last is None  # the run went on from its end
+        if not means and last is not None:  # a second report of one step
+            means = {"loss": last.loss, **last.metrics}
         report = Report(
             step=run.step,
             steps=self.steps,
@@ -150,7 +149,14 @@ def make_evaluate(
         raise TypeError(text)
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)
-    _check_source(source)
+    got = type(source).__name__
+    if not callable(source) and not isinstance(source, Iterable):
+        expected = "an iterable, or a function that returns one"
+        raise TypeError(message(WHAT, expected=expected, got=got))
+    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
+        expected, got = "what can be read several times", f"{got}, which can be read once"
+        remedy = "give the function that makes it, such as functools.partial(batches, path)"
+        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))
     step = make_evaluation_step(engine, objective)
 
     def evaluate(run: Run, report: Report) -> dict[str, float]:
@@ -190,15 +196,3 @@ def _measured(measure: Callable[[Report], Any], report: Report) -> dict[str, flo
         expected = f"names that evaluation= does not have, {sorted(known)}"
         raise ValueError(message(what, expected=expected, got=f"{sorted(numbers)}"))
     return gather_from_all("fit: measure", numbers)[0]
-
-
-def _check_source(source: Any) -> None:
-    """Check that a source can be read several times."""
-    got = type(source).__name__
-    if not callable(source) and not isinstance(source, Iterable):
-        expected = "an iterable, or a function that returns one"
-        raise TypeError(message(WHAT, expected=expected, got=got))
-    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
-        expected, got = "what can be read several times", f"{got}, which can be read once"
-        remedy = "give the function that makes it, such as functools.partial(batches, path)"
-        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))
