@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
-from tpu_embed.core.batch import Batch, fields_of, line_of, view_stacks
+from tpu_embed.core.batch import Batch, fields_of, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.core.state import TableState, check_own
@@ -427,8 +427,7 @@ def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
     lines = np.concatenate([np.asarray(piece) for piece in pieces.values()])
     numbers = np.concatenate([first + np.arange(len(piece)) for first, piece in pieces.items()])
     found = []
-    stacks = zip(view_stacks(batch.spec, layout), line_of(batch.spec, layout), strict=True)
-    for view, names in stacks:
+    for view, names in line_of(batch.spec, layout):
         stack, fields = view.stack, fields_of(lines, names)  # [devices, …]
         if "row_ids" in fields:
             rows = fields["row_ids"]

@@ -325,17 +325,16 @@ class TableMarks:
         self._maps: Any = maps  # which are there where a table has keys
         self.hosted = HostedMarks(layout, maps)
         self.tables = [table for _, table in layout.tables.values()]
-        # On the devices: of physical rows by stack, and of rows by table, which are views of these.
+        # By table; and of physical rows by stack, of which those of its tables are views.
+        self._marks: dict[str, Any] = {**self.hosted.marks}
         self._places: dict[str, RowMarks] = {}
-        self._on_devices: dict[str, RowMarks] = {}
         for stack in layout.stacks:
             if not stack.is_on_host:
                 places = _zeros(stack.physical_rows)
                 self._places[stack.name] = RowMarks(places)
                 for table in stack.tables:
                     rows = stack.logical_view(places, table)
-                    self._on_devices[table.name] = RowMarks(rows, table.vocabulary_size)
-        self._marks = self._on_devices | self.hosted.marks
+                    self._marks[table.name] = RowMarks(rows, table.vocabulary_size)
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
         # given by a batch of 5 here, a key may have been in update 5 before it had that row.
@@ -371,7 +370,7 @@ class TableMarks:
 
     def mark_all(self, name: str, step: int) -> None:
         """Mark all rows of a table on the devices."""
-        self._on_devices[name].mark_all(step)
+        self._marks[name].mark_all(step)
 
     def note_admitted(self, step: int, moves: Moves, newest: int) -> None:
         """Note what the maps did for the training batch of a step.

@@ -29,9 +29,7 @@ from tpu_embed.core.layout.random_rounding import (
     NUMBERS_SLOT,
     ROUNDING_SLOTS,
     SEED_SLOT,
-    keeps_numbers,
     rounding_slots,
-    rounds_at_random,
     row_places,
     table_crcs,
 )
@@ -49,8 +47,6 @@ from tpu_embed.core.layout.stacks import (
     make_stacks,
     roomy,
     round_up,
-    sent_rows_format,
-    sent_sums_format,
     stack_name,
 )
 
@@ -85,7 +81,6 @@ __all__ = [
     "drawn_keys",
     "fetch_parcels",
     "gather_explicit",
-    "keeps_numbers",
     "lines",
     "make_axes",
     "make_layout",
@@ -97,11 +92,8 @@ __all__ = [
     "roomy",
     "round_up",
     "rounding_slots",
-    "rounds_at_random",
     "row_places",
     "send_lines",
-    "sent_rows_format",
-    "sent_sums_format",
     "stack_name",
     "table_crcs",
 ]

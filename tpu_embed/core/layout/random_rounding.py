@@ -30,24 +30,13 @@ ROUNDING_SLOTS = (SEED_SLOT, NUMBERS_SLOT)
 """The slots of a stack that are not its optimizer's."""
 
 
-def rounds_at_random(stack: Stack) -> bool:
-    """Return whether updates round the stack's new rows at random."""
-    return stack.rounding == "stochastic" and stack.optimizer is not None
-
-
-def keeps_numbers(stack: Stack) -> bool:
-    """Return whether the state keeps what stands for each row, because a map decides it."""
-    # All tables of a stack that is rounded at random have a map, or none (`ResolvedTable.kind`).
-    return rounds_at_random(stack) and stack.tables[0].vocabulary is not None
-
-
 def rounding_slots(stack: Stack) -> dict[str, SlotShape]:
     """Return the slots that a stack has for rounding at random; none if it does not."""
     number = np.dtype(np.uint32)
     slots = {}
-    if rounds_at_random(stack):
+    if stack.rounds_at_random:
         slots[SEED_SLOT] = SlotShape((), number, per_row=False)
-    if keeps_numbers(stack):
+    if stack.keeps_numbers:
         slots[NUMBERS_SLOT] = SlotShape((), number)
     return slots
 

@@ -147,7 +147,31 @@ class Stack:
     @property
     def row_format(self) -> RowFormat:
         """The format of the rows in the stack's array."""
-        return RowFormat((self.dim,), jnp.dtype(self.dtype), self.packing)
+        return self._format(self.dtype)
+
+    @property
+    def sent_rows_format(self) -> RowFormat:
+        """The format in which rows are sent between devices."""
+        return self._format(self.exchange_dtype or self.dtype)
+
+    @property
+    def sent_sums_format(self) -> RowFormat:
+        """The format in which partial sums of the rows' gradients are sent."""
+        return self._format(self.exchange_dtype or self.compute_dtype)
+
+    def _format(self, dtype: str | np.dtype) -> RowFormat:
+        return RowFormat((self.dim,), jnp.dtype(dtype), self.packing)
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether updates round its new rows at random."""
+        return self.rounding == "stochastic" and self.optimizer is not None
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the state keeps what stands for each row, because a map decides it."""
+        # All tables of a stack that is rounded at random have a map, or none: see `kind`.
+        return self.rounds_at_random and self.tables[0].vocabulary is not None
 
     @property
     def physical_rows(self) -> int:
@@ -226,20 +250,6 @@ class Stack:
         # With MOD on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap
         # they are read in the order 0, 1, 2, 3, ….
         return mine if self.placement == "div" else mine.swapaxes(0, 1)
-
-
-def sent_rows_format(stack: Stack) -> RowFormat:
-    """Return the format in which rows are sent between devices."""
-    return _format(stack, stack.exchange_dtype or stack.dtype)
-
-
-def sent_sums_format(stack: Stack) -> RowFormat:
-    """Return the format in which partial sums of the rows' gradients are sent."""
-    return _format(stack, stack.exchange_dtype or stack.compute_dtype)
-
-
-def _format(stack: Stack, dtype: str | np.dtype) -> RowFormat:
-    return RowFormat((stack.dim,), jnp.dtype(dtype), stack.packing)
 
 
 @dataclasses.dataclass(frozen=True)

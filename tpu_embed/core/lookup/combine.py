@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.layout import Stack, sent_sums_format
+from tpu_embed.core.layout import Stack
 from tpu_embed.kernels import dispatch, rounded, storage
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
@@ -53,7 +53,7 @@ def combine(rows: RowsToSum, layout: SumLayout, stack: Stack) -> tuple[Array, ..
 def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
-    If the exchange rounds sums, these are rounded, and in the format of `sent_sums_format`.
+    If the exchange rounds sums, these are rounded, and in the format of `Stack.sent_sums_format`.
 
     Args:
       rows: the gradients of bags, and which of them is added to which sum, in order.
@@ -63,6 +63,6 @@ def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool 
     """
     layout = SumLayout((num_sums,), filled=filled)
     if stack.exchange_dtype is not None:
-        return rounded.gather_sum(rows, layout, sent_sums_format(stack))
+        return rounded.gather_sum(rows, layout, stack.sent_sums_format)
     (sums,) = dispatch.gather_sum(rows, layout)
     return sums

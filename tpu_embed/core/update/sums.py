@@ -25,7 +25,7 @@ import numpy as np
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch import LocalIds, StackView, gather, gather_ids
 from tpu_embed.core.exchange import RowSums, collectives, device_route, number_runs, route
-from tpu_embed.core.layout import Stack, sent_sums_format
+from tpu_embed.core.layout import Stack
 from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum
@@ -110,7 +110,7 @@ def _unpacked(given: RowSums, stack: Stack) -> RowSums:
     if stack.exchange_dtype is None:
         return given
     packed = given.sums if stack.packing == "words" else None
-    return given._replace(sums=sent_sums_format(stack).unpack(given.sums), packed=packed)
+    return given._replace(sums=stack.sent_sums_format.unpack(given.sums), packed=packed)
 
 
 def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits) -> RowSums:

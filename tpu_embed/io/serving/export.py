@@ -174,7 +174,7 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
     changes = {"vocabulary_size": _INT32_MAX, "vocabulary": None, "storage": None}
     plain = {
         id(table): dataclasses.replace(table, name=name, **(changes if name in names else {}))
-        for name, table in zip(declared.table_names, declared.tables, strict=True)
+        for name, table in declared.configs.items()
     }
 
     def renumbered(feature: FeatureConfig) -> FeatureConfig:
@@ -189,7 +189,7 @@ def _written_tables(
 ) -> dict[str, directory.Table]:
     """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
     found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+    for (name, config), table in zip(declared.configs.items(), given, strict=True):
         mine, unseen = keys.get(name), None
         if mine is not None:
             unseen = directory.rule_without_row(config.vocabulary)

@@ -217,12 +217,12 @@ class Server:
         ]
         hosts, whole = _with_rows(hosts, layout, tables, find)
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
-        stacks, operands = line_of(spec, layout), []
-        packed = np.empty((1, line_length(stacks)), np.int32)
-        for view, fields, table in zip(view_stacks(spec, layout), stacks, whole, strict=True):
-            line = fields_of(packed, fields)
-            pack_line(hosts, view, line)
-            operands.append(table.operand(line["row_ids"][0]))
+        line, operands = line_of(spec, layout), []
+        packed = np.empty((1, line_length(line)), np.int32)
+        for (view, fields), table in zip(line, whole, strict=True):
+            own = fields_of(packed, fields)
+            pack_line(hosts, view, own)
+            operands.append(table.operand(own["row_ids"][0]))
         array: Any = packed
         return self._program(tuple(operands), Batch.of(array, spec, layout))
 
@@ -442,8 +442,7 @@ def stored_tables(
             )
         )
     return tuple(
-        _stored(f"table {name!r}", given[name], config)
-        for name, config in zip(names, used.tables, strict=True)
+        _stored(f"table {name!r}", given[name], config) for name, config in used.configs.items()
     )
 
 
@@ -511,8 +510,7 @@ def _finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
         are row numbers.
       TypeError: it is of another type.
     """
-    named = zip(used.table_names, used.tables, strict=True)
-    living = {name: table for name, table in named if table.vocabulary is not None}
+    living = {name: one for name, one in used.configs.items() if one.vocabulary is not None}
     if isinstance(given, Vocabularies):
         found = {n: _find_now(given, n, living[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
@@ -558,7 +556,7 @@ def tables_on_host(
       ValueError: nobody has said which ids a table has.
     """
     found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+    for (name, config), table in zip(declared.configs.items(), given, strict=True):
         if config.storage is None or config.vocabulary is not None:
             continue
         rows = table.rows if isinstance(table, RowSource) else None
@@ -622,8 +620,7 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
 
 
 def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, FixedVocabulary]:
-    tables = dict(zip(whole.table_names, whole.tables, strict=True))
-    found = {}
+    tables, found = whole.configs, {}
     for name, one in _by_name("vocabularies", given or {}, whole).items():
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
