@@ -227,7 +227,9 @@ class Target(NamedTuple):
         """The number of hosts; 1 if it is not known."""
         if self.topology is not None:
             return self.topology.hosts
-        return self.axes.num_processes if isinstance(self.axes.mesh, Mesh) else 1
+        if not isinstance(self.axes.mesh, Mesh):
+            return 1
+        return len(self.axes.processes)
 
     def larger(self, batch: int) -> list[Target]:
         """Return targets with more devices, of which each number divides the batch.

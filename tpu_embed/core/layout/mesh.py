@@ -99,17 +99,17 @@ class MeshAxes:
         return jax.process_index()
 
     @functools.cached_property
-    def num_processes(self) -> int:
-        """How many processes have its devices."""
-        if isinstance(self.mesh, Mesh):
-            return len({device.process_index for device in self.mesh.devices.flat})
-        # A plan's mesh has no devices yet.
-        return -(-self.mesh.size // CHIPS_PER_HOST)
+    def processes(self) -> frozenset[int]:
+        """The processes that have devices of the mesh."""
+        return frozenset(device.process_index for device in self.mesh.devices.flat)
 
-    @property
+    @functools.cached_property
     def one_process(self) -> bool:
         """Whether one process has all devices, so that its host knows the whole batch."""
-        return self.num_processes == 1
+        if isinstance(self.mesh, Mesh):
+            return len(self.processes) == 1
+        # A plan's mesh has no devices yet.
+        return self.mesh.size <= CHIPS_PER_HOST
 
     @functools.cached_property
     def on_cpu(self) -> bool:

@@ -36,7 +36,6 @@ from flax import nnx
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.layout import make_axes
-from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import host_rows, manifest, tables, trees
@@ -395,23 +394,21 @@ class Modules:
             maps, vocabularies = found[path].maps, layer.engine.vocabularies
             if vocabularies is not None and maps is not None:
                 loads.append(vocabularies.prepare_load(maps, found[path].homes))
-        states = {path: found[path].state for path in self.layers}
-        load_together(loads, lambda: self._set(values, states))
-
-    def _set(self, values: Sequence[Any], states: Mapping[str, TableState]) -> None:
-        """Set the values of leaves, and the states of layers by path; or none, if one fails."""
         before = [leaf.value for leaf in self.leaves]
         own = [one for layer in self.layers.values() for one in layer.state_variables]
         owned = [one.get_raw_value() for one in own]
-        try:
+
+        def fill() -> None:
             self._set_leaves(values)
             for path, layer in self.layers.items():
-                layer.set_state(states[path])
-        except BaseException:
+                layer.set_state(found[path].state)
+
+        def undo() -> None:
             self._set_leaves(before)
             for variable, value in zip(own, owned, strict=True):
                 variable.set_raw_value(value)
-            raise
+
+        load_together(loads, fill, undo)
 
     def _set_leaves(self, values: Sequence[Any]) -> None:
         for leaf, value in zip(self.leaves, values, strict=True):
