@@ -25,7 +25,6 @@ from tpu_embed._types import PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import (
     BatchSpec,
-    StackSpec,
     StackView,
     view_stacks,
 )
@@ -436,12 +435,9 @@ def _num_ids(size: int, shape: FeatureShape, *, replicas: int = 1) -> int:
 
 def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
     dense_shapes = _feature_shapes(layout, shapes)
-    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(dense_shapes), bare, "update")
-    spec.check_batch([feature.path for feature in layout.features])
+    spec = BatchSpec.bare(dense_shapes, layout, layout.axes.replicas, "update")
     stacks = tuple(
-        dataclasses.replace(one, **_capacities(view))
-        for one, view in zip(bare, view_stacks(spec, layout), strict=True)
+        dataclasses.replace(view.room, **_capacities(view)) for view in view_stacks(spec, layout)
     )
     return dataclasses.replace(spec, stacks=stacks)
 
