@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from living_cases import engine
 
-from tpu_embed.touched.table_marks import NEVER, IdMarks, PlaceMarks, RowMarks
+from tpu_embed.touched.table_marks import NEVER, IdMarks, RowMarks
 
 IDS = st.lists(st.sampled_from([0, 1, 2, 7, 2**40, 2**63, 2**64 - 1]), max_size=6)
 STEPS = st.integers(0, 12)
@@ -73,8 +73,11 @@ def test_rows_have_the_greatest_step(devices):
     layout = engine(devices).layout
     (stack, items), (_, users) = layout.table("items"), layout.table("users")
     assert stack.tables == (items, users)
-    places, rng = PlaceMarks(stack.physical_rows), np.random.default_rng(0)
-    marks = {table.name: RowMarks(stack, table, places) for table in stack.tables}
+    whole, rng = np.zeros(stack.physical_rows, np.int32), np.random.default_rng(0)
+    places = RowMarks(whole)
+    views = {table.name: stack.logical_view(whole, table) for table in stack.tables}
+    sizes = {table.name: table.vocabulary_size for table in stack.tables}
+    marks = {name: RowMarks(view, sizes[name]) for name, view in views.items()}
     last = {"items": np.full(34, NEVER), "users": np.full(9, NEVER)}
     assert marks["items"].after(NEVER).size == 0
     for step in rng.permutation(12).tolist():

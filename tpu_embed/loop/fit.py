@@ -21,7 +21,7 @@ from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.network import check_optimizer, split_model
 from tpu_embed.loop.reporter import Reporter, make_evaluate
-from tpu_embed.loop.reports import Best, Losses, Report, check_best
+from tpu_embed.loop.reports import Best, Losses, ProgressLine, Report, check_best
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import Parts, make_train_step
 from tpu_embed.nn import Embeddings
@@ -168,6 +168,7 @@ def fit(
     for name, number in (numbers | {"save_every": save_every}).items():
         if number is not None:
             check_int(f"fit: {name}", number, minimum=1)
+    line = ProgressLine(shows=progress)
     reporter = Reporter(
         objective,
         evaluate,
@@ -176,12 +177,12 @@ def fit(
         steps=steps,
         report_every=report_every,
         evaluate_every=evaluate_every,
-        progress=progress,
+        line=line,
     )
     no_keeper = contextlib.nullcontext()
     with (
         Stop() as stop,
-        reporter,
+        contextlib.closing(line),
         Keeper(directory, engine, stop, every=save_every, keep=keep)
         if directory is not None
         else no_keeper as keeper,
@@ -190,7 +191,7 @@ def fit(
             run.begin(state, seed)
         else:
             does = "the run was ended at" if run.ended else "going on from"
-            reporter.say(f"{directory}: {does} step {run.step:,}")
+            line.begin(f"{directory}: {does} step {run.step:,}")
         return _train(run, train_step, placed, reporter, keeper, stop)
 
 
@@ -218,10 +219,7 @@ def _train(
             keeper.save(run, force=True)
         stop.check()
         report = reporter.finish(run)
-        if keeper is not None and reporter.had_better(run):
-            keeper.take_best(run)
-            report = reporter.show_best(run, report)
-        return report
+        return report if keeper is None else reporter.take_best(run, keeper, report)
     except BaseException as error:
         if keeper is not None and not stop.at_once:
             keeper.rescue(run, error)

@@ -18,11 +18,12 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.network import Objective
 from tpu_embed.loop.reports import Best, ProgressLine, Report, Window
-from tpu_embed.loop.run import Run
+from tpu_embed.loop.run import Keeper, Run
 from tpu_embed.loop.step import make_evaluation_step, take_apart
 from tpu_embed.processes import gather_from_all
 
 
+@dataclasses.dataclass
 class Reporter:
     """Makes the reports of a run.
 
@@ -34,44 +35,34 @@ class Reporter:
       steps: of the whole run, or None.
       report_every: how many steps lie between two reports.
       evaluate_every: how many steps lie between two evaluations, or None.
-      progress: whether reports are shown.
+      line: shows the reports.
 
     Raises:
       TypeError: the callback is no function.
       ValueError: evaluations are due, and there is nothing to evaluate.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        evaluate: Callable[[Run, Report], dict[str, float]] | None,
-        best: Best | None,
-        callback: Callable[[Report], Any] | None,
-        *,
-        steps: int | None,
-        report_every: int,
-        evaluate_every: int | None,
-        progress: bool,
-    ) -> None:
-        if callback is not None and not callable(callback):
-            got, remedy = type(callback).__name__, "it is called with each Report"
+    objective: Objective
+    evaluate: Callable[[Run, Report], dict[str, float]] | None
+    best: Best | None
+    callback: Callable[[Report], Any] | None
+    steps: int | None
+    report_every: int
+    evaluate_every: int | None
+    line: ProgressLine
+
+    def __post_init__(self) -> None:
+        if self.callback is not None and not callable(self.callback):
+            got, remedy = type(self.callback).__name__, "it is called with each Report"
             text = message("fit: callback", expected="a function", got=got, remedy=remedy)
             raise TypeError(text)
-        if evaluate_every is not None and evaluate is None:
-            expected, got = "an evaluation beside it", f"{evaluate_every} alone"
+        if self.evaluate_every is not None and self.evaluate is None:
+            expected, got = "an evaluation beside it", f"{self.evaluate_every} alone"
             remedy = "give evaluation=, a second source, or measure=, a function"
             text = message("fit: evaluate_every", expected=expected, got=got, remedy=remedy)
             raise ValueError(text)
-        self._steps, self._report_every, self._evaluate_every = steps, report_every, evaluate_every
-        self._objective, self._evaluate, self._best = objective, evaluate, best
-        self._callback = callback
-        self._line = ProgressLine(shows=progress)
         self._window = Window()
         self._last: Report | None = None
-
-    def say(self, text: str) -> None:
-        """Show a text in a line of its own, before the reports."""
-        self._line.begin(text)
 
     def wants_end(self, run: Run, loss: Any, metrics: dict[str, Any]) -> bool:
         """Take in a step, and report if that is due; return whether the run ends with it.
@@ -79,64 +70,56 @@ class Reporter:
         A callback ends it, or the patience for evaluations that are no better.
         """
         self._window.add(loss, metrics)
-        every = self._evaluate_every
+        every = self.evaluate_every
         evaluates = every is not None and run.step % every == 0
-        if evaluates or run.step % self._report_every == 0:
+        if evaluates or run.step % self.report_every == 0:
             return self._report(run, evaluates=evaluates)[1]
         return False
 
     def finish(self, run: Run) -> Report:
         """Return the report of the last step; make it unless it was made."""
-        last, evaluates = self._last, self._evaluate is not None
+        last, evaluates = self._last, self.evaluate is not None
         if last is None or last.step != run.step or (evaluates and last.evaluation is None):
             last, _ = self._report(run, evaluates=evaluates)
         return last
 
-    def had_better(self, run: Run) -> bool:
-        """Tell whether an evaluation before the last step was the best one."""
-        return self._best is not None and run.best_step not in (None, run.step)
-
-    def show_best(self, run: Run, last: Report) -> Report:
-        """Return the report of the best evaluation, of a run that has its state and model again."""
-        again = {"state": run.state, "model": self._objective.model_of(run.network, run.state)}
+    def take_best(self, run: Run, keeper: Keeper, last: Report) -> Report:
+        """Return the report of the best evaluation, with its state and model, or the last one."""
+        if self.best is None or run.best_step in (None, run.step):
+            return last
+        keeper.take_best(run)
+        again = {"state": run.state, "model": self.objective.model_of(run.network, run.state)}
         report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
-        self._line.show(f"the best: {report.line()}")
+        self.line.show(f"the best: {report.line()}")
         return report
 
     def _report(self, run: Run, *, evaluates: bool) -> tuple[Report, bool]:
         """Report; return the report, and whether the run ends."""
         run.losses.check()
-        means, speed = self._window.close()
-        idle = not means and self._last is None  # the run went on from its end
-        if not means and self._last is not None:  # a second report of one step
-            means = {"loss": self._last.loss, **self._last.metrics}
+        (means, speed), last = self._window.close(), self._last
+        idle = not means and last is None  # the run went on from its end
+        if not means and last is not None:  # a second report of one step
+            means = {"loss": last.loss, **last.metrics}
         report = Report(
             step=run.step,
-            steps=self._steps,
+            steps=self.steps,
             loss=means.pop("loss", float("nan")),
             metrics=means,
             evaluation=None,
             steps_per_second=speed,
             state=run.state,
-            model=self._objective.model_of(run.network, run.state),
+            model=self.objective.model_of(run.network, run.state),
         )
         over = False
-        if evaluates and self._evaluate is not None:
-            report = dataclasses.replace(report, evaluation=self._evaluate(run, report))
-            if self._best is not None:
-                run.best = self._best.compare(run.best, report)
-                over = self._best.is_over(run.best)
+        if evaluates and self.evaluate is not None:
+            report = dataclasses.replace(report, evaluation=self.evaluate(run, report))
+            if self.best is not None:
+                run.best = self.best.compare(run.best, report)
+                over = self.best.is_over(run.best)
         self._last, self._window = report, Window()  # whose time begins now
-        self._line.show(report.line(idle=idle))
-        answer = None if self._callback is None else self._callback(report)
+        self.line.show(report.line(idle=idle))
+        answer = None if self.callback is None else self.callback(report)
         return report, over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
-
-    def __enter__(self) -> Reporter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """End the progress line."""
-        self._line.close()
 
 
 WHAT = "fit: evaluation"
@@ -166,7 +149,14 @@ def make_evaluate(
         raise TypeError(text)
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)
-    _check_source(source)
+    got = type(source).__name__
+    if not callable(source) and not isinstance(source, Iterable):
+        expected = "an iterable, or a function that returns one"
+        raise TypeError(message(WHAT, expected=expected, got=got))
+    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
+        expected, got = "what can be read several times", f"{got}, which can be read once"
+        remedy = "give the function that makes it, such as functools.partial(batches, path)"
+        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))
     step = make_evaluation_step(engine, objective)
 
     def evaluate(run: Run, report: Report) -> dict[str, float]:
@@ -206,15 +196,3 @@ def _measured(measure: Callable[[Report], Any], report: Report) -> dict[str, flo
         expected = f"names that evaluation= does not have, {sorted(known)}"
         raise ValueError(message(what, expected=expected, got=f"{sorted(numbers)}"))
     return gather_from_all("fit: measure", numbers)[0]
-
-
-def _check_source(source: Any) -> None:
-    """Check that a source can be read several times."""
-    got = type(source).__name__
-    if not callable(source) and not isinstance(source, Iterable):
-        expected = "an iterable, or a function that returns one"
-        raise TypeError(message(WHAT, expected=expected, got=got))
-    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
-        expected, got = "what can be read several times", f"{got}, which can be read once"
-        remedy = "give the function that makes it, such as functools.partial(batches, path)"
-        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))

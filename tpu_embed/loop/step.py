@@ -49,14 +49,18 @@ which a part has at most C' events on a device. In one part, nothing is cut: `()
 """
 
 
+Differentiated = tuple[tuple[Array, tuple[Any, PyTree]], tuple[PyTree, PyTree]]
+"""`(loss, (metrics, others))`, and the gradients by parameters and by activations."""
+
+
 def differentiate(
     objective: Objective,
     network: Network,
     activations: PyTree,
     rest: tuple[Any, ...],
     given: Mapping[str, Any],
-) -> tuple[tuple[Array, tuple[Any, PyTree]], tuple[PyTree, PyTree]]:
-    """Return `(loss, (metrics, others))`, and the gradients by parameters and by activations."""
+) -> Differentiated:
+    """Return the loss of a batch, or of a part of one, and its gradients."""
     values, rebuild = split_activations(activations)
 
     def loss_fn(trained: PyTree, values: PyTree) -> Any:
@@ -162,7 +166,7 @@ class Parts:
         rest: tuple[Any, ...],
         given: Mapping[str, Any],
         cuts: Cuts,
-    ) -> tuple[tuple[Array, tuple[Any, PyTree]], tuple[PyTree, PyTree]]:
+    ) -> Differentiated:
         """Do what the function of this name does, part after part.
 
         Loss and metrics are means over the parts, and so are gradients by parameters and by the

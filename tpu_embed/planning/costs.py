@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tpu_embed.core.batch import BatchSpec, StackView, line_length, line_of, view_stacks
-from tpu_embed.core.layout import Layout, Stack, round_up, sent_rows_format, sent_sums_format
+from tpu_embed.core.layout import Layout, Stack, round_up
 from tpu_embed.core.state import row_formats
 from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 
@@ -163,8 +163,8 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
         # The exact bytes per row, also where several rows share a line: those of many, divided.
-        row = array_bytes(sent_rows_format(stack), PACKED_ROWS, untiled_bytes) // PACKED_ROWS
-        sums = array_bytes(sent_sums_format(stack), PACKED_ROWS, untiled_bytes)
+        row = array_bytes(stack.sent_rows_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS
+        sums = array_bytes(stack.sent_sums_format, PACKED_ROWS, untiled_bytes)
         one_sum = sums // PACKED_ROWS + index
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
         total["ids"] += others * capacity.row_capacity * index
@@ -201,8 +201,8 @@ def moved(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         row = stack.dim * stack.compute_dtype.itemsize
         stored = stack.dim * stack.row_format.dtype.itemsize
         # What is read for an id, and sent: if the exchange rounds, it takes fewer bytes.
-        sent_row = stack.dim * sent_rows_format(stack).dtype.itemsize
-        sent_sum = stack.dim * sent_sums_format(stack).dtype.itemsize
+        sent_row = stack.dim * stack.sent_rows_format.dtype.itemsize
+        sent_sum = stack.dim * stack.sent_sums_format.dtype.itemsize
         total["lookup"] += asked * (stored + sent_row) + ids * sent_row
         total["lookup"] += sum(view.counts) * row
         total["exchange"] += 2 * asked * sent_row + 2 * partials * sent_sum

@@ -139,12 +139,15 @@ def agree_on(what: str, value: str) -> str:
     return store.blocking_key_value_get_bytes(key, SLICE_MS).decode()
 
 
-def check_same(what: str, value: str) -> None:
+def check_same(
+    what: str, value: str, remedy: str = "give a path that all of them can reach"
+) -> None:
     """Check that all processes have the same value; all must call this, in one thread.
 
     Args:
       what: what is done, for messages.
       value: this process's value.
+      remedy: for the message.
 
     Raises:
       ValueError: another process has another value; raised by every process.
@@ -159,7 +162,7 @@ def check_same(what: str, value: str) -> None:
                 got=", ".join(
                     f"{value} in process {process}" for process, value in enumerate(said)
                 ),
-                remedy="give a path that all of them can reach",
+                remedy=remedy,
             )
         )
 

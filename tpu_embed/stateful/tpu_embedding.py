@@ -91,7 +91,7 @@ class TPUEmbedding:
         exchange_dtype: ExchangeDtype | None = None,
     ) -> None:
         declared = structure.flatten(feature_config)
-        self._declared = dict(zip(declared.table_names, declared.tables, strict=True))
+        self._declared = declared.configs
         placed = resolve(feature_config, optimizer, mesh=mesh)
         self._pipelined = bool(pipeline_execution_with_tensor_core)
         # Pipelined, a batch is admitted before the update of the one before it.

@@ -19,7 +19,7 @@ import numpy as np
 
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
-from tpu_embed.core.batch import Batch, StackView, fields_of, line_of, view_stacks
+from tpu_embed.core.batch import Batch, fields_of, line_of
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.core.state import TableState, check_own
@@ -56,6 +56,9 @@ class TouchedRows:
       engine: the engine of the tables.
       step: the current `state.step`; updates before it are unknown.
 
+    Attributes:
+      lineage: the run that is recorded, and the moments of earlier runs that it goes on from.
+
     Example:
       >>> import jax, tpu_embed
       >>> table = tpu_embed.TableConfig(vocabulary_size=8, dim=2, name="item")
@@ -81,7 +84,7 @@ class TouchedRows:
 
     def _begin(self, lineage: Lineage, start: Version) -> None:
         """Know nothing of what was before a moment."""
-        self._lineage, self._start = lineage, start
+        self.lineage, self._start = lineage, start
         self._through, self._edits = start.step, start.edits
         # All steps up to `_through` are recorded; `_ahead` has later ones, which threads may record
         # first: with 1, 2 and 4 recorded, _through is 2 and _ahead is {4}.
@@ -94,11 +97,6 @@ class TouchedRows:
     @property
     def _admitted(self) -> int:
         return 0 if self._maps is None else self._maps.admitted
-
-    @property
-    def lineage(self) -> Lineage:
-        """The run that is recorded, and the moments of earlier runs that it goes on from."""
-        return self._lineage
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -117,7 +115,7 @@ class TouchedRows:
         """
         if isinstance(batch, Batch):
             rows, at, given = physical_rows(batch, self.layout), step_of(batch), []
-        else:
+        else:  # a stack whose optimizer changes all rows is touched by any batch
             rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
             given = self._ids_of_features(batch)
         # Between the look for the rows of keys and the note of the step, no key gets or loses one.
@@ -274,12 +272,12 @@ class TouchedRows:
                 expected = "a Version, or the step of one that this object has returned"
                 remedy = "keep what touched.version or export_delta returned"
                 raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
-            since = Version(self._lineage.run, step, 0, keys or 0)
+            since = Version(self.lineage.run, step, 0, keys or 0)
         parts = zip(since._fields[1:], since[1:], strict=True)
         numbers = (check_int(f"since: {part}", number, minimum=0) for part, number in parts)
         since = Version(since.run, *numbers)
-        if not self._lineage.has(since):
-            expected, got = f"a version of run {self._lineage.run!r}", f"{since}"
+        if not self.lineage.has(since):
+            expected, got = f"a version of run {self.lineage.run!r}", f"{since}"
             raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))
         if since.step < self._start.step or since.keys < self._start.keys:
             expected = f"a step from {self._start.step} on, where recording began"
@@ -313,7 +311,7 @@ class TouchedRows:
                 raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
             self._keys_at.setdefault(step, keys)
             self._published = max(self._published, step)
-        return Version(self._lineage.run, step, edits, keys)
+        return Version(self.lineage.run, step, edits, keys)
 
     # -- what the maps do: see `vocabulary.observers.Observer` -----------------------------------
 
@@ -329,7 +327,7 @@ class TouchedRows:
     def note_undone(self, step: int) -> None:
         """Follow the maps."""
         with self._lock:
-            self._marks.note_undone(step)
+            self._marks.hosted.undo(step)
 
     def note_loaded(self) -> None:
         """Follow the maps."""
@@ -367,7 +365,7 @@ class TouchedRows:
         """
         version = self.version(state)
         with self._maps_at_rest(), self._lock:
-            kept = self._start, self._lineage.ancestors, dict(self._keys_at)
+            kept = self._start, self.lineage.ancestors, dict(self._keys_at)
             return SavedRecord(version, *kept, self._marks.saved())
 
     def begin(self, state: TableState) -> None:
@@ -420,10 +418,31 @@ def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
       ValueError: it is another engine's batch, or inside a jit.
     """
     batch.check(layout)
-    lines, numbers = _lines(batch)
-    views = zip(view_stacks(batch.spec, layout), line_of(batch.spec, layout), strict=True)
-    every = [_rows_of(fields_of(lines, fields), view, numbers) for view, fields in views]
-    return [rows[rows >= 0] for rows in every]
+    if isinstance(batch.packed, Tracer):
+        remedy = "record outside the jitted function"
+        raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
+    # The lines on this process's devices, by the first one; without a split all devices hold the
+    # same. And of each line the number of its device in the mesh.
+    pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
+    lines = np.concatenate([np.asarray(piece) for piece in pieces.values()])
+    numbers = np.concatenate([first + np.arange(len(piece)) for first, piece in pieces.items()])
+    found = []
+    for view, names in line_of(batch.spec, layout):
+        stack, fields = view.stack, fields_of(lines, names)  # [devices, …]
+        if "row_ids" in fields:
+            rows = fields["row_ids"]
+        elif stack.num_shards == 1:
+            rows = fields["index"]
+        else:
+            # Local rows that are asked for: of this owner, where one host knows all; else of each
+            # shard.
+            owner = np.arange(stack.num_shards)[:, None]
+            if layout.axes.one_process:
+                owner = layout.axes.parts_of_devices(stack.shard_axes)[numbers][:, None, None]
+            asked = fields["asked"]
+            rows = np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)
+        found.append(rows[rows >= 0])
+    return found
 
 
 def step_of(batch: Batch) -> int:
@@ -431,35 +450,3 @@ def step_of(batch: Batch) -> int:
     if batch.keys.steps is not None:
         return batch.keys.steps.first
     return 0 if batch.valid_steps is None else int(np.asarray(batch.valid_steps)[0])
-
-
-def _lines(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the packed lines on this process's devices, and the devices' numbers in the mesh."""
-    if isinstance(batch.packed, Tracer):
-        remedy = "record outside the jitted function"
-        raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
-    # By first line; without a split of the lines all devices hold the same.
-    pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
-    numbers = [first + np.arange(len(piece)) for first, piece in pieces.items()]
-    return np.concatenate([np.asarray(p) for p in pieces.values()]), np.concatenate(numbers)
-
-
-def _rows_of(fields: dict[str, np.ndarray], view: StackView, devices: np.ndarray) -> np.ndarray:
-    """Return the physical rows of one stack in packed lines, with duplicates; absent ones are -1.
-
-    Args:
-      fields: the stack's fields, `[devices, …]`.
-      view: the stack.
-      devices: the number of each line's device in the mesh.
-    """
-    stack, axes = view.stack, view.layout.axes
-    if "row_ids" in fields:
-        return fields["row_ids"]
-    if stack.num_shards == 1:
-        return fields["index"]
-    # Local rows that are asked for: of this owner, where one host knows all; else of each shard.
-    asked = fields["asked"]
-    owner = np.arange(stack.num_shards)[:, None]
-    if axes.one_process:
-        owner = axes.parts_of_devices(stack.shard_axes)[devices][:, None, None]
-    return np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)

@@ -27,7 +27,7 @@ import bisect
 import collections
 import itertools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,57 +43,24 @@ NEVER = -1
 """The step of what was not touched since recording began."""
 
 
-class PlaceMarks:
-    """The last step of numbers below a bound, 4 bytes for each, from the first mark on.
-
-    Args:
-      size: the bound.
-
-    Attributes:
-      last: the last step of each number, int32 `[size]`; None before the first mark.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.last: np.ndarray | None = None
-
-    def mark(self, numbers: np.ndarray, steps: int | np.ndarray) -> None:
-        """Mark numbers, integers `[n]`, with one step, or each with its own, int32 `[n]`."""
-        if numbers.size:
-            if self.last is None:
-                self.last = np.full(self._size, NEVER, _STEP)
-            # A maximum, because threads may record a later step first.
-            self.last[numbers] = np.maximum(self.last[numbers], steps)
-
-    def after(self, step: int) -> np.ndarray:
-        """Return the numbers whose mark is after a step, uint64 `[n]` ascending."""
-        if self.last is None:
-            return np.zeros(0, np.uint64)
-        return np.flatnonzero(self.last > step).astype(np.uint64)
-
-    def steps(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the step of each number, integers `[n]`, int32 `[n]`; `NEVER` without a mark."""
-        if self.last is None:
-            return np.full(numbers.size, NEVER, _STEP)
-        return self.last[numbers]
-
-
 class RowMarks:
-    """The last step of every row of a table on the devices.
+    """The last step of rows, 4 bytes for each, which the system provides with the first marks.
 
     Args:
-      stack: the stack of the table.
-      table: the table.
-      places: the marks of the stack's physical rows.
+      marks: int32 zeros of any shape, perhaps a view: row r is place r of it, flattened.
+      size: V, the number of rows; padding follows them. None: all places are rows.
     """
 
-    def __init__(self, stack: Stack, table: TableSlice, places: PlaceMarks) -> None:
-        self._stack, self._table, self._places = stack, table, places
-        self._whole = NEVER  # the last step that touched all of its rows
+    def __init__(self, marks: np.ndarray, size: int | None = None) -> None:
+        # A step is kept as ~step, of which `NEVER` is 0. So a later step is a smaller number.
+        self._marks, self._size = marks, marks.size if size is None else size
+        self._whole = NEVER  # the last step that touched all rows
 
     def mark(self, rows: np.ndarray, steps: int | np.ndarray) -> None:
         """Mark rows, integers `[n]`, with one step, or each with its own, int32 `[n]`."""
-        self._places.mark(self._physical(rows), steps)
+        at = self._places(rows)
+        # A later step stays, because threads may record it first.
+        self._marks[at] = np.minimum(self._marks[at], ~steps)
 
     def mark_all(self, step: int) -> None:
         """Mark all rows."""
@@ -102,19 +69,15 @@ class RowMarks:
     def after(self, step: int) -> np.ndarray:
         """Return the rows that were touched after a step, uint64 `[n]` ascending."""
         if self._whole > step:
-            return np.arange(self._table.vocabulary_size, dtype=np.uint64)
-        if self._places.last is None:
-            return np.zeros(0, np.uint64)
-        # The positions in the flattened view are logical row ids. Padding is never touched.
-        last = self._stack.logical_view(self._places.last, self._table)
-        return np.flatnonzero(last > step).astype(np.uint64)
+            return np.arange(self._size, dtype=np.uint64)
+        return np.flatnonzero(self._marks < ~step).astype(np.uint64)
 
     def steps(self, rows: np.ndarray) -> np.ndarray:
         """Return the last step of rows, integers `[n]`, int32 `[n]`; `NEVER` without a mark."""
-        return np.maximum(self._places.steps(self._physical(rows)), self._whole)
+        return np.maximum(~self._marks[self._places(rows)], self._whole)
 
-    def _physical(self, rows: np.ndarray) -> np.ndarray:
-        return self._stack.physical(rows.astype(self._stack.index_dtype), self._table)
+    def _places(self, rows: np.ndarray) -> tuple[np.ndarray, ...]:
+        return np.unravel_index(rows.astype(np.int64), self._marks.shape)
 
 
 class IdMarks:
@@ -262,18 +225,17 @@ class HostedMarks:
         """Note which rows the training batch of a step gave to other ids."""
         before = {}
         for stack in self._stacks:
-            changed = []
+            lost, given, keys = [], [], []
             for table in stack.tables:
                 taken = moves.taken[table.name]
-                for rows in (taken.evicted_rows, taken.new_rows):
-                    changed.append(stack.physical(rows.astype(stack.index_dtype), table))
-            ids, rows = self._ids[stack.name], np.unique(np.concatenate(changed))
+                for found, rows in ((lost, taken.evicted_rows), (given, taken.new_rows)):
+                    found.append(stack.physical(rows.astype(stack.index_dtype), table))
+                keys.append(taken.new_keys.view(np.int64))
+            ids, rows = self._ids[stack.name], np.unique(np.concatenate([*lost, *given]))
             if rows.size:
                 before[stack.name] = rows, ids[rows]
-            # Pairs of (evicted, new) rows by table; what is evicted may be given at once.
-            for table, evicted, new in zip(stack.tables, changed[::2], changed[1::2], strict=True):
-                ids[evicted] = -1
-                ids[new] = moves.taken[table.name].new_keys.view(np.int64)
+            ids[np.concatenate(lost)] = -1
+            ids[np.concatenate(given)] = np.concatenate(keys)  # a row that was lost may be, at once
         self._before.append(before)
         self._noted = step
         for stack, rows, updated in self._waiting.pop(step, []):
@@ -325,7 +287,7 @@ class KeyMarks:
 
     def __init__(self, table: TableSlice) -> None:
         # Of a table on the host only few ids may ever have a row.
-        self.given = IdMarks() if table.is_on_host else PlaceMarks(table.vocabulary_size)
+        self.given = IdMarks() if table.is_on_host else RowMarks(_zeros(table.vocabulary_size))
         self.lost = IdMarks()
         self._most_lost = max(_LEAST_LOST, min(table.declared_size, 2**31))
         self.lost_since = 0
@@ -352,19 +314,27 @@ class TableMarks:
     Args:
       layout: the engine's layout.
       maps: its maps; None without living vocabularies and tables on the host.
+
+    Attributes:
+      hosted: the marks of tables on the host.
+      tables: all tables.
     """
 
     def __init__(self, layout: Layout, maps: Vocabularies | None) -> None:
-        self._layout, self._maps = layout, maps
-        self._hosted = HostedMarks(layout, maps)
-        self._places = {stack.name: PlaceMarks(stack.physical_rows) for stack in layout.stacks}
+        self._layout = layout
+        self._maps: Any = maps  # which are there where a table has keys
+        self.hosted = HostedMarks(layout, maps)
         self.tables = [table for _, table in layout.tables.values()]
-        self._on_devices = {
-            name: RowMarks(stack, table, self._places[stack.name])
-            for name, (stack, table) in layout.tables.items()
-            if not stack.is_on_host
-        }
-        self._marks = self._on_devices | self._hosted.marks
+        # By table; and of physical rows by stack, of which those of its tables are views.
+        self._marks: dict[str, Any] = {**self.hosted.marks}
+        self._places: dict[str, RowMarks] = {}
+        for stack in layout.stacks:
+            if not stack.is_on_host:
+                places = _zeros(stack.physical_rows)
+                self._places[stack.name] = RowMarks(places)
+                for table in stack.tables:
+                    rows = stack.logical_view(places, table)
+                    self._marks[table.name] = RowMarks(rows, table.vocabulary_size)
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
         # given by a batch of 5 here, a key may have been in update 5 before it had that row.
@@ -387,7 +357,7 @@ class TableMarks:
         if stack.optimizer is None:
             return
         if stack.is_on_host:
-            self._hosted.touch(stack, rows, batch_step, step)
+            self.hosted.touch(stack, rows, batch_step, step)
         elif stack.optimizer.updates_every_row:
             for table in stack.tables:
                 self.mark_all(table.name, step)
@@ -400,7 +370,7 @@ class TableMarks:
 
     def mark_all(self, name: str, step: int) -> None:
         """Mark all rows of a table on the devices."""
-        self._on_devices[name].mark_all(step)
+        self._marks[name].mark_all(step)
 
     def note_admitted(self, step: int, moves: Moves, newest: int) -> None:
         """Note what the maps did for the training batch of a step.
@@ -412,18 +382,14 @@ class TableMarks:
         """
         for _, table in self._layout.living:
             known, taken = self._keys[table.name], moves.of_keys(table.name)
-            if table.is_on_host and table.key_table is None:
+            if table.key_rules is None:
                 # Its ids have their rows for ever. Those that come to the devices may be new ones.
                 known.note(step, moves.taken[table.name].new_keys, _NOBODY, _NOBODY)
             else:
                 new_rows = taken.new_rows.astype(np.uint64)
                 known.note(step, new_rows, taken.new_keys, taken.evicted_keys)
-        self._hosted.note(step, moves)
+        self.hosted.note(step, moves)
         self._newest.append(newest)
-
-    def note_undone(self, step: int) -> None:
-        """Forget what was recorded of batches after a step, which were never admitted."""
-        self._hosted.undo(step)
 
     # -- what has changed ----------------------------------------------------------------------
 
@@ -451,21 +417,16 @@ class TableMarks:
             return Changes(ids.view(np.int64), ids)
         shared = shared_row(table)
         shared = shared if shared is not None and shared in ids else None
-        keys, rows = self._keys_of(table)
+        keys, rows = self._maps.keys(table.name)
         here = np.isin(rows.view(np.uint64), ids)
         keys, rows = keys[here], rows[here]
         order = np.argsort(keys)
         lost = known.lost.after(since.keys)
         return Changes(rows[order], keys[order], lost[self.find(table, lost) < 0], shared)
 
-    def _keys_of(self, table: TableSlice) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a living vocabulary, uint64 `[n]`, and their rows or ids, int64."""
-        assert self._maps is not None, "a vocabulary lives"
-        return self._maps.keys(table.name)
-
     def find(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return the rows, or ids at home, of keys or ids of 64 bits; -1: none; int64 `[n]`."""
-        if table.key_rules is None or self._maps is None:
+        if table.key_rules is None:
             return keys.view(np.int64)
         return self._maps.find(table.name, keys, self._maps.admitted).astype(np.int64)
 
@@ -485,7 +446,7 @@ class TableMarks:
         if table.key_rules is None:
             keys = ids = np.union1d(marks.after(NEVER), known.given.after(NEVER))
         else:
-            keys, rows = self._keys_of(table)
+            keys, rows = self._maps.keys(table.name)
             ids = rows.view(np.uint64)
         steps, given = marks.steps(ids), known.given.steps(ids)
         here = np.flatnonzero(given > self._first)
@@ -521,6 +482,10 @@ class TableMarks:
         if shared is not None:
             ids, steps = np.append(ids, np.uint64(shared)), np.append(steps, np.int32(saved.shared))
         self._marks[table.name].mark(ids[steps > NEVER], steps[steps > NEVER])
+
+
+def _zeros(size: int) -> np.ndarray:
+    return np.zeros(size, _STEP)
 
 
 def shared_row(table: TableSlice) -> int | None:

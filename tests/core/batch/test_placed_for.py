@@ -20,7 +20,54 @@ from tpu_embed import (
     TableConfig,
 )
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import ENGINE_OPTIONS, FEATURE_FIELDS, TABLE_FIELDS
+
+# Every field of a config, and every option of an engine: whether `place` reads it.
+FEATURE_FIELDS = {
+    "table": True,  # its name
+    "max_sequence_length": True,
+    "output_shape": True,
+    "on_bad_id": True,
+    "name": True,  # a part of its path
+    "jagged": True,
+    "keep": True,
+}
+"""Whether `place` reads the fields of a `FeatureConfig`."""
+
+TABLE_FIELDS = {
+    # The name of a table's stack tells these of all its tables.
+    "vocabulary_size": True,
+    "dim": True,
+    "name": True,
+    "dtype": True,
+    "placement": True,
+    "shard_axes": True,
+    "combiner": True,
+    "vocabulary": True,
+    "storage": True,
+    # Whether there is an optimizer, and whether it accumulates, decides what is routed.
+    "optimizer": True,
+    "trainable": True,
+    # These are about values of rows, of which a batch has none.
+    "initializer": False,
+    "quantization_config": False,
+    "rounding": False,
+}
+"""Whether `place` reads the fields of a `TableConfig`."""
+
+ENGINE_OPTIONS = {
+    "feature_config": True,
+    "optimizer": True,
+    "mesh": True,
+    "batch_axes": True,
+    "sum_blocks": True,
+    "stack_tables": True,
+    "exchange_dtype": True,  # it decides how gradients come to their owners
+    "on_bad_gradient": False,  # it looks at gradients
+    # Batches with keys carry the history of the maps, which says more.
+    "lookahead": False,
+    "vocabularies": False,
+}
+"""Whether `place` reads the arguments of an `EmbeddingEngine`."""
 
 B = 24
 TABLE = {
@@ -93,7 +140,7 @@ def test_every_field_has_a_decision_and_a_test():
     assert fields - {"table"} == set(FEATURE_CHANGES) | set(SEQUENCE_CHANGES)
     assert {f.name for f in dataclasses.fields(TableConfig)} == set(TABLE_FIELDS)
     assert set(TABLE_FIELDS) == set(TABLE_CHANGES)
-    # What is not bound: what a batch's bytes do not depend on, as is written in `placed_for.py`.
+    # What is not bound: what a batch's bytes do not depend on, as is written above.
     decisions = {**FEATURE_FIELDS, **TABLE_FIELDS, **ENGINE_OPTIONS}
     free = {"initializer", "quantization_config", "rounding"}
     free |= {"lookahead", "on_bad_gradient", "vocabularies"}

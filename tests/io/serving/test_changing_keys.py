@@ -113,5 +113,5 @@ def test_arrays_grow_only_where_a_key_finds_no_row_in_them():
     served = ServedKeys(as_keys([3, 5]))
     for keys, needs_room in (([7], False), ([7, 9], True)):
         writing = Writing(np.array([3]), {}, served.plan(as_keys(keys), as_keys([])))
-        assert writing.needs_room({"values": np.zeros((4, 2))}) == needs_room
+        assert bool(writing.missing({"values": np.zeros((4, 2))})) == needs_room
         assert writing.can_replace({"values": np.zeros((4, 2))}) != needs_room

@@ -165,8 +165,8 @@ class Batch:
         Bad ids are counted on this device, int32 `[F]`, of features whose `on_bad_id` is "error".
         """
         # Inside shard_map, `packed` is this device's line [1, L].
-        stacks = zip(view_stacks(self.spec, layout), line_of(self.spec, layout), strict=True)
-        ids = [_located(read_line(self.packed[0], fields), view) for view, fields in stacks]
+        line = line_of(self.spec, layout)
+        ids = [_located(read_line(self.packed[0], fields), view) for view, fields in line]
         return ids, jnp.zeros(len(layout.features), jnp.int32)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
@@ -178,7 +178,7 @@ class Batch:
             int(one.name.removeprefix(ROW_SPLITS)): self.packed[
                 :, one.start : one.start + one.words
             ]
-            for fields in line_of(self.spec, layout)
+            for _, fields in line_of(self.spec, layout)
             for one in fields
             if one.name.startswith(ROW_SPLITS)
         }
@@ -230,22 +230,26 @@ class LineField(NamedTuple):
         return math.prod(self.shape) * (self.dtype.itemsize // 4)
 
 
+Line = tuple[tuple[StackView, tuple[LineField, ...]], ...]
+"""Every stack, and its fields in a line."""
+
+
 @functools.lru_cache(256)  # every step asks several times, mostly for the same spec
-def line_of(spec: BatchSpec, layout: Layout) -> tuple[tuple[LineField, ...], ...]:
-    """Return the fields of every stack."""
+def line_of(spec: BatchSpec, layout: Layout) -> Line:
+    """Return every stack with its fields."""
     stacks, end = [], 0
     for view in view_stacks(spec, layout):
         fields = []
         for name, shape, dtype in _fields(view):
             fields.append(LineField(name, shape, dtype, end))
             end += fields[-1].words
-        stacks.append(tuple(fields))
+        stacks.append((view, tuple(fields)))
     return tuple(stacks)
 
 
-def line_length(stacks: tuple[tuple[LineField, ...], ...]) -> int:
-    """Return L, the length of a line with these fields in int32 numbers."""
-    return max(field.start + field.words for fields in stacks for field in fields)
+def line_length(line: Line) -> int:
+    """Return L, the length of a line in int32 numbers."""
+    return max(field.start + field.words for _, fields in line for field in fields)
 
 
 def fields_of(packed: np.ndarray, fields: tuple[LineField, ...]) -> dict[str, np.ndarray]:

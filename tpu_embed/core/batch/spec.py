@@ -17,7 +17,7 @@ from typing import Literal
 
 from tpu_embed._checks import message
 from tpu_embed.core.ids import FeatureShape
-from tpu_embed.core.layout import ROW_MULTIPLE, roomy, round_up
+from tpu_embed.core.layout import ROW_MULTIPLE, Layout, roomy, round_up
 
 Routed = Literal["nothing", "lookup", "update"]
 """What of a batch the host routes: nothing (it was not placed), its lookup, or its update too.
@@ -83,6 +83,28 @@ class BatchSpec:
     routed: Routed = "nothing"
 
     @staticmethod
+    def bare(
+        shapes: Sequence[FeatureShape], layout: Layout, replicas: int, routed: Routed = "nothing"
+    ) -> BatchSpec:
+        """Return the spec of a batch of an engine, without capacities.
+
+        Raises:
+          ValueError: the batch size of a feature is no positive multiple of the replicas.
+        """
+        features = map(layout.features_of, range(len(layout.stacks)))
+        stacks = tuple(StackSpec(mine, 0, 0, 0) for mine in features)
+        for feature, shape in zip(layout.features, shapes, strict=True):
+            if shape.batch % replicas or not shape.batch:
+                expected = f"a positive multiple of {replicas}, the devices that share it"
+                what = f"feature {feature.path!r}: batch size"
+                remedy = f"use tpu_embed.pad_batch(features, {replicas})"
+                if not shape.batch:  # nothing is padded to a multiple: it is one
+                    remedy = "examples whose bags are empty will do"
+                got = f"{shape.batch}"
+                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        return BatchSpec(replicas, tuple(shapes), stacks, routed)
+
+    @staticmethod
     def union(*specs: BatchSpec) -> BatchSpec:
         """Return the smallest spec that every batch of the given specs fits.
 
@@ -110,24 +132,6 @@ class BatchSpec:
         pairs = zip(self.feature_shapes, sizes, strict=True)
         resized = tuple(dataclasses.replace(shape, batch=size) for shape, size in pairs)
         return dataclasses.replace(self, replicas=replicas, feature_shapes=resized)
-
-    def check_batch(self, paths: Sequence[str]) -> None:
-        """Check that the batch size of every feature is a positive multiple of the replicas.
-
-        Args:
-          paths: the features' paths, in flattening order.
-
-        Raises:
-          ValueError: a batch size is not.
-        """
-        for path, size in zip(paths, self.sizes, strict=True):
-            if size % self.replicas or not size:
-                expected = f"a positive multiple of {self.replicas}, the devices that share it"
-                what = f"feature {path!r}: batch size"
-                remedy = f"use tpu_embed.pad_batch(features, {self.replicas})"
-                if not size:  # nothing is padded to a multiple: it is one
-                    remedy = "examples whose bags are empty will do"
-                raise ValueError(message(what, expected=expected, got=f"{size}", remedy=remedy))
 
     @property
     def sizes(self) -> tuple[int, ...]:

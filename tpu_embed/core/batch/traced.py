@@ -22,7 +22,7 @@ import numpy as np
 from tpu_embed._checks import check_in_program, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.batch.spec import BatchSpec, StackSpec
+from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import LocalIds, view_stacks
 from tpu_embed.core.ids import (
     FeatureShape,
@@ -146,11 +146,8 @@ def make_traced(
     arrays, scales, shapes = zip(*checked, strict=True)
     # Of a jagged feature any example may have all its ids, or its first L: C = min(H, L) · B/S.
     replicas = layout.axes.replicas
-    shapes = tuple(one.with_capacity(one.batch // replicas * one.bags) for one in shapes)
-    stacks = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    own = BatchSpec(replicas, shapes, stacks)
-    own.check_batch([feature.path for feature in layout.features])
-    return TracedIds(arrays, scales, own)
+    shapes = [one.with_capacity(one.batch // replicas * one.bags) for one in shapes]
+    return TracedIds(arrays, scales, BatchSpec.bare(shapes, layout, replicas))
 
 
 def padded_lengths(ids: Array, longest: int) -> Array:

@@ -39,8 +39,6 @@ from tpu_embed.core.layout import (
     NUMBERS_SLOT,
     ROUNDING_SLOTS,
     Stack,
-    keeps_numbers,
-    rounds_at_random,
 )
 from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows
 from tpu_embed.core.state import (
@@ -192,7 +190,7 @@ def _describe_tables(engine: LogicalRows) -> dict[str, dict[str, Any]]:
                 "vocabulary size": "any" if living else table.declared_size,
                 "optimizer": None if rule is None else rule.describe()["class"],
                 "slots": slots,
-                "rounding": "stochastic" if rounds_at_random(stack) else "nearest",
+                "rounding": "stochastic" if stack.rounds_at_random else "nearest",
             }
     return found
 
@@ -346,7 +344,7 @@ class _RowCopies:
         """Return rows of a table of the other engine."""
         rows = self.other.stored_rows(self.state, name, ids)
         # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
-        if keeps_numbers(self.mine.layout.table(name)[0]) and slot_field(NUMBERS_SLOT) not in rows:
+        if self.mine.layout.table(name)[0].keeps_numbers and slot_field(NUMBERS_SLOT) not in rows:
             numbers = number_ids(np.asarray(ids, np.int64).view(np.uint64))
             rows = {**rows, slot_field(NUMBERS_SLOT): numbers}
         return rows

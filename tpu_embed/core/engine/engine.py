@@ -405,7 +405,7 @@ class EmbeddingEngine(LogicalRows):
     @property
     def table_configs(self) -> dict[str, TableConfig]:
         """The declared tables, by name."""
-        return dict(zip(self.structure.table_names, self.structure.tables, strict=True))
+        return self.structure.configs
 
     @property
     def compilations(self) -> dict[str, int]:

@@ -36,8 +36,6 @@ from tpu_embed.core.layout import (
     MeshAxes,
     Stack,
     round_up,
-    sent_rows_format,
-    sent_sums_format,
 )
 from tpu_embed.kernels import dispatch, rounded
 from tpu_embed.kernels.formats import LINE
@@ -94,7 +92,7 @@ def fetch(rows: RowsToSum, asked: Array | None, stack: Stack) -> RowsToSum:
       The rows as stored, `[M, D]`, and which of them belongs to which id; if the exchange rounds
       them, they are bfloat16 as uint16, and packed if SparseCores sum them.
     """
-    table, index, sent_format = rows.source, rows.index, sent_rows_format(stack)
+    table, index, sent_format = rows.source, rows.index, stack.sent_rows_format
     if asked is None and sent_format == stack.row_format:
         # Every row is here, and the physical rows are positions in the table itself.
         if stack.packing == "none":
@@ -132,7 +130,7 @@ def _read_as_sent(table: Array, row_ids: Array, stack: Stack) -> Array:
       row_ids: local rows `[N]`, `PADDING_ID` for absent ones.
       stack: the stack.
     """
-    sent_format = sent_rows_format(stack)
+    sent_format = stack.sent_rows_format
     if sent_format == stack.row_format:
         return dispatch.read_rows(table, row_ids, stack.row_format)
     return rounded.read_rows(table, row_ids, stack.row_format, sent_format)
@@ -143,7 +141,7 @@ def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array |
 
     Args:
       sums: a parcel of C sums for each shard, `[S * C, D]`, float; if the exchange rounds them,
-        rounded and in the format of `sent_sums_format` already.
+        rounded and in the format of `Stack.sent_sums_format` already.
       stack: the stack.
       axes: the mesh, and which of its axes split the batch.
 
@@ -151,7 +149,7 @@ def send_sums(sums: Array, stack: Stack, axes: MeshAxes) -> tuple[Array, Array |
       The sums that this device received, `[rest * S * C, D]`, in the order of `send_rows`, float,
       or bfloat16 as uint16 if they were rounded; and these packed for SparseCores, if it has some.
     """
-    rest, row_format = axes.other_batch_axes(stack.shard_axes), sent_sums_format(stack)
+    rest, row_format = axes.other_batch_axes(stack.shard_axes), stack.sent_sums_format
     packed = row_format.pack(sums) if stack.exchange_dtype is None else sums
     sums = row_format.for_exchange(packed, stack.num_shards)
     # The all-to-all gives [S, C] from the sources along the shard axes; devices along the other

@@ -105,6 +105,11 @@ class Structure:
     table_names: tuple[str, ...]
 
     @property
+    def configs(self) -> dict[str, TableConfig]:
+        """The tables by name."""
+        return dict(zip(self.table_names, self.tables, strict=True))
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """[F] paths for messages, each with the feature's name if it has one: `user/x (clicks)`."""
         pairs = zip(self.paths, self.features, strict=True)
@@ -120,7 +125,7 @@ class Structure:
         Raises:
           ValueError: there is one; the remedy is part of the message.
         """
-        for name, table in zip(self.table_names, self.tables, strict=True):
+        for name, table in self.configs.items():
             if table.row_rules is not None:
                 what, expected = f"table {name!r}", "ids that are row numbers on the devices"
                 living = table.vocabulary is not None

@@ -20,9 +20,6 @@ from tpu_embed.core.layout.arrivals import (
 )
 from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.layout import (
-    ENGINE_OPTIONS,
-    FEATURE_FIELDS,
-    TABLE_FIELDS,
     Layout,
     PlacedFor,
 )
@@ -32,9 +29,7 @@ from tpu_embed.core.layout.random_rounding import (
     NUMBERS_SLOT,
     ROUNDING_SLOTS,
     SEED_SLOT,
-    keeps_numbers,
     rounding_slots,
-    rounds_at_random,
     row_places,
     table_crcs,
 )
@@ -52,21 +47,16 @@ from tpu_embed.core.layout.stacks import (
     make_stacks,
     roomy,
     round_up,
-    sent_rows_format,
-    sent_sums_format,
     stack_name,
 )
 
 __all__ = [
     "BY_ID",
-    "ENGINE_OPTIONS",
-    "FEATURE_FIELDS",
     "INT32_ROWS",
     "NUMBERS_SLOT",
     "ROUNDING_SLOTS",
     "ROW_MULTIPLE",
     "SEED_SLOT",
-    "TABLE_FIELDS",
     "Agreed",
     "Arrival",
     "ExchangeDtype",
@@ -91,7 +81,6 @@ __all__ = [
     "drawn_keys",
     "fetch_parcels",
     "gather_explicit",
-    "keeps_numbers",
     "lines",
     "make_axes",
     "make_layout",
@@ -103,11 +92,8 @@ __all__ = [
     "roomy",
     "round_up",
     "rounding_slots",
-    "rounds_at_random",
     "row_places",
     "send_lines",
-    "sent_rows_format",
-    "sent_sums_format",
     "stack_name",
     "table_crcs",
 ]

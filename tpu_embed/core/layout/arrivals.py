@@ -60,18 +60,14 @@ class Parcels:
         # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 the local rows 0 2.
         whole = np.concatenate(physical)
         order = np.argsort(whole)  # all are different
-        self.at, places = np.empty(whole.size, np.int64), np.arange(whole.size)
-        if stack.num_shards == 1:
-            self.size, self._local = _bucket(max(whole.size, least)), whole
-        else:
-            firsts = np.arange(1, stack.num_shards + 1) * stack.num_rows
-            begins = np.concatenate([[0], np.searchsorted(whole[order], firsts)])
-            counts = np.diff(begins)
-            self.size, self._local = _bucket(max(int(counts.max()), least)), whole % stack.num_rows
-            # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
-            shift = np.arange(stack.num_shards) * self.size - begins[:-1]
-            places += np.repeat(shift, counts)
-        self.at[order] = places
+        self.at = np.empty(whole.size, np.int64)
+        firsts = np.arange(stack.num_shards + 1) * stack.num_rows
+        begins = np.searchsorted(whole[order], firsts)
+        counts = np.diff(begins)
+        self.size, self._local = _bucket(max(int(counts.max()), least)), whole % stack.num_rows
+        # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
+        shift = np.arange(stack.num_shards) * self.size - begins[:-1]
+        self.at[order] = np.arange(whole.size) + np.repeat(shift, counts)
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array `[S, m, …]` for rows of a shape, of which no number is set."""
@@ -88,14 +84,12 @@ class Parcels:
         values = lines(parcels)[self.at]
         return {name: values[part] for name, part in self.parts.items()}
 
-    def rows(self, chosen: np.ndarray | None = None) -> np.ndarray:
+    def rows(self, chosen: Any = slice(None)) -> np.ndarray:
         """Return the local rows, ascending, uint32 `[S, 2, m]` in two halves; absent: all bits.
 
         Args:
-          chosen: bool `[n]`, which rows are not absent; None: all.
+          chosen: bool `[n]`, which rows are not absent; by default all.
         """
-        if chosen is None:
-            return self._columns(_halves(self._local), self.at)
         return self._columns(_halves(self._local[chosen]), self.at[chosen])
 
     def keyed(
@@ -118,10 +112,10 @@ class Parcels:
 
     def _columns(self, columns: list[np.ndarray], at: np.ndarray) -> np.ndarray:
         """Return uint32 `[S, columns, m]`, columns `[n]` in the parcels, the rest absent."""
-        shards = self._stack.num_shards
-        made = aligned_empty((shards, len(columns), self.size), np.dtype(np.uint32))
+        shape = self._stack.num_shards, len(columns), self.size
+        made = aligned_empty(shape, np.dtype(np.uint32))
         made.fill(_ABSENT)
-        shard, place = np.divmod(at, self.size) if shards > 1 else (0, at)
+        shard, place = np.divmod(at, self.size)
         for number, column in enumerate(columns):
             made[shard, number, place] = column
         return made

@@ -23,12 +23,14 @@ from tpu_embed.optimizers import (
     learning_rate_kind,
 )
 
+_CALLABLES = LearningRateKind.HOST, LearningRateKind.SCHEDULE
 
-def rate_callables(layout: Layout) -> list[Any]:
-    """Return the learning rates that are callables: each once, schedules after host callables."""
+
+def rate_callables(layout: Layout, kinds: Sequence[LearningRateKind] = _CALLABLES) -> list[Any]:
+    """Return the learning rates of some kinds: each once, and those of one kind after another."""
     rates = [stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer]
     found: list[Any] = []
-    for kind in (LearningRateKind.HOST, LearningRateKind.SCHEDULE):
+    for kind in kinds:
         for rate in rates:
             # `not in` compares by equality: a bound method is a new, equal object at each access.
             if learning_rate_kind(rate) is kind and rate not in found:
@@ -46,11 +48,7 @@ class HostRates:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._callables = [
-            rate
-            for rate in rate_callables(layout)
-            if learning_rate_kind(rate) is LearningRateKind.HOST
-        ]
+        self._callables = rate_callables(layout, [LearningRateKind.HOST])
         # stack -> tag; many stacks may share one callable, which is then called once per update.
         self._tags: dict[int, int] = {}
         for g, stack in enumerate(layout.stacks):
@@ -75,17 +73,13 @@ class HostRates:
         Raises:
           ValueError: the number of values is not the number of callables.
         """
-        given = () if values is None else values
-        if not isinstance(given, (tuple, list)) or len(given) != len(self._callables):
-            got = f"{len(given)}" if isinstance(given, (tuple, list)) else repr(given)
-            raise ValueError(
-                message(
-                    "learning_rates",
-                    expected=f"{len(self._callables)} value(s), read outside the jitted function",
-                    got="None" if values is None else got,
-                    remedy="pass update(..., learning_rates=engine.learning_rates())",
-                )
-            )
+        given, most = () if values is None else values, len(self._callables)
+        listed = isinstance(given, (tuple, list))
+        if not listed or len(given) != most:
+            got = f"{len(given)}" if listed and values is not None else repr(values)
+            expected = f"{most} value(s), read outside the jitted function"
+            remedy = "pass update(..., learning_rates=engine.learning_rates())"
+            raise ValueError(message("learning_rates", expected=expected, got=got, remedy=remedy))
         # dtype `float` means float64 if x64 is on, otherwise float32.
         return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
 

@@ -62,10 +62,8 @@ class MeshAxes:
         Args:
           names: the axes that split an array into these parts.
         """
-        # Ask JAX which slice of an array [number of parts] each device of this process holds. The
-        # slice starts at the part's index, or at None if there is only one part.
-        parts = self.sharding(names).addressable_devices_indices_map((self.size(names),))
-        return np.unique(np.asarray([i[0].start or 0 for i in parts.values() if i], np.int64))
+        every = enumerate(self.processes_of_parts(names))
+        return np.array([i for i, processes in every if self.process in processes], np.int64)
 
     @functools.cache  # noqa: B019
     def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:

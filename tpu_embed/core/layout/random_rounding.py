@@ -30,24 +30,13 @@ ROUNDING_SLOTS = (SEED_SLOT, NUMBERS_SLOT)
 """The slots of a stack that are not its optimizer's."""
 
 
-def rounds_at_random(stack: Stack) -> bool:
-    """Return whether updates round the stack's new rows at random."""
-    return stack.rounding == "stochastic" and stack.optimizer is not None
-
-
-def keeps_numbers(stack: Stack) -> bool:
-    """Return whether the state keeps what stands for each row, because a map decides it."""
-    # All tables of a stack that is rounded at random have a map, or none (`ResolvedTable.kind`).
-    return rounds_at_random(stack) and stack.tables[0].vocabulary is not None
-
-
 def rounding_slots(stack: Stack) -> dict[str, SlotShape]:
     """Return the slots that a stack has for rounding at random; none if it does not."""
     number = np.dtype(np.uint32)
     slots = {}
-    if rounds_at_random(stack):
+    if stack.rounds_at_random:
         slots[SEED_SLOT] = SlotShape((), number, per_row=False)
-    if keeps_numbers(stack):
+    if stack.keeps_numbers:
         slots[NUMBERS_SLOT] = SlotShape((), number)
     return slots
 
@@ -59,15 +48,12 @@ def table_crcs(stack: Stack) -> np.ndarray:
 
 def row_places(stack: Stack) -> RowPlaces:
     """Return which rows of which tables the local rows of a shard are."""
-    # The slices of the shards 0 and 1 under MOD, of 2 shards: 0:6:2 and 1:7:2, so 1 from shard to
-    # shard and 2 from row to row; under DIV 0:3:1 and 3:6:1, so 3 and 1.
-    firsts, shard_steps, row_step = [], [], 1
-    for table in stack.tables:
-        here, next_one = (stack.logical_slice(shard, table) for shard in (0, 1))
-        firsts.append(table.offset)
-        shard_steps.append(next_one.start - here.start)
-        row_step = here.step
-    return RowPlaces(tuple(firsts), tuple(shard_steps), row_step)
+    # The rows of 2 shards are 0 2 4 and 1 3 5 under MOD: 1 from shard to shard, and 2 from row to
+    # row. Under DIV they are 0 1 2 and 3 4 5, so 3 and 1.
+    sizes = [table.rows_per_shard for table in stack.tables]
+    shard_steps = tuple(stack.logical_in(1, 0, size) for size in sizes)
+    firsts = tuple(table.offset for table in stack.tables)
+    return RowPlaces(firsts, shard_steps, stack.logical_in(0, 1, sizes[0]))
 
 
 def check_slot_names(name: str, optimizer: TableOptimizer, dim: int) -> None:

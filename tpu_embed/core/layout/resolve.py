@@ -63,7 +63,7 @@ def make_layout(
       ValueError: a placement is still "auto"; an optimizer is neither ours nor an optax transform,
         or does not fit its table; `exchange_dtype` is unknown or does not fit a table.
     """
-    for name, config in zip(declared.table_names, declared.tables, strict=True):
+    for name, config in declared.configs.items():
         if config.placement == "auto":
             remedy = "resolve it first: tpu_embed.planning.resolve(feature_config, ...)"
             what = f"table {name!r}: placement"
@@ -72,7 +72,7 @@ def make_layout(
             )
     optimizers = _table_optimizers(declared, optimizer)
     tables = []
-    for name, config, rule in zip(declared.table_names, declared.tables, optimizers, strict=True):
+    for (name, config), rule in zip(declared.configs.items(), optimizers, strict=True):
         initializer = initializer_of(config)
         shard_axes = axes.shard_axes_of(name, config)
         shards = axes.size(shard_axes)
@@ -112,7 +112,7 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
 
     fallback = resolved("EmbeddingEngine", default)
     optimizers = []
-    for name, config in zip(declared.table_names, declared.tables, strict=True):
+    for name, config in declared.configs.items():
         own = fallback
         if config.optimizer is not None:
             own = resolved(f"table {name!r}", config.optimizer)

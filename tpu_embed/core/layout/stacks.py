@@ -147,7 +147,31 @@ class Stack:
     @property
     def row_format(self) -> RowFormat:
         """The format of the rows in the stack's array."""
-        return RowFormat((self.dim,), jnp.dtype(self.dtype), self.packing)
+        return self._format(self.dtype)
+
+    @property
+    def sent_rows_format(self) -> RowFormat:
+        """The format in which rows are sent between devices."""
+        return self._format(self.exchange_dtype or self.dtype)
+
+    @property
+    def sent_sums_format(self) -> RowFormat:
+        """The format in which partial sums of the rows' gradients are sent."""
+        return self._format(self.exchange_dtype or self.compute_dtype)
+
+    def _format(self, dtype: str | np.dtype) -> RowFormat:
+        return RowFormat((self.dim,), jnp.dtype(dtype), self.packing)
+
+    @property
+    def rounds_at_random(self) -> bool:
+        """Whether updates round its new rows at random."""
+        return self.rounding == "stochastic" and self.optimizer is not None
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether the state keeps what stands for each row, because a map decides it."""
+        # All tables of a stack that is rounded at random have a map, or none: see `kind`.
+        return self.rounds_at_random and self.tables[0].vocabulary is not None
 
     @property
     def physical_rows(self) -> int:
@@ -209,18 +233,6 @@ class Stack:
             return shard * rows_per_shard + index
         return index * self.num_shards + shard
 
-    def logical_slice(self, shard: int, table: TableSlice) -> slice:
-        """Return which logical rows of a table are on one shard, as a slice of `[V, …]`.
-
-        For example, a table of V = 5 rows on S = 2 shards:
-
-            MOD:  0:6:2 and 1:7:2     DIV:  0:3:1 and 3:6:1
-        """
-        size = table.rows_per_shard
-        # Indices 0 and 1 are a step apart; index `size` would be the first after the shard's rows.
-        first, second, end = (self.logical_in(shard, index, size) for index in (0, 1, size))
-        return slice(first, end, second - first)
-
     def logical_view(self, physical: Any, table: TableSlice) -> Any:
         """Return a table's part of a stack's array, with its rows in logical order.
 
@@ -238,20 +250,6 @@ class Stack:
         # With MOD on 2 shards, shard 0 has rows 0, 2, 4 and shard 1 has 1, 3, 5: after the swap
         # they are read in the order 0, 1, 2, 3, ….
         return mine if self.placement == "div" else mine.swapaxes(0, 1)
-
-
-def sent_rows_format(stack: Stack) -> RowFormat:
-    """Return the format in which rows are sent between devices."""
-    return _format(stack, stack.exchange_dtype or stack.dtype)
-
-
-def sent_sums_format(stack: Stack) -> RowFormat:
-    """Return the format in which partial sums of the rows' gradients are sent."""
-    return _format(stack, stack.exchange_dtype or stack.compute_dtype)
-
-
-def _format(stack: Stack, dtype: str | np.dtype) -> RowFormat:
-    return RowFormat((stack.dim,), jnp.dtype(dtype), stack.packing)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,15 +312,13 @@ def make_stacks(
         key: Any = (table.kind, None if stack_tables else table.name)
         # If the stack would become too large, try the next stack of this kind: the keys are
         # key, (key, "next"), ((key, "next"), "next"), …
-        while key in stacks and _too_large([*stacks[key], table], packing):
+        while key in stacks and (
+            _too_many_rows(larger := [*stacks[key], table], packing)
+            or _array_bytes(larger, packing) > MOST_BYTES
+        ):
             key = (key, "next")
         stacks.setdefault(key, []).append(table)
     return tuple(_make_stack(members, packing) for members in stacks.values())
-
-
-def _too_large(members: Sequence[ResolvedTable], packing: Packing) -> bool:
-    """Tell whether these tables must not share a stack, because there are too many of them."""
-    return _too_many_rows(members, packing) or _array_bytes(members, packing) > MOST_BYTES
 
 
 def _array_bytes(members: Sequence[ResolvedTable], packing: Packing) -> int:
@@ -357,60 +353,51 @@ def _rows(members: Sequence[ResolvedTable], packing: Packing) -> int:
     return rows if packing == "none" else round_up(rows, PACKED_ROWS)
 
 
-def _check_addressable(members: Sequence[ResolvedTable], packing: Packing) -> None:
-    """Refuse a stack with more bytes on a device than SparseCores address: it is a single table."""
-    size, table = _array_bytes(members, packing), members[0]
-    if size <= MOST_BYTES:
-        return
-    most, shards = MOST_BYTES / 2**30, table.shards * -(-size // MOST_BYTES)
-    raise ValueError(
-        message(
-            f"table {table.name!r}",
-            expected=f"at most {most:.0f} GiB on a device, in the table and in each of its slots",
-            got=f"{size / 2**30:.1f} GiB, more than SparseCores address",
-            remedy=f"split its rows over {shards} shards or more, or take fewer bytes per row "
-            '(dtype="bfloat16", RowWiseAdagrad)',
-        )
-    )
-
-
 def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
+    first, size = members[0], _array_bytes(members, packing)
+    config = first.config
     if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
-        what, remedy = f"table {members[0].name!r}", "set jax_enable_x64, or split the table"
+        what, remedy = f"table {first.name!r}", "set jax_enable_x64, or split the table"
         expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
-        got = f"{members[0].config.device_rows}"
+        got = f"{config.device_rows}"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    _check_addressable(members, packing)
+    if size > MOST_BYTES:  # of a single table
+        most, shards = MOST_BYTES / 2**30, first.shards * -(-size // MOST_BYTES)
+        expected = f"at most {most:.0f} GiB on a device, in the table and in each of its slots"
+        got = f"{size / 2**30:.1f} GiB, more than SparseCores address"
+        what, remedy = f"table {first.name!r}", f"split its rows over {shards} shards or more, or "
+        remedy += 'take fewer bytes per row (dtype="bfloat16", RowWiseAdagrad)'
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:
-        config, own = table.config, table.rows_per_shard
-        made = table.initializer, config.row_rules, config.storage, *_at_home(config)
-        slices.append(TableSlice(table.name, config.device_rows, offset, own, *made))
+        size, own, rules = table.config.device_rows, table.rows_per_shard, table.config.row_rules
+        made = table.initializer, rules, table.config.storage, *_at_home(table.config)
+        slices.append(TableSlice(table.name, size, offset, own, *made))
         offset += own
     # The tables agree in everything but name, vocabulary and initializer; the first stands for all.
-    first, rows = members[0], _rows(members, packing)
-    kind = (first.config.dim, first.config.dtype, packing)
+    rows = _rows(members, packing)
+    kind = (config.dim, config.dtype, packing)
     living = [table.name for table in slices if table.vocabulary is not None]
     return Stack(
         name=stack_name(
             [(table.name, table.vocabulary_size) for table in slices],
-            placement=first.config.placement,
+            placement=config.placement,
             shards=first.shards,
             rows=rows,
             kind=(*kind, living) if living else kind,
         ),
         tables=tuple(slices),
-        dim=first.config.dim,
-        dtype=first.config.dtype,
+        dim=config.dim,
+        dtype=config.dtype,
         optimizer=first.optimizer,
-        placement=first.config.placement,
+        placement=config.placement,
         shard_axes=first.shard_axes,
         num_shards=first.shards,
         num_rows=rows,
-        quantization=first.config.quantization_config,
+        quantization=config.quantization_config,
         packing=packing,
-        rounding=first.config.rounding,
+        rounding=config.rounding,
     )
 
 

@@ -42,7 +42,7 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import collectives, route
-from tpu_embed.core.layout import Layout, Stack, sent_sums_format
+from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import segments
 from tpu_embed.core.lookup.jagged import Jagged
 from tpu_embed.kernels import dispatch, rounded, storage
@@ -83,7 +83,7 @@ def combine(rows: RowsToSum, layout: SumLayout, stack: Stack) -> tuple[Array, ..
 def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
-    If the exchange rounds sums, these are rounded, and in the format of `sent_sums_format`.
+    If the exchange rounds sums, these are rounded, and in the format of `Stack.sent_sums_format`.
 
     Args:
       rows: the gradients of bags, and which of them is added to which sum, in order.
@@ -93,7 +93,7 @@ def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool 
     """
     layout = SumLayout((num_sums,), filled=filled)
     if stack.exchange_dtype is not None:
-        return rounded.gather_sum(rows, layout, sent_sums_format(stack))
+        return rounded.gather_sum(rows, layout, stack.sent_sums_format)
     (sums,) = dispatch.gather_sum(rows, layout)
     return sums
 

@@ -254,8 +254,8 @@ class KeyedBatches:
         Raises:
           ValueError: a batch size does not divide over the replicas.
         """
-        spec = BatchSpec(len(self._replicas), tuple(host.shape for host in hosts), ())
-        spec.check_batch([feature.path for feature in self._layout.features])
+        # This is done for the check of batch sizes.
+        BatchSpec.bare([host.shape for host in hosts], self._layout, len(self._replicas))
         by_table = self._features.items()
         keys = {f: (name, _keys(hosts[f])) for name, features in by_table for f in features}
         return self._vocabularies.find_all(keys, step)

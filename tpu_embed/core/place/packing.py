@@ -22,7 +22,6 @@ from tpu_embed.core.batch import (
     ROW_SPLITS,
     BatchSpec,
     Routed,
-    StackSpec,
     StackView,
     view_stacks,
 )
@@ -44,10 +43,7 @@ def natural_spec(
     Raises:
       ValueError: a feature's batch size does not divide over the replicas.
     """
-    shapes = tuple(host.shape for host in hosts)
-    bare = [StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks))]
-    spec = BatchSpec(replicas, shapes, tuple(bare), routed)
-    spec.check_batch([feature.path for feature in layout.features])
+    spec = BatchSpec.bare([host.shape for host in hosts], layout, replicas, routed)
     pairs = zip(hosts, spec.local_sizes, strict=True)
     shapes = tuple(_with_capacity(host, size) for host, size in pairs)
     spec = dataclasses.replace(spec, feature_shapes=shapes)

@@ -112,12 +112,12 @@ def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) ->
       spec: the agreed shape, of this process's replicas.
       layout: the engine's layout.
     """
-    views, fields, axes = view_stacks(spec, layout), line_of(spec, layout), layout.axes
+    line, axes = line_of(spec, layout), layout.axes
     mine, replicas = axes.local_parts(axes.names), axes.local_parts(axes.batch_axes)
     # The replica whose ids each device has, a number among this process's, and the shard it owns.
     replica = np.searchsorted(replicas, axes.parts_of_devices(axes.batch_axes)[mine])
-    packed = np.empty((mine.size, line_length(fields)), np.int32)
-    for view, host, own in zip(views, stacks, fields, strict=True):
+    packed = np.empty((mine.size, line_length(line)), np.int32)
+    for (view, own), host in zip(line, stacks, strict=True):
         shard = axes.parts_of_devices(view.stack.shard_axes)[mine]
         _Writer(view, host, replica, shard).write(fields_of(packed, own))
     return packed

@@ -45,9 +45,7 @@ from tpu_embed.core.layout import (
     MeshAxes,
     Stack,
     TableSlice,
-    keeps_numbers,
     round_up,
-    rounds_at_random,
     send_lines,
 )
 from tpu_embed.core.state.table_state import StackShard, slot_format, slot_shapes, state_specs
@@ -151,7 +149,7 @@ def _blank(stack: Stack) -> StackShard:
 def _init_stack(stack: Stack, key: Array) -> StackShard:
     """Fill this device's shard of one stack."""
     made = _blank(stack)
-    if rounds_at_random(stack):
+    if stack.rounds_at_random:
         made.slots[SEED_SLOT] = rounding_seed(key)
     # A stack may have hundreds of small tables: those that share an initializer and lie next to
     # each other are filled by one loop, so the program does not grow with their number.
@@ -339,7 +337,7 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
     if row_ids.dtype == jnp.int64:
         high = (row_ids >> 32).astype(jnp.uint32)
     keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
-    numbers = row_number(low, high) if keeps_numbers(stack) else None
+    numbers = row_number(low, high) if stack.keeps_numbers else None
     return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"), numbers)
 
 

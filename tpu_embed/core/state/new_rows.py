@@ -39,7 +39,6 @@ from tpu_embed.core.layout import (
     Stack,
     TableSlice,
     Visits,
-    keeps_numbers,
     open_rows,
     parcel_operand,
 )
@@ -220,7 +219,7 @@ def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRow
     of_tables = table_keys(key, list(stack.tables))[new.tables]
     keys = _row_keys(of_tables, new, stack)
     # As in `init.py`, barriers around the drawing keep its bits independent of the program.
-    numbers = row_number(new.low, new.high) if keeps_numbers(stack) else None
+    numbers = row_number(new.low, new.high) if stack.keeps_numbers else None
     lines = NewRows(new.rows, keys, new.rows, new.rows >= 0, numbers)
     lines = jax.lax.optimization_barrier(lines)
     rows = jnp.zeros((new.rows.shape[0], stack.dim), stack.compute_dtype)

@@ -36,9 +36,7 @@ from tpu_embed.core.layout import (
     SEED_SLOT,
     Stack,
     rounding_slots,
-    rounds_at_random,
     row_places,
-    sent_sums_format,
     table_crcs,
 )
 from tpu_embed.core.state import StackShard, rule_slots, slot_format
@@ -69,7 +67,7 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
     rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
     if rule is None or on_cpu:
         return rule
-    sums_format = sent_sums_format(stack)
+    sums_format = stack.sent_sums_format
     # A word has two numbers of bfloat16.
     width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
     return rule if sparsecore_rules.takes(rule, width, sums_format.dtype.itemsize < 4) else None
@@ -96,7 +94,7 @@ def merge_and_apply(
     if index is None:
         index = jax.lax.iota(jnp.int32, segments.shape[0])
     if sums is None:
-        sums = sent_sums_format(stack).pack(given.sums)
+        sums = stack.sent_sums_format.pack(given.sums)
     table, new = sparsecore_update.merge_update(
         sums,
         index,
@@ -143,7 +141,7 @@ def rounding_of(held: StackShard, stack: Stack, step: Array) -> Rounding | None:
       stack: the stack.
       step: int32 `[]`, t.
     """
-    if not rounds_at_random(stack):
+    if not stack.rounds_at_random:
         return None
     tables = stochastic.table_draws(held.slots[SEED_SLOT], table_crcs(stack), step)
     shard = collectives.axis_index(stack.shard_axes).astype(jnp.uint32)

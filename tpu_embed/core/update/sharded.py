@@ -39,7 +39,7 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import RowSums, collectives, number_runs, route
-from tpu_embed.core.layout import Layout, Stack, sent_sums_format
+from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.core.state import StackShard, rule_slots, state_specs
 from tpu_embed.core.update.apply import (
@@ -136,7 +136,7 @@ def _unpacked(given: RowSums, stack: Stack) -> RowSums:
     if stack.exchange_dtype is None:
         return given
     packed = given.sums if stack.packing == "words" else None
-    return given._replace(sums=sent_sums_format(stack).unpack(given.sums), packed=packed)
+    return given._replace(sums=stack.sent_sums_format.unpack(given.sums), packed=packed)
 
 
 def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits) -> RowSums:

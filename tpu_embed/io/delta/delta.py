@@ -27,7 +27,7 @@ from tpu_embed.io.delta.delta_files import Delta
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.io.store import Place, place_of
 from tpu_embed.kernels import storage
-from tpu_embed.processes import check_same, gather_bytes, gather_from_all, raise_on_all
+from tpu_embed.processes import check_same, gather_bytes, raise_on_all
 from tpu_embed.storage import VALUES
 from tpu_embed.touched import Changes, TouchedRows, Version, check_record
 
@@ -98,7 +98,10 @@ def export_delta(
         return version, first, touched.changes(first)
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)
-    _check_alike(first, version)
+    remedy = "give what one version or export_delta returned to all processes; all "
+    remedy += "make the TouchedRows together, and call record_rows for the same edits"
+    check_same("since", f"{first}", remedy)
+    check_same("version", f"{version}", remedy)
     tables = _read_tables(engine, state, changes, root)
 
     def written() -> None:
@@ -111,22 +114,6 @@ def export_delta(
     return version
 
 
-def _check_alike(since: Version, version: Version) -> None:
-    """Check that all processes write the same delta; all call this.
-
-    Raises:
-      ValueError: they would not; raised by every process.
-    """
-    said = gather_from_all("export_delta: versions", [list(since), list(version)])
-    for process, one in enumerate(said):
-        for what, mine, first in zip(("since", "version"), one, said[0], strict=True):
-            if mine != first:
-                expected, got = f"{Version(*first)}", f"{Version(*mine)} in process {process}"
-                remedy = "give what one version or export_delta returned to all processes; all "
-                remedy += "make the TouchedRows together, and call record_rows for the same edits"
-                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-
 # -- rows ------------------------------------------------------------------------------------------
 
 
@@ -137,25 +124,24 @@ def _read_tables(
     tables: dict[str, directory.Table] = {}
     for name in sorted(engine.table_configs):
         f, mine = field(engine.layout, name, None), changes[name]
-        size, dim, dtype = f.table.declared_size, f.stack.dim, f.stack.dtype
+        size, dim, dtype, rule = f.table.declared_size, f.stack.dim, f.stack.dtype, None
         if mine.keys is not None:
             keys, rows, shared = _of_all_maps(f"export_delta: table {name!r}", mine.keys, mine)
             found = engine.rows(state, name, np.append(rows, shared))
             stored, n = found.view(storage.stored_dtype(dtype)), keys.size
             arrays = {"keys": keys, "values": stored[:n], "lost": mine.lost, "shared": stored[n:]}
             rule = directory.rule_without_row(f.table.key_rules)
-            tables[name] = directory.Table(size, dim, dtype, rule, arrays)
-            continue
-        ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
-        kept = ids if jax.process_index() == 0 else ids[:0]
-        rows = DeviceRows(state, engine.layout, name, [VALUES])
-        room = raise_on_all("export_delta", root.parent, functools.partial(rows.empty, kept.size))
-        values = room[VALUES]
-        for some in pieces(ids.size, rows.block):
-            found = rows.read(ids[some])[VALUES]
-            values[some] = found[: len(kept[some])]
-        arrays = {"ids": kept.astype(delta_files.kept_dtype(size)), "values": values}
-        tables[name] = directory.Table(size, dim, dtype, None, arrays)
+        else:
+            ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
+            kept = ids if jax.process_index() == 0 else ids[:0]
+            rows = DeviceRows(state, engine.layout, name, [VALUES])
+            empty = functools.partial(rows.empty, kept.size)
+            values = raise_on_all("export_delta", root.parent, empty)[VALUES]
+            for some in pieces(ids.size, rows.block):
+                found = rows.read(ids[some])[VALUES]
+                values[some] = found[: len(kept[some])]
+            arrays = {"ids": kept.astype(delta_files.kept_dtype(size)), "values": values}
+        tables[name] = directory.Table(size, dim, dtype, rule, arrays)
     return tables
 
 
@@ -170,20 +156,19 @@ def _of_all_maps(
       uint64 `[n]`, int64 `[n]`, and int64 `[0 or 1]`.
     """
     shared = np.array([] if changes.shared is None else [changes.shared], np.int64)
-    if jax.process_count() == 1:
-        return keys, changes.rows, shared
-    pairs = np.stack([keys, changes.rows.view(np.uint64)], axis=1)
-    said = [np.frombuffer(one, np.uint64) for one in gather_bytes(what, pairs.tobytes())]
-    keys, first = np.unique(np.concatenate(said)[::2], return_index=True)
-    rows = np.concatenate(said)[1::2][first].view(np.int64)
-    said = gather_bytes(f"{what}: shared", shared.tobytes())
-    return keys, rows, np.unique(np.concatenate([np.frombuffer(one, np.int64) for one in said]))
+    pairs = _gathered(what, np.stack([keys, changes.rows.view(np.uint64)], axis=1))
+    keys, first = np.unique(pairs[:, 0], return_index=True)
+    return keys, pairs[first, 1].view(np.int64), np.unique(_gathered(f"{what}: shared", shared))
+
+
+def _gathered(what: str, mine: np.ndarray) -> np.ndarray:
+    """Return the arrays of all processes, one after the other along the first axis."""
+    said = b"".join(gather_bytes(what, mine.tobytes()))
+    return np.frombuffer(said, mine.dtype).reshape(-1, *mine.shape[1:])
 
 
 def _of_all_processes(ids: np.ndarray, size: int) -> np.ndarray:
     """Return the ids (all below `size`) that any process has, unique and ascending."""
-    if jax.process_count() == 1:
-        return ids
     # Pad to the longest list, so that all processes gather arrays of the same shape.
     most = int(np.max(multihost_utils.process_allgather(np.int32(ids.size))))
     if most == size:

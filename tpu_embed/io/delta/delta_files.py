@@ -202,38 +202,27 @@ def read(root: Place) -> Delta:
 def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory.Table:
     """Return what changed in one table."""
     size, dim, described = table["vocabulary_size"], table["dim"], table["files"]
-    stored = storage.stored_dtype(table["dtype"]).name
-    what = f"{root}: table {name!r}"
-    if table["unseen"] is None:
-        n = directory.count_of(described, "ids")
-        forms = {"ids": (kept_dtype(size).name, (n,)), "values": (stored, (n, dim))}
-        arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
-        ids = arrays["ids"]
-        if n and not (ids[0] >= 0 and ids[-1] < size and directory.ascend(ids)):
-            expected = f"ascending ids from 0 to {size - 1}"
-            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-        return directory.Table.of(table, arrays)
-    n, lost, shared = (directory.count_of(described, part) for part in ("keys", "lost", "shared"))
-    forms = {
-        "keys": ("uint64", (n,)),
-        "values": (stored, (n, dim)),
-        "lost": ("uint64", (lost,)),
-        "shared": (stored, (min(shared, 1), dim)),
-    }
+    stored, has_keys = storage.stored_dtype(table["dtype"]).name, table["unseen"] is not None
+    ids = "keys" if has_keys else "ids"
+    n, lost, shared = (directory.count_of(described, part) for part in (ids, "lost", "shared"))
+    forms: dict[str, tuple[str, tuple[int, ...]]] = {"values": (stored, (n, dim))}
+    if has_keys:
+        forms |= {"keys": ("uint64", (n,)), "lost": ("uint64", (lost,))}
+        forms["shared"] = stored, (min(shared, 1), dim)
+    else:
+        forms["ids"] = kept_dtype(size).name, (n,)
     arrays = directory.read_arrays(root, name, described, forms, _REMEDY)
-    keys, gone = arrays["keys"], arrays["lost"]
-    if not (directory.ascend(keys) and directory.ascend(gone)) or _have_common(keys, gone):
-        expected = "ascending keys, each with a row or lost"
+    numbers = arrays[ids]
+    if has_keys:
+        gone, expected = arrays["lost"], "ascending keys, each with a row or lost"
+        fit = directory.ascend(gone) and not np.intersect1d(numbers, gone).size
+    else:
+        expected = f"ascending ids from 0 to {size - 1}"
+        fit = not n or (numbers[0] >= 0 and numbers[-1] < size)
+    if not (fit and directory.ascend(numbers)):
+        what = f"{root}: table {name!r}"
         raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
     return directory.Table.of(table, arrays)
-
-
-def _have_common(keys: np.ndarray, gone: np.ndarray) -> bool:
-    """Return whether two ascending arrays have a number in common."""
-    if not keys.size:
-        return False
-    at = np.minimum(np.searchsorted(keys, gone), keys.size - 1)
-    return bool((keys[at] == gone).any())
 
 
 def kept_dtype(vocabulary_size: int) -> np.dtype:

@@ -120,7 +120,9 @@ def export_model(
     arguments = _arguments_of(plain, keys, features, weights, inputs, batch)
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
-    _check_flatbuffers()  # what is wrong with the arguments is said first
+    if importlib.util.find_spec("flatbuffers") is None:  # wrong arguments are told of first
+        what, remedy = "export_model", 'pip install "tpu-embed[export]"'
+        raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
         "platforms": list(exported.platforms),
@@ -159,12 +161,6 @@ def _check_version(version: Any, vocabularies: Any) -> None:
             raise ValueError(message("version", expected=expected, got=got, remedy=remedy))
 
 
-def _check_flatbuffers() -> None:
-    if importlib.util.find_spec("flatbuffers") is None:
-        what, remedy = "export_model", 'pip install "tpu-embed[export]"'
-        raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
-
-
 # -- tables --------------------------------------------------------------------------------------
 
 
@@ -178,7 +174,7 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
     changes = {"vocabulary_size": _INT32_MAX, "vocabulary": None, "storage": None}
     plain = {
         id(table): dataclasses.replace(table, name=name, **(changes if name in names else {}))
-        for name, table in zip(declared.table_names, declared.tables, strict=True)
+        for name, table in declared.configs.items()
     }
 
     def renumbered(feature: FeatureConfig) -> FeatureConfig:
@@ -193,7 +189,7 @@ def _written_tables(
 ) -> dict[str, directory.Table]:
     """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
     found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+    for (name, config), table in zip(declared.configs.items(), given, strict=True):
         mine, unseen = keys.get(name), None
         if mine is not None:
             unseen = directory.rule_without_row(config.vocabulary)
@@ -398,7 +394,10 @@ def _arguments_of(
         big = feature.table.vocabulary_size > _INT32_MAX
         ids[path] = jax.ShapeDtypeStruct(shape, np.int64 if big else np.int32)
         if scale is not None:
-            _check_weights(label, scale, example)
+            got = getattr(scale, "shape", type(scale).__name__)
+            if len(example) == 1 or got != example:
+                expected = f"shape {example}" if len(example) > 1 else "None for ids [B]"
+                raise ValueError(message(f"weights of {label}", expected=expected, got=got))
             double = feature.table.dtype == "float64"
             numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
         described[path] = {
@@ -478,10 +477,3 @@ def _first_dimensions(
     names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]
     symbols = jax_export.symbolic_shape(", ".join(names), scope=scope)
     return None, dict(zip(different, symbols, strict=True))
-
-
-def _check_weights(label: str, weights: Any, shape: tuple[int, ...]) -> None:
-    got = getattr(weights, "shape", type(weights).__name__)
-    if len(shape) == 1 or got != shape:
-        expected = f"shape {shape}" if len(shape) > 1 else "None for ids [B]"
-        raise ValueError(message(f"weights of {label}", expected=expected, got=got))

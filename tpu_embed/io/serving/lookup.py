@@ -217,12 +217,12 @@ class Server:
         ]
         hosts, whole = _with_rows(hosts, layout, tables, find)
         spec = _rounded(natural_spec(hosts, layout, layout.axes.replicas))
-        stacks, operands = line_of(spec, layout), []
-        packed = np.empty((1, line_length(stacks)), np.int32)
-        for view, fields, table in zip(view_stacks(spec, layout), stacks, whole, strict=True):
-            line = fields_of(packed, fields)
-            pack_line(hosts, view, line)
-            operands.append(table.operand(line["row_ids"][0]))
+        line, operands = line_of(spec, layout), []
+        packed = np.empty((1, line_length(line)), np.int32)
+        for (view, fields), table in zip(line, whole, strict=True):
+            own = fields_of(packed, fields)
+            pack_line(hosts, view, own)
+            operands.append(table.operand(own["row_ids"][0]))
         array: Any = packed
         return self._program(tuple(operands), Batch.of(array, spec, layout))
 
@@ -429,7 +429,7 @@ def stored_tables(
     """
     used = declared if used is None else used
     names = used.table_names
-    given = _by_name(tables, declared)
+    given = _by_name("tables", tables, declared)
     absent, surplus = set(names) - set(given), set(given) - set(declared.table_names)
     if absent or surplus:
         problem = "missing" if absent else "not declared"
@@ -442,31 +442,24 @@ def stored_tables(
             )
         )
     return tuple(
-        _stored(f"table {name!r}", given[name], config)
-        for name, config in zip(names, used.tables, strict=True)
+        _stored(f"table {name!r}", given[name], config) for name, config in used.configs.items()
     )
 
 
-def name_of_table(key: Any, declared: Structure) -> str:
-    """Return the name of a table that a user names, by `TableConfig` or by name."""
-    if not isinstance(key, TableConfig):
-        return str(key)
-    names = dict(zip(declared.tables, declared.table_names, strict=True))
-    return names.get(key, f"{key!r}")
-
-
-def _by_name(tables: Any, declared: Structure) -> dict[str, Any]:
-    if not isinstance(tables, Mapping):
-        got = type(tables).__name__
+def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
+    """Return by name what a user gives by `TableConfig` or by name."""
+    if not isinstance(given, Mapping):
+        got = type(given).__name__
         expected = "a mapping from TableConfig or table name to its array"
-        raise TypeError(message("tables", expected=expected, got=got))
+        raise TypeError(message(what, expected=expected, got=got))
+    names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
-    for key, table in tables.items():
-        name = name_of_table(key, declared)
+    for key, one in given.items():
+        name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
         if name in found:
             expected, got = "each table once", "it by TableConfig and by name"
-            raise ValueError(message(f"tables: {name}", expected=expected, got=got))
-        found[name] = table
+            raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+        found[name] = one
     return found
 
 
@@ -517,8 +510,7 @@ def _finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
         are row numbers.
       TypeError: it is of another type.
     """
-    named = zip(used.table_names, used.tables, strict=True)
-    living = {name: table for name, table in named if table.vocabulary is not None}
+    living = {name: one for name, one in used.configs.items() if one.vocabulary is not None}
     if isinstance(given, Vocabularies):
         found = {n: _find_now(given, n, living[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
@@ -564,7 +556,7 @@ def tables_on_host(
       ValueError: nobody has said which ids a table has.
     """
     found = {}
-    for name, config, table in zip(declared.table_names, declared.tables, given, strict=True):
+    for (name, config), table in zip(declared.configs.items(), given, strict=True):
         if config.storage is None or config.vocabulary is not None:
             continue
         rows = table.rows if isinstance(table, RowSource) else None
@@ -628,10 +620,8 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
 
 
 def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, FixedVocabulary]:
-    tables = dict(zip(whole.table_names, whole.tables, strict=True))
-    found = {}
-    for key, one in (given or {}).items():
-        name = name_of_table(key, whole)
+    tables, found = whole.configs, {}
+    for name, one in _by_name("vocabularies", given or {}, whole).items():
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
             expected = "tables whose vocabularies live"

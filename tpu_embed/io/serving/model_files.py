@@ -122,64 +122,47 @@ def read_metadata(root: Place) -> dict[str, Any]:
     return directory.read_metadata(root, KIND, _FORM, _REMEDY)
 
 
-def read_program(root: Place, metadata: Mapping[str, Any]) -> bytes:
-    """Return the serialized program.
+def read(
+    root: Place, *, check: bool
+) -> tuple[dict[str, Any], bytes, dict[str, bytes], dict[str, dict[str, np.ndarray]]]:
+    """Return what the files of a model hold.
+
+    Args:
+      root: the directory.
+      check: whether to read every byte of the tables for the checksums; otherwise only sizes,
+        shapes and dtypes are compared.
+
+    Returns:
+      The metadata; the serialized program; those that draw rows nobody has trained, by table; and
+      the arrays of all tables by name and part, memory-mapped.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: its size or checksum differs.
+      FileNotFoundError: a file is missing.
+      ValueError: a file is damaged, or in the place of another; a table lacks its program.
     """
-    return _read_file(root, PROGRAM, metadata["program"])
+    metadata = read_metadata(root)
+    described, programs = metadata["tables"].items(), metadata["first_rows"]
 
+    def read_file(name: str, one: Mapping[str, Any]) -> bytes:
+        return files.read(directory.check_file(root, name, one, _REMEDY), _REMEDY)
 
-def _read_file(root: Place, name: str, described: Mapping[str, Any]) -> bytes:
-    return files.read(directory.check_file(root, name, described, _REMEDY), _REMEDY)
+    drawn = sorted(name for name, one in described if one["unseen"] == "initial")
+    if drawn != sorted(programs):
+        what, got = f"{root}: first_rows", f"{sorted(programs)}"
+        raise ValueError(message(what, expected=f"those of {drawn}", got=got, remedy=_REMEDY))
+    program, tables = read_file(PROGRAM, metadata["program"]), {}
+    for name, one in described:
+        arrays = directory.read_arrays(root, name, one["files"], _forms(one), _REMEDY, whole=check)
+        if check and KEYS in arrays and not directory.ascend(arrays[KEYS]):
+            what, expected = f"{root}: table {name!r}", "ascending keys"
+            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+        tables[name] = arrays
+    first = {name: read_file(_first_file(name), one) for name, one in programs.items()}
+    return metadata, program, first, tables
 
 
 def _first_file(name: str) -> str:
     return f"tables/{files.file_name(name)}.first.stablehlo"
-
-
-def read_first_rows(root: Place, metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the serialized programs that draw rows nobody has trained, by table.
-
-    Raises:
-      FileNotFoundError, ValueError: as for `read_program`; a table lacks its program.
-    """
-    tables = metadata["tables"].items()
-    drawn = sorted(name for name, one in tables if one["unseen"] == "initial")
-    if drawn != sorted(metadata["first_rows"]):
-        what, got = f"{root}: first_rows", f"{sorted(metadata['first_rows'])}"
-        raise ValueError(message(what, expected=f"those of {drawn}", got=got, remedy=_REMEDY))
-    described = metadata["first_rows"].items()
-    return {name: _read_file(root, _first_file(name), one) for name, one in described}
-
-
-def read_tables(
-    root: Place, metadata: Mapping[str, Any], *, check: bool
-) -> dict[str, dict[str, np.ndarray]]:
-    """Return the arrays of all tables by name and part, memory-mapped.
-
-    Args:
-      root: the directory.
-      metadata: what `read_metadata` returned.
-      check: whether to read every byte for the checksums; otherwise only sizes, shapes and dtypes
-        are compared.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      ValueError: a file is damaged, or in the place of another.
-    """
-    found = {
-        name: directory.read_arrays(root, name, table["files"], _forms(table), _REMEDY, whole=check)
-        for name, table in metadata["tables"].items()
-    }
-    for name, arrays in found.items():
-        keys = arrays.get(KEYS)
-        if keys is not None and check and not directory.ascend(keys):
-            what, expected = f"{root}: table {name!r}", "ascending keys"
-            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
-    return found
 
 
 def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:

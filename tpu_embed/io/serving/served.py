@@ -40,7 +40,7 @@ from tpu_embed.io.commits import download, find
 from tpu_embed.io.delta import SHARED_ROW, delta_files
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.lookup import FIRST
-from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, prepare, write
+from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, write, writing_of
 from tpu_embed.io.store import Bucket
 from tpu_embed.kernels import storage
 from tpu_embed.storage import HostStorage
@@ -109,7 +109,7 @@ class ServedModel:
             it with another shape or dtype; with keys, the model is not older than the delta.
         """
         prepared = self.prepare(path)
-        return self if prepared is None else self._with(prepared, frozenset())
+        return self if prepared is None else self.with_prepared(prepared, in_place=False)
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
         """Apply a delta in the memory of this model's tables, and return a model to use instead.
@@ -140,12 +140,12 @@ class ServedModel:
         if not delta_files.follows(delta, root, self.version):
             return None
         delta_files.check_declared(delta, root, described)
-        changed = {name: delta.tables[name] for name in described}
-        return prepare(self.tables, self._keys, changed, delta.version)
-
-    def with_prepared(self, prepared: Prepared) -> ServedModel:
-        """Return a model to use instead of this one, with what was prepared for it, or a copy."""
-        return self._with(prepared, self._own)
+        changed = {
+            name: writing_of(delta.tables[name], self.tables[name], self._keys.get(name))
+            for name in described
+            if any(array.size for array in delta.tables[name].arrays.values())
+        }
+        return Prepared(delta.version, changed)
 
     def with_own_tables(self) -> ServedModel:
         """Return a copy of this model, none of whose tables are in files."""
@@ -153,8 +153,14 @@ class ServedModel:
         keys = {name: one.copy() for name, one in self._keys.items()}
         return dataclasses.replace(self, tables=tables, _keys=keys, _own=frozenset(tables))
 
-    def _with(self, prepared: Prepared, own: frozenset[str]) -> ServedModel:
-        """Return the model with new rows; tables named in `own` are updated in place."""
+    def with_prepared(self, prepared: Prepared, *, in_place: bool = True) -> ServedModel:
+        """Return a model with what was prepared for this one, or for one with equal tables.
+
+        Args:
+          prepared: what `prepare` returned.
+          in_place: whether to write to tables that are no files, which this model has no more then.
+        """
+        own = self._own if in_place else frozenset()
         new, keys = write(self.tables, self._keys, prepared.tables, own)
         written = {name for name, one in prepared.tables.items() if one.rows.size}
         return dataclasses.replace(
@@ -244,11 +250,8 @@ def load_model(
             text = message("cache", expected="a folder, for a URL", got="None", remedy=remedy)
             raise ValueError(text)
         root = download(root, local_path(cache, "cache"))
-    metadata = model_files.read_metadata(root)
-    program = model_files.read_program(root, metadata)
-    tables = model_files.read_tables(root, metadata, check=check)
+    metadata, program, drawn, tables = model_files.read(root, check=check)
     exported = _deserialized(root / model_files.PROGRAM, program, metadata)
-    drawn = model_files.read_first_rows(root, metadata)
     first = {
         name: jax.jit(_deserialized(root / f"first rows of {name}", one, metadata).call)
         for name, one in drawn.items()

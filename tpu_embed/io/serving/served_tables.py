@@ -13,9 +13,8 @@ stay, unless they may be written in place.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -169,11 +168,10 @@ def check_numbered(array: Array) -> None:
         raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
 
 
-def _set(write: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
-    """Return an array with some rows set.
+def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
+    """Set some rows in the memory of an array, which is deleted by this; return another one.
 
     Args:
-      write: sets the first block.
       array: `[V, D]` or `[V]`.
       ids: `[n]`, unique.
       rows: `[n, …]`, in the array's dtype.
@@ -190,20 +188,11 @@ def _set(write: Callable[..., Array], array: Array, ids: np.ndarray, rows: np.nd
         block, values = ids[first : first + size], rows[first : first + size]
         missing = (0, size - block.size)
         places = np.pad(block, missing, constant_values=PADDING_ID)
-        values = np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1))
-        array = write(array, places, values)
-        write = _set_in_place  # from the second block on, the array is already a copy of our own
+        array = _set(array, places, np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1)))
     return array
 
 
-_set_in_copy = jax.jit(dispatch.set_rows)
-_set_in_place = jax.jit(dispatch.set_rows, donate_argnums=0)
-
-set_rows = functools.partial(_set, _set_in_copy)
-"""Returns a copy of an array with some rows set: of `(array, ids, rows)`, see `_set`."""
-
-set_rows_in_place = functools.partial(_set, _set_in_place)
-"""Sets rows as `set_rows` does, but in the memory of the array, which is deleted by this."""
+_set = jax.jit(dispatch.set_rows, donate_argnums=0)
 
 
 # -- what a delta writes -------------------------------------------------------------------------
@@ -249,29 +238,25 @@ class Prepared(NamedTuple):
     tables: dict[str, Writing]
 
 
-def prepare(
-    tables: Mapping[str, Parts],
-    keys: Mapping[str, ServedKeys],
-    changed: Mapping[str, directory.Table],
-    version: Version,
-) -> Prepared:
-    """Return what a delta writes; nothing changes yet.
+def writing_of(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
+    """Return what a change writes to a table; nothing changes yet.
 
     Args:
-      tables: by name.
-      keys: of tables whose ids are keys, by name.
-      changed: what the delta has, by name.
-      version: of the tables afterwards.
+      change: what a delta has of the table.
+      arrays: of the table, by part.
+      keys: those of the table; None if its ids are row numbers.
 
     Raises:
       ValueError: rows cannot be quantized, or numbered.
     """
-    writings = {
-        name: _writing(one, tables[name], keys.get(name))
-        for name, one in changed.items()
-        if any(array.size for array in one.arrays.values())
-    }
-    return Prepared(version, writings)
+    parts, changed = served_parts(change, arrays), change.arrays
+    for array in arrays.values():
+        check_numbered(array)
+    if keys is None:
+        return Writing(changed["ids"], parts, None)
+    plan = keys.plan(changed["keys"], changed["lost"])
+    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
+    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
 
 
 def write(
@@ -290,40 +275,27 @@ def write(
     # Copies first, because they may fail for lack of memory; then the updates in place. Where no
     # row is set, as if keys were only lost, the arrays stay the same, so the keys are copied.
     in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
-    new = {n: _copied(one, tables[n]) for n, one in writings.items() if n not in in_place}
+    new = {
+        n: tables[n] if n in in_place else _copied(one, tables[n]) for n, one in writings.items()
+    }
     jax.block_until_ready(new)
     plans = {name: one.plan for name, one in writings.items() if one.plan is not None}
     new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in plans}
-    for name in in_place:
-        new[name] = _written(writings[name], tables[name], set_rows_in_place)
+    for name, one in writings.items():
+        arrays = new[name].items()
+        new[name] = {part: set_rows(array, one.rows, one.parts[part]) for part, array in arrays}
     for name, plan in plans.items():
         new_keys[name].change(plan)
     return jax.block_until_ready(new), new_keys
 
 
-def _writing(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
-    """Return what a change writes to a table."""
-    parts, changed = served_parts(change, arrays), change.arrays
-    for array in arrays.values():
-        check_numbered(array)
-    if keys is None:
-        return Writing(changed["ids"], parts, None)
-    plan = keys.plan(changed["keys"], changed["lost"])
-    shared = np.full(len(changed["shared"]), SHARED_ROW, np.int32)
-    return Writing(np.concatenate([shared, plan.rows]), parts, plan)
-
-
 def _copied(writing: Writing, arrays: Parts) -> Parts:
-    """Return copies of the arrays, with more rows if need be, in which rows are set."""
-    missing = writing.missing(arrays)
-    if not missing:
-        return _written(writing, arrays, set_rows)
-    larger = {
+    """Return copies of the arrays, with more rows if need be; the same ones if no row is set."""
+    if not writing.rows.size:
+        return arrays
+    if not (missing := writing.missing(arrays)):
+        return jax.tree.map(jnp.copy, arrays)
+    return {
         part: jnp.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
         for part, array in arrays.items()
     }
-    return _written(writing, larger, set_rows_in_place)
-
-
-def _written(writing: Writing, arrays: Parts, write: Callable[..., Array]) -> Parts:
-    return {part: write(array, writing.rows, writing.parts[part]) for part, array in arrays.items()}
