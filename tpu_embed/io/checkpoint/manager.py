@@ -9,6 +9,7 @@ Input: states or modules, step after step. Output: numbered directories, or the 
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import functools
 import re
 import threading
@@ -49,28 +50,6 @@ _NUMBER = re.compile("0|[1-9][0-9]*")
 _T = TypeVar("_T")
 
 
-class _Save(threading.Thread):
-    """A save in the background.
-
-    Attributes:
-      error: what it has raised and nobody has been told yet.
-      ended: whether it has.
-    """
-
-    def __init__(self, save: Callable[[], None]) -> None:
-        super().__init__(target=save, name="tpu_embed_save")
-        self.error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended.set()
-
-
 class _NumberedCheckpoints(abc.ABC):
     """Save numbered checkpoints in one directory, and keep the last few.
 
@@ -101,7 +80,7 @@ class _NumberedCheckpoints(abc.ABC):
         self._every = check_int("every", every, minimum=1)
         self._keep = None if keep is None else check_int("keep", keep, minimum=1)
         self._pinned: int | None = None
-        self._saving: _Save | None = None
+        self._saving: concurrent.futures.Future[None] | None = None
         self._open()
         # Counts a save that is still being written.
         self._last = max(self._steps_on_all("CheckpointManager"), default=None)
@@ -172,8 +151,10 @@ class _NumberedCheckpoints(abc.ABC):
                 raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
-                self._saving = _Save(saved)
-                self._saving.start()
+                # The thread ends with the save, for which the interpreter waits at its end.
+                writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
+                self._saving = writer.submit(saved)
+                writer.shutdown(wait=False)
             else:
                 saved()
             return True
@@ -256,12 +237,11 @@ class _NumberedCheckpoints(abc.ABC):
         Raises:
           Exception: an error in writing it.
         """
-        if self._saving is not None:
-            self._saving.join()
-            self._saving.ended.wait()  # Python 3.11 does not join again after an interrupt
-            error, self._saving.error = self._saving.error, None
-            if error is not None:
-                raise error
+        if (saving := self._saving) is not None:
+            concurrent.futures.wait([saving])
+            if self._saving is saving:  # an error is raised once
+                self._saving = None
+                saving.result()
 
     def close(self) -> None:
         """Wait for the save that is under way.
