@@ -19,7 +19,6 @@ Input: an engine and its state. Output: files; or rows by table, and rows writte
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import reprlib
@@ -32,15 +31,22 @@ import jax
 import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.rows import Rows, blocks_of, pieces
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.checkpoint.row_files import (
+    RowArray,
+    RowReader,
+    column,
+    write_all,
+    write_column,
+)
 from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Bucket, Place
-from tpu_embed.storage import HostRows, RowField, RowGroups, Save
+from tpu_embed.storage import VALUES, HostRows, RowField, RowGroups, Save
 from tpu_embed.vocabulary import MapState
 
 FILE = "host_rows.{}.json"
@@ -82,7 +88,6 @@ _MOST_SEGMENTS = 64
 Checksums = dict[str, dict[str, int]]
 """Of files: directory relative to that of the tables -> file name -> checksum."""
 
-Rows = Mapping[str, np.ndarray]
 Block = tuple[np.ndarray, Rows]
 """Some ids, uint64 `[n]`, and their rows, `[n, …]` by field."""
 
@@ -93,7 +98,7 @@ class NewSegment(NamedTuple):
     Attributes:
       name: its name.
       ids: uint64 `[n]`.
-      blocks: the same ids in blocks of `block_rows`, with their rows.
+      blocks: the same ids in blocks of the files, with their rows.
     """
 
     name: str
@@ -101,8 +106,7 @@ class NewSegment(NamedTuple):
     blocks: Iterable[Block]
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedRows:
+class SavedRows(NamedTuple):
     """What is written for one table.
 
     Attributes:
@@ -220,9 +224,12 @@ def _prepare_table(
     written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
         old, (on_devices, at_home) = [], _changed(home, held, row_groups, 1, 0)
-    size = block_rows(home.fields)
+    # The blocks of files, whatever the number of rows.
+    size = column(Path(), 2**31, row_dtype(home.fields)).block
     keys, places = held.keys[on_devices], held.rows[on_devices]
-    blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places, size)
+    blocks: Iterable[Block] = (
+        (keys[at], engine.held_rows(state, name, places[at])) for at in pieces(keys.size, size)
+    )
     if copied:
         blocks = [*blocks]
     label = f"{file_name(checkpoint)}-{jax.process_index()}"
@@ -254,20 +261,6 @@ def _changed(
     return on_devices, at_home[row_groups.are_saved(at_home)]
 
 
-def _device_blocks(
-    engine: EmbeddingEngine,
-    state: TableState,
-    name: str,
-    keys: np.ndarray,
-    rows: np.ndarray,
-    size: int,
-) -> Iterator[Block]:
-    """Yield keys and their rows on the devices, in blocks of a size."""
-    for first in range(0, keys.size, size):
-        part = slice(first, first + size)
-        yield keys[part], engine.held_rows(state, name, rows[part])
-
-
 def _write(
     checkpoint: str, tables: Mapping[str, SavedRows], base: _Base | None, directory: Place
 ) -> Checksums:
@@ -296,7 +289,7 @@ def _write(
                 directory.written[rows.key] = []
             segments.append(one)
         for one in saved.new:
-            checksums |= _write_segment(directory, name, saved.fields, one)
+            checksums |= _write_segment(directory, name, row_dtype(saved.fields), one)
             segments.append({"name": one.name, "rows": one.ids.size})
         described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
     write_bound(directory / FILE.format(jax.process_index()), checkpoint, described)
@@ -318,21 +311,19 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str,
     return {"owners": row_groups.num_owners, "saved": sorted(row_groups.saved), "fields": described}
 
 
-def _write_segment(
-    directory: Place, table: str, fields: Mapping[str, RowField], segment: NewSegment
-) -> Checksums:
+def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSegment) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
-    ids, rows = _arrays(directory, table, segment.name, segment.ids.size, _width(fields))
-    writer, first = RowWriter(rows, 1), 0
-    for some, values in segment.blocks:
-        n = some.size
-        parts = [np.ascontiguousarray(values[f]).view(np.uint8).reshape(n, -1) for f in fields]
-        # [n, 1, w]: an array of one shard
-        writer.write((slice(first, first + n), slice(0, 1)), np.concatenate(parts, 1)[:, None])
-        first += n
-    assert first == segment.ids.size, "the blocks are those of the ids"
+
+    def as_bytes(rows: Rows) -> np.ndarray:
+        whole = np.empty(len(rows[VALUES]), dtype)
+        for name in rows:
+            whole[name] = rows[name]
+        return whole.view(np.uint8).reshape(len(whole), -1)
+
+    ids, rows = _arrays(directory, table, segment.name, segment.ids.size, dtype)
     of_ids, of_rows = _places(table, segment.name)
-    return {of_ids: write_column(ids, segment.ids), of_rows: writer.finish()}
+    blocks = (as_bytes(some) for _, some in segment.blocks)
+    return {of_ids: write_all(ids, segment.ids), of_rows: write_column(rows, blocks)}
 
 
 def _link(old: Any, new: Any) -> None:
@@ -386,32 +377,21 @@ def _read_segment(
     checksums: Checksums,
 ) -> Iterator[Block]:
     """Yield the rows of one segment, block by block."""
-    fields = {
-        one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"])) for one in described
-    }
+    dtype = np.dtype([(one["name"], one["dtype"], tuple(one["shape"])) for one in described])
     where, n = _directory_of(directory, segment), segment["rows"]
-    arrays = _arrays(where, table, segment["name"], n, _width(fields))
+    arrays = _arrays(where, table, segment["name"], n, dtype)
     places = _places(table, segment["name"])
     pairs = zip(arrays, places, strict=True)
     of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
-    for first in range(0, segment["rows"], of_rows.array.block):
-        last = min(first + of_rows.array.block, segment["rows"])
-        whole, at, rows = of_rows.read(range(first, last)), 0, {}
-        for name, field in fields.items():
-            part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
-            rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
-            at += field.nbytes
-        yield np.ascontiguousarray(of_ids.read(range(first, last))).reshape(-1), rows
+    for some in blocks_of(range(n), of_rows.array.block):
+        rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
+        ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
+        yield ids, {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
 
 
-def block_rows(fields: Mapping[str, RowField]) -> int:
-    """Return the rows of a block: that of the files, whatever their number."""
-    return RowArray(Path(), 1, 2**31, True, (_width(fields),), np.dtype(np.uint8)).block
-
-
-def _width(fields: Mapping[str, RowField]) -> int:
-    """Return w, the bytes of a row."""
-    return sum(field.nbytes for field in fields.values())
+def row_dtype(fields: Mapping[str, RowField]) -> np.dtype:
+    """Return the dtype of a whole row: one field after the other, without gaps."""
+    return np.dtype([(name, one.dtype, one.shape) for name, one in fields.items()])
 
 
 def _places(table: str, segment: str) -> tuple[str, str]:
@@ -426,11 +406,8 @@ def _place(table: str, segment: str) -> str:
 
 
 def _arrays(
-    directory: Place, table: str, segment: str, n: int, w: int
+    directory: Place, table: str, segment: str, n: int, dtype: np.dtype
 ) -> tuple[RowArray, RowArray]:
     """Return the arrays of ids and rows of a segment of n rows."""
     ids, rows = (directory / place for place in _places(table, segment))
-    return (
-        RowArray(ids, 1, n, True, (), np.dtype(np.uint64)),
-        RowArray(rows, 1, n, True, (w,), np.dtype(np.uint8)),
-    )
+    return column(ids, n, np.uint64), column(rows, n, np.uint8, (dtype.itemsize,))

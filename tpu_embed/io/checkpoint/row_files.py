@@ -24,7 +24,7 @@ import itertools
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 import tensorstore as ts
 
 from tpu_embed._checks import message
-from tpu_embed.core.rows import BLOCK, Grid, Ids
+from tpu_embed.core.rows import BLOCK, Grid, Ids, pieces
 from tpu_embed.io import files
 from tpu_embed.io.store import Bucket, Place, wait
 
@@ -182,18 +182,30 @@ class RowWriter:
             self._checksums[name] = _stored_sum(path, _rows_bytes(self._store))
 
 
-def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
-    """Write all rows of an alternating array of one shard; return the checksums by file name.
+def column(path: Place, n: int, dtype: Any, row: tuple[int, ...] = ()) -> RowArray:
+    """Return an array `[n, 1, …]`: of one shard, whose rows count as alternating."""
+    return RowArray(path, 1, n, True, row, np.dtype(dtype))
+
+
+def write_column(array: RowArray, blocks: Iterable[np.ndarray]) -> dict[str, int]:
+    """Write all rows of a column; return the checksums of its files by file name.
 
     Args:
-      array: the array to make.
-      rows: `[n, …]`.
+      array: the array to make; see `column`.
+      blocks: rows `[k, …]` in order, `array.block` of them in each but the last.
     """
-    writer = RowWriter(array, 1)
-    for first in range(0, len(rows), array.block):
-        part = rows[first : first + array.block]
-        writer.write((slice(first, first + len(part)), slice(0, 1)), part[:, None])
+    writer, first = RowWriter(array, 1), 0
+    for rows in blocks:
+        last = first + len(rows)
+        writer.write((slice(first, last), slice(0, 1)), rows[:, None])
+        first = last
+    assert first == array.rows_per_shard, "the blocks are all rows"
     return writer.finish()
+
+
+def write_all(array: RowArray, rows: np.ndarray) -> dict[str, int]:
+    """Write all rows of a column, `[n, …]`; return the checksums of its files by file name."""
+    return write_column(array, (rows[at] for at in pieces(len(rows), array.block)))
 
 
 class RowReader:

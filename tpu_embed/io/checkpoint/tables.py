@@ -46,7 +46,7 @@ from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
 from tpu_embed.io.checkpoint.host_rows import Block
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, column, write_all
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
@@ -121,7 +121,7 @@ def write(directory: Place, prepared: Prepared) -> None:
             checksums[place] = write_rows(row_array(directory / place, f), part)
         else:
             whole = _whole(directory / place, manifest.form_of(f))
-            checksums[place] = write_column(whole, part[None])
+            checksums[place] = write_all(whole, part[None])
     if prepared.maps is not None:
         checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
     if prepared.homes is not None:
@@ -131,7 +131,7 @@ def write(directory: Place, prepared: Prepared) -> None:
 
 def _whole(path: Place, form: dict[str, Any]) -> RowArray:
     """Return the array of a field without rows, such as a step count: one row `[1, 1, …]`."""
-    return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
+    return column(path, 1, form["dtype"], tuple(form["shape"]))
 
 
 def field_place(f: Field) -> str:
