@@ -132,6 +132,7 @@ class SavedTables:
     """The description of saved tables, checked against what is wanted.
 
     Attributes:
+      checkpoint: the name of the checkpoint.
       manifest: the whole manifest.
       tables: its entries for the tables that are to be read.
       checksums: the checksum of every file: directory of the field -> file name -> checksum.
@@ -139,6 +140,7 @@ class SavedTables:
       maps: those of living vocabularies; None if the engine has none.
     """
 
+    checkpoint: str
     manifest: dict[str, Any]
     tables: dict[str, Any]
     checksums: dict[str, dict[str, int]]
@@ -219,7 +221,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
         raise refuse(f"table {name!r}", expected, got, remedy)
     found_maps = maps.read(directory, checkpoint, checksums, engine, refuse, saved_tables=tables)
     lacking = [_lacks_rows(f, tables, wanted, refuse) for f in fields(engine.layout)]
-    return SavedTables(manifest, tables, checksums, not any(lacking), found_maps)
+    return SavedTables(checkpoint, manifest, tables, checksums, not any(lacking), found_maps)
 
 
 def read_described(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -52,7 +52,7 @@ from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
-from tpu_embed.storage import VALUES, HostRows, slot_field
+from tpu_embed.storage import VALUES, HomeTable, HostRows, slot_field
 from tpu_embed.vocabulary import MapStates
 
 _T = TypeVar("_T")
@@ -120,18 +120,14 @@ def write(directory: Place, prepared: Prepared) -> None:
         if isinstance(part, LocalShards):
             checksums[place] = write_rows(row_array(directory / place, f), part)
         else:
-            whole = _whole(directory / place, manifest.form_of(f))
-            checksums[place] = write_all(whole, part[None])
+            # Without rows, such as a step count: one row `[1, 1, …]`.
+            array = column(directory / place, 1, f.shape.dtype, tuple(f.shape.shape))
+            checksums[place] = write_all(array, part[None])
     if prepared.maps is not None:
         checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
     if prepared.homes is not None:
         checksums |= prepared.homes(directory)
     manifest.write(directory, prepared.checkpoint, prepared.manifest, checksums)
-
-
-def _whole(path: Place, form: dict[str, Any]) -> RowArray:
-    """Return the array of a field without rows, such as a step count: one row `[1, 1, …]`."""
-    return column(path, 1, form["dtype"], tuple(form["shape"]))
 
 
 def field_place(f: Field) -> str:
@@ -247,9 +243,15 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
       ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged.
     """
     on_all = functools.partial(raise_on_all, "restore", directory)
-    found = on_all(lambda: manifest.read(directory, wanted))
-    by_id = on_all(lambda: read_by_id(directory, found.manifest))
-    restore, engine = _Restore(directory, found, wanted, by_id), wanted.engine
+
+    def described() -> _Restore:
+        found = manifest.read(directory, wanted)
+        by_id = read_by_id(directory, found.checkpoint, found.manifest)
+        here = {name: said for name, said in by_id.items() if name in found.tables}
+        return _Restore(directory, found, wanted, here)
+
+    restore, engine = on_all(described), wanted.engine
+    found = restore.found
     first = restore.first_state()  # one program on all
     state = on_all(lambda: restore.fill(first))
     scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
@@ -262,7 +264,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
     homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
-    name = manifest.name_of(directory) if restore.goes_on else None
+    name = found.checkpoint if restore.goes_on else None
     state = dataclasses.replace(state, vocabulary=vocabulary)
     return FoundTables(state, found.maps.states, homes, name)
 
@@ -275,7 +277,7 @@ class _Restore:
       directory: that of the tables.
       found: what the manifest says.
       wanted: what is wanted of them.
-      by_id: what `read_by_id` says of those that are saved by id.
+      by_id: what `read_by_id` says of those that are read and saved by id.
     """
 
     directory: Place
@@ -285,19 +287,17 @@ class _Restore:
 
     def first_state(self) -> TableState:
         """Return a state to write rows over: blank, or with the first values of what is lacking."""
-        engine = self.wanted.engine
-        drawn = {f.table.name for f in fields(engine.layout) if self._is_by_id(f)}
-        drawn = {name for name in drawn if not engine.layout.table(name)[1].is_on_host}
-        if drawn:  # those rows that nobody had touched are as they were at first
-            key = maps.read_key(self.directory, manifest.name_of(self.directory))
-            state = engine.init(key)
-        elif self.found.complete:
-            tables, slots = blank_arrays(engine.layout.stacks, engine.layout.axes)
-            return TableState(tables, slots, jnp.int32(0), {})
-        if self.found.complete:
+        engine, key = self.wanted.engine, self.wanted.key
+        drawn, complete = self._by_id_on_devices, self.found.complete
+        if complete and not drawn:
+            blank = blank_arrays(engine.layout.stacks, engine.layout.axes)
+            return TableState(*blank, jnp.int32(0), {})
+        if drawn:  # rows that nobody had touched are as they were at first
+            state = engine.init(maps.read_key(self.directory, self.found.checkpoint))
+        if complete:
             return state
-        assert self.wanted.key is not None, "checked"
-        made = engine.init(self.wanted.key)
+        assert key is not None, "checked"
+        made = engine.init(key)
         for name in drawn:
             parts = [f.part for f in self._fields(name) if self.found.form(f) is not None]
             source, sink = (DeviceRows(x, engine.layout, name, parts) for x in (state, made))
@@ -307,15 +307,13 @@ class _Restore:
 
     def fill(self, state: TableState) -> TableState:
         """Return the state with all rows that are read to the devices, in place."""
-        engine = self.wanted.engine
-        for f in fields(engine.layout):
-            by_id = f.shape.per_row and (f.table.is_on_host or self._is_by_id(f))
-            if self.found.form(f) is not None and not by_id:
+        by_id = self._by_id_on_devices
+        for f in fields(self.wanted.engine.layout):
+            rows_elsewhere = f.shape.per_row and (f.table.is_on_host or f.table.name in by_id)
+            if self.found.form(f) is not None and not rows_elsewhere:
                 state = self.named(f.label, functools.partial(self._fill_whole, state, f))
-        for name in self.by_id.keys() & self.found.tables.keys():
-            if not engine.layout.table(name)[1].is_on_host:
-                fill = functools.partial(self._fill_by_id, state, name)
-                state = self.named("rows by id", fill)
+        for name in by_id:
+            state = self.named("rows by id", functools.partial(self._fill_by_id, state, name))
         return self._with_numbers(state)
 
     def named(self, label: str, read: Callable[[], _T]) -> _T:
@@ -359,8 +357,8 @@ class _Restore:
     def _fill_by_id(self, state: TableState, name: str) -> TableState:
         """Return the state with the rows written of a table that is saved by id."""
         rows = DeviceRows(state, self.wanted.engine.layout, name)
-        for ids, saved in self._moved(name, self._segments(name)):
-            rows.write(ids, self._converted(name, saved))
+        for ids, saved in self._blocks(name):
+            rows.write(ids, saved)
         return rows.state
 
     def homes(self, vocabulary: Mapping[str, Array]) -> dict[str, HostRows]:
@@ -369,19 +367,14 @@ class _Restore:
         Args:
           vocabulary: that of the state, which holds the random key.
         """
-        engine, made = self.wanted.engine, {}
-        if engine.storage is None:
-            return made
-        for name, table in engine.storage.tables.items():
+        made: dict[str, HostRows] = {}
+        for name, table in self._host_tables.items():
             made[name] = HostRows(table.fields, table.storage.path)
-            if name not in self.found.tables:
-                continue
-            saved = self._segments(name) if name in self.by_id else self._whole(name)
-            for every, rows in self._moved(name, saved):  # of a row that comes twice, the last
+            for every, rows in self._blocks(name):  # of a row that comes twice, the last
                 mine = table.row_groups.at_home(every.view(np.uint64))
                 ids = every[mine].view(np.uint64)
-                converted = self._converted(name, {p: some[mine] for p, some in rows.items()})
-                made[name].write(ids, self._lacking_rows(name, vocabulary, ids) | converted)
+                saved = {part: some[mine] for part, some in rows.items()}
+                made[name].write(ids, self._lacking_rows(name, vocabulary, ids) | saved)
         return made
 
     def _lacking_rows(
@@ -399,18 +392,27 @@ class _Restore:
     @property
     def goes_on(self) -> bool:
         """Whether a later save may link these files: rows are at home just as they are saved."""
-        storage = self.wanted.engine.storage
-        if storage is None or any(map(self._lacking, storage.tables)):
-            return False
-        if any(map(self._has_moved, storage.tables)):
-            return False
         here, count = jax.process_index(), jax.process_count()
-        for name, table in storage.tables.items():
-            saved = self.by_id.get(name, [])
-            now = host_rows.describe(table.fields, table.row_groups)
-            if len(saved) != count or any(saved[here][what] != one for what, one in now.items()):
+        for name, table in self._host_tables.items():
+            saved, now = (
+                self.by_id.get(name, []),
+                host_rows.describe(table.fields, table.row_groups),
+            )
+            if len(saved) != count or saved[here] != saved[here] | now:
                 return False
-        return True
+            if self._lacking(name) or self._has_moved(name):
+                return False
+        return bool(self._host_tables)
+
+    @property
+    def _host_tables(self) -> Mapping[str, HomeTable]:
+        storage = self.wanted.engine.storage
+        return {} if storage is None else storage.tables
+
+    @property
+    def _by_id_on_devices(self) -> list[str]:
+        """The tables that are saved by id, and whose rows go to the devices."""
+        return [name for name in self.by_id if name not in self._host_tables]
 
     @property
     def _moves(self) -> Mapping[str, Any]:
@@ -420,9 +422,6 @@ class _Restore:
     def _has_moved(self, name: str) -> bool:
         """Return whether rows of a table have other ids than they were saved with."""
         return name in self._moves and self._moves[name].moved().now.size > 0
-
-    def _is_by_id(self, f: Field) -> bool:
-        return f.shape.per_row and f.table.name in self.by_id and f.table.name in self.found.tables
 
     def _fields(self, name: str) -> list[Field]:
         """Return the fields with a row for each id of a table."""
@@ -435,17 +434,50 @@ class _Restore:
         """Return a reader of a field that is saved whole; see `RowReader`."""
         table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
         assert form is not None, "checked"
-        array = _whole(self.directory / place, form)
+        array = column(self.directory / place, 1, form["dtype"], tuple(form["shape"]))
         if f.shape.per_row:
             names = ("shards", "rows_per_shard", "alternate")
             array = dataclasses.replace(array, **{name: table[name] for name in names})
         return RowReader(array, self.found.checksums.get(place, {}), runs)
 
-    def _segments(self, name: str) -> Iterator[Block]:
-        """Yield the rows of a table that are saved by id; on the host, at least those of here."""
-        homes, said = self.wanted.engine.storage, self.by_id[name]
-        if homes is not None and name in homes.tables and not self._has_moved(name):
-            row_groups = homes.tables[name].row_groups
+    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yield the rows of a table as the engine stores them, with the ids that they have now.
+
+        Those of nobody are left out; of a row that comes twice, the last is valid.
+
+        Yields:
+          int64 `[n]`; `[n, …]` by field.
+        """
+        forms = {f: self.found.form(f) for f in self._fields(name)}
+        for before, rows in self._saved_blocks(name):
+            here, now = slice(None), before.view(np.int64)
+            if name in self._moves:
+                here, now = self._moves[name].follow(now)
+            # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
+            yield (
+                now,
+                {
+                    f.part: logical.as_stored(rows[f.part][here].view(np.dtype(form["dtype"])), f)
+                    for f, form in forms.items()
+                    if form is not None
+                },
+            )
+
+    def _saved_blocks(self, name: str) -> Iterator[Block]:
+        """Yield the rows of a table as they were saved; on the host, at least those of here."""
+        if name not in self.found.tables:
+            return
+        if name not in self.by_id:
+            mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+            readers = {f.part: self._reader(f) for f in mine}
+            block = min(reader.array.block * reader.array.shards for reader in readers.values())
+            for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
+                rows = {part: reader.read(ids) for part, reader in readers.items()}
+                yield np.asarray(ids, np.uint64), rows
+            return
+        said = self.by_id[name]
+        if name in self._host_tables and not self._has_moved(name):
+            row_groups = self._host_tables[name].row_groups
             # Where ids were divided in the same way, rows of other processes need not be read.
             said = [
                 one
@@ -453,37 +485,7 @@ class _Restore:
                 if one["owners"] != row_groups.num_owners
                 or row_groups.mine.intersection(one["saved"])
             ]
-        return host_rows.read(self.directory, name, said, self.found.checksums)
-
-    def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield blocks with the rows that their ids are now, int64 `[n]`; nobody's are left out."""
-        for ids, rows in blocks:
-            before = ids.astype(np.int64)
-            if name not in self._moves:
-                yield before, rows
-                continue
-            here, now = self._moves[name].follow(before)
-            if now.size:
-                yield now, {part: some[here] for part, some in rows.items()}
-
-    def _whole(self, name: str) -> Iterator[Block]:
-        """Yield all rows of a table that is saved whole."""
-        mine = [f for f in self._fields(name) if self.found.form(f) is not None]
-        readers = {f.part: self._reader(f) for f in mine}
-        block = min(reader.array.block * reader.array.shards for reader in readers.values())
-        for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
-            rows = {part: reader.read(ids) for part, reader in readers.items()}
-            yield np.asarray(ids, np.uint64), rows
-
-    def _converted(self, name: str, rows: Any) -> dict[str, np.ndarray]:
-        """Return saved rows, `[n, …]` by field, as the engine stores them; no others."""
-        forms = {f: self.found.form(f) for f in self._fields(name)}
-        # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
-        return {
-            f.part: logical.as_stored(rows[f.part].view(np.dtype(form["dtype"])), f)
-            for f, form in forms.items()
-            if form is not None
-        }
+        yield from host_rows.read(self.directory, name, said, self.found.checksums)
 
     def _numbers_of(self, table: TableSlice, ids: np.ndarray) -> np.ndarray:
         """Return what stands for rows that are rounded at random, uint32 `[n]`.
@@ -492,15 +494,13 @@ class _Restore:
           table: a table with a map, in which a key stands for its row.
           ids: uint64 `[n]`, ids at home of a table on the host; otherwise rows.
         """
-        whole = ids.copy()
-        if table.key_rules is not None and self.found.maps is not None:
-            states = self.found.maps.states
-            known = (states.ids if table.is_on_host else states.maps)[table.name]
-            if known.rows.size:
-                # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
-                at = np.searchsorted(known.rows, ids.view(np.int64)).clip(max=known.rows.size - 1)
-                here = known.rows[at] == ids.view(np.int64)
-                whole[here] = known.keys[at[here]]
+        whole, found = ids.copy(), self.found.maps
+        if table.key_rules is not None and found is not None:
+            known = (found.states.ids if table.is_on_host else found.states.maps)[table.name]
+            # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
+            rows = known.rows.view(np.uint64)
+            _, here, at = np.intersect1d(ids, rows, assume_unique=True, return_indices=True)
+            whole[here] = known.keys[at]
         return number_ids(whole)
 
     def _with_numbers(self, state: TableState) -> TableState:
@@ -520,18 +520,21 @@ class _Restore:
         return state
 
 
-def read_by_id(directory: Place, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def read_by_id(
+    directory: Place, checkpoint: str, described: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:
       directory: that of the tables.
+      checkpoint: the name that the files must carry.
       described: the manifest.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint; it
         names other tables than the first one, or other fields of a row than the manifest.
     """
-    checkpoint, tables = manifest.name_of(directory), described["tables"]
+    tables = described["tables"]
     every: list[dict[str, Any]] = []
     if not (directory / host_rows.FILE.format(0)).exists():
         return {}
