@@ -192,7 +192,7 @@ class _InBucket:
         self._mark(root.name).put(b"")
 
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
-        if self._marked(root.name) in (None, _SWEEPING):
+        if self._mark(root.name).get() in (None, _SWEEPING):
             if self._commit.exists():
                 text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
                 raise FileExistsError(text)
@@ -209,7 +209,7 @@ class _InBucket:
             del root.written[self._commit.key]
             raise
         # Who sweeps changes the mark, then looks for a commit: one of the two sees the other.
-        marks = {one: self._marked(one) for one in _roots(value)}
+        marks = {one: self._mark(one).get() for one in _roots(value)}
         if _SWEEPING in marks.values() or marks[root.name] is None:
             self._commit.remove()
             raise OSError(_swept(root))
@@ -286,12 +286,6 @@ class _InBucket:
     def _mark(self, root: str) -> Bucket:
         """Return the object that says that a writer has begun."""
         return self._beside(f"{_BEGUN}/{root}")
-
-    def _marked(self, root: str) -> bytes | None:
-        try:
-            return self._mark(root).read_bytes()
-        except FileNotFoundError:
-            return None
 
     @property
     def _commit(self) -> Bucket:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import os
-import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -53,17 +52,17 @@ FILE = "host_rows.{}.json"
 """The name of what a process says of its rows."""
 
 
-def _inside(value: Any) -> schema.Problem | None:
-    """Accept the name of a segment, a path below the rows of its table that leads nowhere else."""
-    inside = isinstance(value, str) and ".." not in value.split("/")
-    return None if inside else ("", "the name of a segment, without '..'", reprlib.repr(value))
+_INSIDE = schema.accept(
+    "the name of a segment, without '..'",
+    lambda value: isinstance(value, str) and ".." not in value.split("/"),
+)
+"""Accepts a path below the rows of a table that leads nowhere else."""
 
-
-def _beside(value: Any) -> schema.Problem | None:
-    """Accept the name of a root in a bucket, beside that of the checkpoint."""
-    beside = isinstance(value, str) and "/" not in value and value != ".."
-    return None if beside else ("", "the name of a root, without '/'", reprlib.repr(value))
-
+_BESIDE = schema.accept(
+    "the name of a root, without '/'",
+    lambda value: isinstance(value, str) and "/" not in value and value != "..",
+)
+"""Accepts the name of a root in a bucket, beside that of the checkpoint."""
 
 _FORM = schema.mapping(
     schema.record(
@@ -76,8 +75,8 @@ _FORM = schema.mapping(
         ),
         segments=schema.sequence(
             schema.either(
-                schema.record(name=_inside, rows=schema.integer(1), root=_beside),
-                schema.record(name=_inside, rows=schema.integer(1)),
+                schema.record(name=_INSIDE, rows=schema.integer(1), root=_BESIDE),
+                schema.record(name=_INSIDE, rows=schema.integer(1)),
             )
         ),
     )
@@ -278,14 +277,15 @@ def _write(
         segments = []
         for one in saved.old:
             assert base is not None, "it has old segments"
-            for place in _places(name, one["name"]):
+            start = _place(name, one["name"])
+            for place in (f"{start}/ids", f"{start}/rows"):
                 checksums[place] = base.checksums[place]
                 if isinstance(directory, Path):
                     _link(base.save.path / place, directory / place)
             if isinstance(directory, Bucket):
                 one = {"root": base.save.path.parent.name} | one
                 assert directory.written is not None, "it is being written"
-                rows = _directory_of(directory, one) / _place(name, one["name"])
+                rows = _directory_of(directory, one) / start
                 directory.written[rows.key] = []
             segments.append(one)
         for one in saved.new:
@@ -320,8 +320,8 @@ def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSe
             whole[name] = rows[name]
         return whole.view(np.uint8).reshape(len(whole), -1)
 
-    ids, rows = _arrays(directory, table, segment.name, segment.ids.size, dtype)
-    of_ids, of_rows = _places(table, segment.name)
+    arrays = _arrays(directory, table, segment.name, segment.ids.size, dtype)
+    (of_ids, ids), (of_rows, rows) = arrays.items()
     blocks = (as_bytes(some) for _, some in segment.blocks)
     return {of_ids: write_all(ids, segment.ids), of_rows: write_column(rows, blocks)}
 
@@ -379,10 +379,8 @@ def _read_segment(
     """Yield the rows of one segment, block by block."""
     dtype = np.dtype([(one["name"], one["dtype"], tuple(one["shape"])) for one in described])
     where, n = _directory_of(directory, segment), segment["rows"]
-    arrays = _arrays(where, table, segment["name"], n, dtype)
-    places = _places(table, segment["name"])
-    pairs = zip(arrays, places, strict=True)
-    of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
+    arrays = _arrays(where, table, segment["name"], n, dtype).items()
+    of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for place, array in arrays)
     for some in blocks_of(range(n), of_rows.array.block):
         rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
         ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
@@ -394,12 +392,6 @@ def row_dtype(fields: Mapping[str, RowField]) -> np.dtype:
     return np.dtype([(name, one.dtype, one.shape) for name, one in fields.items()])
 
 
-def _places(table: str, segment: str) -> tuple[str, str]:
-    """Return the directories of ids and rows of a segment, relative to that of the tables."""
-    start = _place(table, segment)
-    return f"{start}/ids", f"{start}/rows"
-
-
 def _place(table: str, segment: str) -> str:
     """Return the directory of a segment, relative to that of the tables."""
     return f"{file_name(table)}/rows/{segment}"
@@ -407,7 +399,10 @@ def _place(table: str, segment: str) -> str:
 
 def _arrays(
     directory: Place, table: str, segment: str, n: int, dtype: np.dtype
-) -> tuple[RowArray, RowArray]:
-    """Return the arrays of ids and rows of a segment of n rows."""
-    ids, rows = (directory / place for place in _places(table, segment))
-    return column(ids, n, np.uint64), column(rows, n, np.uint8, (dtype.itemsize,))
+) -> dict[str, RowArray]:
+    """Return the arrays of ids and rows of a segment of n rows, by their directories."""
+    ids, rows = (f"{_place(table, segment)}/{part}" for part in ("ids", "rows"))
+    return {
+        ids: column(directory / ids, n, np.uint64),
+        rows: column(directory / rows, n, np.uint8, (dtype.itemsize,)),
+    }

@@ -25,13 +25,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files
-from tpu_embed.io.checkpoint.commit import (
-    Begin,
-    begin_checkpoint,
-    find_checkpoint,
-    remove,
-    sweep,
-)
+from tpu_embed.io.checkpoint.commit import Begin, begin_checkpoint, find_checkpoint
 from tpu_embed.io.checkpoint.engine_checkpoint import (
     Restored,
     check_engine_or_name_others,
@@ -48,6 +42,11 @@ _NUMBER = re.compile("0|[1-9][0-9]*")
 """Matches the names of finished checkpoints; those of unfinished ones have a suffix."""
 
 _T = TypeVar("_T")
+
+
+def _in_the_first(what: str, path: Place, function: Callable[[], None]) -> None:
+    """Call a function in the first process; an error in it is raised in all, as `raise_on_all`."""
+    raise_on_all(what, path, (lambda: None) if jax.process_index() else function)
 
 
 class _NumberedCheckpoints(abc.ABC):
@@ -90,24 +89,21 @@ class _NumberedCheckpoints(abc.ABC):
 
         Two directories of the same path are told apart by the steps in them.
         """
-        what, seen = "CheckpointManager", ""
+        what, directory, seen = "CheckpointManager", self._directory, ""
 
         def look() -> str:
-            there = isinstance(self._directory, Bucket) or self._directory.is_dir()
+            there = isinstance(directory, Bucket) or directory.is_dir()
             return f"steps {self.all_steps()}" if there else "no directory"
 
-        def made() -> None:
-            if jax.process_index() == 0 and isinstance(self._directory, Path):
-                files.make_directory(self._directory)
-
-        check_same(what, f"{self._directory}")
-        raise_on_all(what, self._directory, made)
+        check_same(what, f"{directory}")
+        if isinstance(directory, Path):
+            _in_the_first(what, directory, lambda: files.make_directory(directory))
         # Another run may save while the processes look one after the other: try three times.
         for _ in range(3):
-            seen = raise_on_all(what, self._directory, look)
+            seen = raise_on_all(what, directory, look)
             if len(set(gather_from_all(what, seen))) == 1:
                 return
-        check_same(f"{what} {self._directory}", seen)
+        check_same(f"{what} {directory}", seen)
 
     @abc.abstractmethod
     def save(self, step: int, *content: Any, force: bool = False) -> bool:
@@ -142,13 +138,13 @@ class _NumberedCheckpoints(abc.ABC):
                 raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
             if step == last or not due:
                 return False
-            raise_on_all("sweep", self._directory, lambda: sweep(self._directory))
+            _in_the_first("sweep", self._directory, committer(self._directory).sweep)
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
             def saved() -> None:
                 write()
-                raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
+                _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
                 # The thread ends with the save, for which the interpreter waits at its end.
@@ -164,7 +160,7 @@ class _NumberedCheckpoints(abc.ABC):
         if self._keep is not None:
             for step in self.all_steps()[: -self._keep]:
                 if step != pinned:
-                    remove(self._directory / f"{step}")
+                    committer(self._directory / f"{step}").remove()
 
     def _restore_numbered(self, step: int | None, read: Callable[[Any], _T]) -> _T:
         """Return what a function reads from a checkpoint; wait for a save that is under way.
@@ -195,7 +191,7 @@ class _NumberedCheckpoints(abc.ABC):
         self.wait()
         path = self._path_of(step, self._steps_on_all("remove"))
         with self._lock:
-            raise_on_all("remove", path, lambda: remove(path))
+            _in_the_first("remove", path, committer(path).remove)
 
     def pin(self, step: int | None) -> None:
         """Have later saves leave this checkpoint there, whatever `keep` says.

@@ -339,7 +339,7 @@ class Modules:
 
         # All values and maps are made before the first is set, so that an error changes nothing.
         values = [
-            jax.tree_util.tree_map_with_path(new, {_path(keys): _value(holder)})[_path(keys)]
+            jax.tree.map_with_path(new, {_path(keys): _value(holder)})[_path(keys)]
             for keys, holder in self.holders
         ]
         loads = []
@@ -380,7 +380,7 @@ def _value(holder: Any) -> Any:
 def _arrays(holders: Iterable[tuple[Keys, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the arrays in the values of holders, with their paths."""
     for keys, holder in holders:
-        for path, array in jax.tree_util.tree_leaves_with_path({_path(keys): _value(holder)}):
+        for path, array in jax.tree.leaves_with_path({_path(keys): _value(holder)}):
             yield trees.name_of(path), array
 
 

@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -87,11 +88,9 @@ class RowArray:
     @property
     def block(self) -> int:
         """Rows of a shard that are written or read at a time; at most `BLOCK` bytes in all."""
-        return max(1, min(self.rows_per_shard, self._rows_of_block()))
-
-    def _rows_of_block(self) -> int:
-        width = int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
-        return BLOCK // max(1, width * (self.shards if self.alternate else 1))
+        side_by_side = self.shards if self.alternate else 1
+        width = math.prod(self.row) * self.dtype.itemsize * side_by_side
+        return max(1, min(self.rows_per_shard, BLOCK // max(1, width)))
 
     def create(self, shards_together: int) -> ts.TensorStore:
         """Make the array; every process may call this.
@@ -357,7 +356,7 @@ def _chunk_name(array: RowArray, numbers: Sequence[int]) -> str:
 
 def _rows_bytes(store: ts.TensorStore) -> int:
     """Return the bytes of a chunk's rows; zarr pads chunks at the edges with zeros to full size."""
-    return int(np.prod(_chunk_shape(store), dtype=np.int64)) * store.dtype.numpy_dtype.itemsize
+    return math.prod(_chunk_shape(store)) * store.dtype.numpy_dtype.itemsize
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical
+from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical, pieces
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -155,11 +155,13 @@ class LocalShards:
         self.field = field
         self.rows = DeviceRows(state, layout, field.table.name, [field.part])
         holders = layout.axes.processes_of_parts(field.stack.shard_axes)
-        owned: dict[int, list[int]] = {}
-        for shard, processes in enumerate(holders):
-            owned.setdefault(min(processes), []).append(shard)
-        self.numbers = owned.get(jax.process_index(), [])
-        self.side_by_side = _side_by_side(owned)
+        owners = np.array([min(processes) for processes in holders])
+        self.numbers: list[int] = np.flatnonzero(owners == jax.process_index()).tolist()
+        # With 4 shards of processes 0 0 1 1 two are side by side: process 0 writes shards 0 and 1,
+        # process 1 writes 2 and 3. With 0 1 0 1 chunks of two shards would have two writers.
+        n = int(np.bincount(owners).max())
+        regular = owners.size % n == 0 and (owners.reshape(-1, n) == owners[::n, None]).all()
+        self.side_by_side = n if regular else 1
         if copied:
             self.rows.keep(self.numbers)
 
@@ -193,27 +195,13 @@ def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
         return {}
     together = shards.side_by_side if array.alternate else 1
     writer = RowWriter(array, together)
-    for first in range(0, array.rows_per_shard, array.block):
-        lines = slice(first, min(first + array.block, array.rows_per_shard))
-        for begin in range(0, len(shards.numbers), together):
-            some = shards.numbers[begin : begin + together]
+    for lines in pieces(array.rows_per_shard, array.block):
+        for at in pieces(len(shards.numbers), together):
+            some = shards.numbers[at]
             place = slice(some[0], some[-1] + 1)
             rows = shards.block(some, lines.start, lines.stop)
             writer.write((lines, place) if array.alternate else (place, lines), rows)
     return writer.finish()
-
-
-def _side_by_side(owned: dict[int, list[int]]) -> int:
-    """Return how many neighbouring shards a chunk holds, on every process.
-
-    With 4 shards on processes 0 0 1 1 this is 2: process 0 writes shards 0 and 1, process 1 writes
-    2 and 3. With processes 0 1 0 1 it is 1, because chunks of 2 shards would have two writers.
-    """
-    n = len(next(iter(owned.values())))
-    regular = all(
-        mine == list(range(mine[0], mine[0] + n)) and mine[0] % n == 0 for mine in owned.values()
-    )
-    return n if regular else 1
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -290,8 +278,8 @@ class _Restore:
         engine, key = self.wanted.engine, self.wanted.key
         drawn, complete = self._by_id_on_devices, self.found.complete
         if complete and not drawn:
-            blank = blank_arrays(engine.layout.stacks, engine.layout.axes)
-            return TableState(*blank, jnp.int32(0), {})
+            tables, slots = blank_arrays(engine.layout.stacks, engine.layout.axes)
+            return TableState(tables, slots, jnp.int32(0), {})
         if drawn:  # rows that nobody had touched are as they were at first
             state = engine.init(maps.read_key(self.directory, self.found.checkpoint))
         if complete:
@@ -307,14 +295,18 @@ class _Restore:
 
     def fill(self, state: TableState) -> TableState:
         """Return the state with all rows that are read to the devices, in place."""
-        by_id = self._by_id_on_devices
         for f in fields(self.wanted.engine.layout):
-            rows_elsewhere = f.shape.per_row and (f.table.is_on_host or f.table.name in by_id)
-            if self.found.form(f) is not None and not rows_elsewhere:
+            at_home = f.shape.per_row and f.table.is_on_host
+            if at_home or f.table.name not in self.found.tables:
+                continue
+            if self.found.form(f) is None:
+                if f.slot == NUMBERS_SLOT:
+                    state = self._with_numbers(state, f)
+            elif not (f.shape.per_row and f.table.name in self.by_id):
                 state = self.named(f.label, functools.partial(self._fill_whole, state, f))
-        for name in by_id:
+        for name in self._by_id_on_devices:
             state = self.named("rows by id", functools.partial(self._fill_by_id, state, name))
-        return self._with_numbers(state)
+        return state
 
     def named(self, label: str, read: Callable[[], _T]) -> _T:
         """Return what a function reads; its errors name what it was.
@@ -503,21 +495,15 @@ class _Restore:
             whole[here] = known.keys[at]
         return number_ids(whole)
 
-    def _with_numbers(self, state: TableState) -> TableState:
-        """Return the state with what stands for rows on the devices, where it was not saved."""
-        layout = self.wanted.engine.layout
-        for f in fields(layout):
-            is_made = f.slot == NUMBERS_SLOT and not f.table.is_on_host
-            if not is_made or f.table.name not in self.found.tables or self.found.form(f):
-                continue
-            assert self.found.maps is not None, "the vocabulary of the table lives"
-            # The rows of keys, and the last one, which keys without a row may share.
-            known = self.found.maps.states.maps[f.table.name].rows
-            ids = np.union1d(known, [f.table.vocabulary_size - 1])
-            rows = DeviceRows(state, layout, f.table.name, [f.part])
-            rows.write(ids, {f.part: self._numbers_of(f.table, ids.view(np.uint64))})
-            state = rows.state
-        return state
+    def _with_numbers(self, state: TableState, f: Field) -> TableState:
+        """Return the state with what stands for the rows of a table on the devices."""
+        assert self.found.maps is not None, "the vocabulary of the table lives"
+        # The rows of keys, and the last one, which keys without a row may share.
+        known = self.found.maps.states.maps[f.table.name].rows
+        ids = np.union1d(known, [f.table.vocabulary_size - 1])
+        rows = DeviceRows(state, self.wanted.engine.layout, f.table.name, [f.part])
+        rows.write(ids, {f.part: self._numbers_of(f.table, ids.view(np.uint64))})
+        return rows.state
 
 
 def read_by_id(
