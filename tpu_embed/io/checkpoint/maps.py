@@ -108,13 +108,13 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     return described, maps
 
 
-def write(directory: Place, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
+def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict[str, int]]:
     """Write the maps; one process does. Return the checksums of files, by directory.
 
     Args:
-      directory: that of the tables.
       checkpoint: the name of the checkpoint.
       saved: what `prepare` returned.
+      directory: that of the tables.
     """
     checksums, (described, states) = {}, saved
     for name, state in states.items():

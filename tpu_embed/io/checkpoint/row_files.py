@@ -25,7 +25,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +101,8 @@ class RowArray:
         # A chunk is what one process writes at a time, so that no two write to the same file.
         chunk = (self.block, shards_together) if self.alternate else (1, self.block)
         grid = {"name": "regular", "configuration": {"chunk_shape": (*chunk, *self.row)}}
-        metadata = self._metadata() | {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
-        options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
-        return self._opened({"metadata": metadata} | options)
+        chunks = {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
+        return self._opened(chunks, open=True, create=True, store_data_equal_to_fill_value=True)
 
     def open(self) -> ts.TensorStore:
         """Open the array for reading.
@@ -112,7 +111,7 @@ class RowArray:
           ValueError: the array does not exist, or has another shape or dtype.
         """
         try:
-            return self._opened({"metadata": self._metadata()})
+            return self._opened({})
         except ValueError as error:
             expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
             got = _described(self.path / _METADATA)
@@ -120,15 +119,12 @@ class RowArray:
             text = message(f"{self.path}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text) from error
 
-    def _metadata(self) -> dict[str, Any]:
-        codecs = _CODECS[: 1 if isinstance(self.path, Bucket) else 2]
-        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs}
-
-    def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
-        kvstore, above = {"driver": "file", "path": f"{self.path}/"}, None
+    def _opened(self, chunks: Mapping[str, Any], **options: bool) -> ts.TensorStore:
+        kvstore, above, codecs = {"driver": "file", "path": f"{self.path}/"}, None, _CODECS
         if isinstance(self.path, Bucket):
-            kvstore, above = self.path.spec, self.path.context
-        spec = {"driver": "zarr3", "kvstore": kvstore, **options}
+            kvstore, above, codecs = self.path.spec, self.path.context, _CODECS[:1]
+        metadata = {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs, **chunks}
+        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, **options}
         # A context of its own: what one restore has read is not what another one gets.
         return wait(ts.open(spec, context=ts.Context({}, above)), self.path)
 
@@ -372,8 +368,8 @@ def _stored_sum(path: Path, size: int) -> int:
       ValueError: the file does not have this size.
     """
     with files.name_errors(path, ""), path.open("rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        file.seek(-min(found, _SUM_BYTES), os.SEEK_END)
+        found = file.seek(0, os.SEEK_END)
+        file.seek(max(0, found - _SUM_BYTES))
         stored = file.read()
     if found != size + _SUM_BYTES:
         text = message(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")

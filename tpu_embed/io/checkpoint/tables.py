@@ -44,7 +44,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
-from tpu_embed.io.checkpoint.host_rows import Block
+from tpu_embed.io.checkpoint.host_rows import Block, Checksums
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
 from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, column, write_all
 from tpu_embed.io.files import file_name
@@ -58,23 +58,19 @@ from tpu_embed.vocabulary import MapStates
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """What one process will write.
 
     Attributes:
       checkpoint: the unique name of the checkpoint, the same in every process.
       manifest: the description of the tables.
-      parts: every field with this process's shards of it, or with its value if it has no rows.
-      maps: those of living vocabularies, in the first process; None if there are none.
-      homes: what writes the rows of tables on the host; None if there are none.
+      writers: each writes some of it in the directory of the tables, and returns the checksums of
+        its files.
     """
 
     checkpoint: str
     manifest: dict[str, Any]
-    parts: list[tuple[Field, LocalShards | np.ndarray]]
-    maps: maps.SavedMaps | None = None
-    homes: Callable[[Place], host_rows.Checksums] | None = None
+    writers: list[Callable[[Place], Checksums]]
 
 
 def prepare(
@@ -94,17 +90,21 @@ def prepare(
       ValueError: the state is another engine's.
     """
     check_state(state, engine.layout)
-    parts: list[tuple[Field, LocalShards | np.ndarray]] = []
+    is_first, writers = jax.process_index() == 0, []
     for f in fields(engine.layout):
-        if f.shape.per_row and f.table.is_on_host:
-            continue  # by id, below
-        if f.shape.per_row:
-            parts.append((f, LocalShards(state, engine.layout, f, copied=copied)))
-        elif jax.process_index() == 0:
-            parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
-    found = maps.prepare(engine, state) if jax.process_index() == 0 else None
+        if not f.shape.per_row:
+            if is_first:
+                value = np.array(f.read(state)).view(np.dtype(f.shape.dtype))
+                writers.append(functools.partial(_write_value, f, value))
+        elif not f.table.is_on_host:  # those are saved by id
+            shards = LocalShards(state, engine.layout, f, copied=copied)
+            writers.append(functools.partial(_write_field, f, shards))
+    if is_first and (found := maps.prepare(engine, state)) is not None:
+        writers.append(functools.partial(maps.write, checkpoint, found))
     homes = host_rows.prepare(engine, state, path, checkpoint=checkpoint, copied=copied)
-    return Prepared(checkpoint, manifest.describe(engine, state), parts, found, homes)
+    if homes is not None:
+        writers.append(homes)
+    return Prepared(checkpoint, manifest.describe(engine, state), writers)
 
 
 def write(directory: Place, prepared: Prepared) -> None:
@@ -114,20 +114,21 @@ def write(directory: Place, prepared: Prepared) -> None:
       directory: an existing directory.
       prepared: what `prepare` returned.
     """
-    checksums = {}
-    for f, part in prepared.parts:
-        place = field_place(f)
-        if isinstance(part, LocalShards):
-            checksums[place] = write_rows(row_array(directory / place, f), part)
-        else:
-            # Without rows, such as a step count: one row `[1, 1, …]`.
-            array = column(directory / place, 1, f.shape.dtype, tuple(f.shape.shape))
-            checksums[place] = write_all(array, part[None])
-    if prepared.maps is not None:
-        checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
-    if prepared.homes is not None:
-        checksums |= prepared.homes(directory)
+    checksums: Checksums = {}
+    for one in prepared.writers:
+        checksums |= one(directory)
     manifest.write(directory, prepared.checkpoint, prepared.manifest, checksums)
+
+
+def _write_field(f: Field, shards: LocalShards, directory: Place) -> Checksums:
+    place = field_place(f)
+    return {place: write_rows(row_array(directory / place, f), shards)}
+
+
+def _write_value(f: Field, value: np.ndarray, directory: Place) -> Checksums:
+    """Write a field without rows, such as a step count, as one row `[1, 1, …]`."""
+    array = column(directory / (place := field_place(f)), 1, value.dtype, value.shape)
+    return {place: write_all(array, value[None])}
 
 
 def field_place(f: Field) -> str:
@@ -180,8 +181,8 @@ class LocalShards:
 
 def row_array(path: Place, field: Field) -> RowArray:
     """Return where and in which shape a field is saved; the layout decides."""
-    grid, dtype = Grid.of(field.stack, field.table), np.dtype(field.shape.dtype)
-    return RowArray(path, *grid, tuple(field.shape.shape), dtype)
+    grid, form = Grid.of(field.stack, field.table), field.shape
+    return RowArray(path, *grid, tuple(form.shape), np.dtype(form.dtype))
 
 
 def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
@@ -426,10 +427,11 @@ class _Restore:
         """Return a reader of a field that is saved whole; see `RowReader`."""
         table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
         assert form is not None, "checked"
-        array = column(self.directory / place, 1, form["dtype"], tuple(form["shape"]))
+        grid = Grid(1, 1, True)
         if f.shape.per_row:
-            names = ("shards", "rows_per_shard", "alternate")
-            array = dataclasses.replace(array, **{name: table[name] for name in names})
+            grid = Grid(table["shards"], table["rows_per_shard"], table["alternate"])
+        dtype = np.dtype(form["dtype"])
+        array = RowArray(self.directory / place, *grid, tuple(form["shape"]), dtype)
         return RowReader(array, self.found.checksums.get(place, {}), runs)
 
     def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
