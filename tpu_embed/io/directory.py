@@ -317,9 +317,10 @@ def read_arrays(
 def _array(path: Any, dtype: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:
     """Return the array of a file, memory-mapped unless it is in a bucket."""
     expected = f"{dtype} of shape {shape}"
-    data = BytesIO(files.read(path, remedy)) if isinstance(path, Bucket) else None
+    file = BytesIO(files.read(path, remedy)) if isinstance(path, Bucket) else path
     try:
-        array = np.lib.format.open_memmap(path, mode="r") if data is None else np.load(data)
+        is_read = isinstance(file, BytesIO)
+        array = np.load(file) if is_read else np.lib.format.open_memmap(file, mode="r")
         got = f"{array.dtype} of shape {array.shape}"
     except Exception as error:  # NumPy parses the header as Python
         got = f"no array ({error})"

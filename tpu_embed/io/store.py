@@ -192,10 +192,11 @@ class Bucket:
         scheme, _, bucket = self.bucket.partition("://")
         spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket}
         if scheme == "s3":
-            names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-            endpoint = next((os.environ[name] for name in names if os.environ.get(name)), None)
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-            given = {"endpoint": endpoint, "aws_region": region}
+            get = os.environ.get
+            given = {
+                "endpoint": get("AWS_ENDPOINT_URL_S3") or get("AWS_ENDPOINT_URL"),
+                "aws_region": get("AWS_REGION") or get("AWS_DEFAULT_REGION"),
+            }
             spec |= {name: value for name, value in given.items() if value}
         return spec
 

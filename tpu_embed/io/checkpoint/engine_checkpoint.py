@@ -293,14 +293,11 @@ def write_record(root: Place, checkpoint: str, saved: SavedRecord) -> None:
     process = jax.process_index()
     mine = root / f"{process}"
     (mine / "tables").mkdir(parents=True)
-    tables = {
-        name: {
-            "files": directory.write_arrays(mine, name, {p: getattr(one, p) for p in _DTYPES}),
-            "lost_since": one.lost_since,
-            "shared": one.shared,
-        }
-        for name, one in saved.tables.items()
-    }
+    tables = {}
+    for name, one in saved.tables.items():
+        rest = one._asdict()
+        arrays = {part: rest.pop(part) for part in _DTYPES}
+        tables[name] = {"files": directory.write_arrays(mine, name, arrays), **rest}
     described = {
         "processes": jax.process_count(),
         "version": saved.version._asdict(),

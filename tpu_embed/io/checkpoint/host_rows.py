@@ -45,8 +45,7 @@ from tpu_embed.io.checkpoint.row_files import (
 from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Bucket, Place
-from tpu_embed.storage import VALUES, HostRows, RowField, RowGroups, Save
-from tpu_embed.vocabulary import MapState
+from tpu_embed.storage import VALUES, RowField, RowGroups, Save
 
 FILE = "host_rows.{}.json"
 """The name of what a process says of its rows."""
@@ -213,16 +212,29 @@ def _prepare_table(
     row_groups = engine.storage.tables[name].row_groups
     mine = row_groups.are_saved(held.keys)
     held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
+
+    def changed(mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows have changed: of `held`, bool `[k]`, and the ids of others.
+
+        Those that were written at home since a mark, or were in a batch since a step.
+        """
+        ids = home.ids(mark)
+        # `set_rows` writes rows at home, too, whichever are on the devices.
+        on_devices = (held.last_seen >= step) | np.isin(held.keys, ids, assume_unique=True)
+        # Of a row that is on the devices, what is at home is old.
+        at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
+        return on_devices, at_home[row_groups.are_saved(at_home)]
+
     old = [] if base is None or name not in base.described else base.described[name]["segments"]
-    mark, step = 1, 0
+    since = 1, 0  # all rows
     if base is not None and old:
         # A row that was updated since was in a batch since, or in one that still was to be updated.
-        mark, step = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
-    on_devices, at_home = _changed(home, held, row_groups, mark, step)
+        since = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
+    on_devices, at_home = changed(*since)
     rows = len(home) + int((~home.contains(held.keys)).sum())
     written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
-        old, (on_devices, at_home) = [], _changed(home, held, row_groups, 1, 0)
+        old, (on_devices, at_home) = [], changed(1, 0)
     # The blocks of files, whatever the number of rows.
     size = column(Path(), 2**31, row_dtype(home.fields)).block
     keys, places = held.keys[on_devices], held.rows[on_devices]
@@ -237,27 +249,6 @@ def _prepare_table(
         NewSegment(f"{label}-home", at_home, home.snapshot(at_home).blocks(size)),
     ]
     return SavedRows(home.fields, row_groups, old, [one for one in made if one.ids.size])
-
-
-def _changed(
-    home: HostRows, held: MapState, row_groups: RowGroups, mark: int, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return which rows have changed: of those on the devices, bool `[k]`, and the ids of others.
-
-    Args:
-      home: the rows at home.
-      held: the k keys that have a row on the devices.
-      row_groups: which ids this process saves.
-      mark: of rows that were written at home since.
-      step: rows on the devices that no batch has had since have not changed.
-    """
-    ids = home.ids(mark)
-    # `set_rows` writes rows at home, too, whichever are on the devices.
-    on_devices = held.last_seen >= step
-    on_devices |= np.isin(held.keys, ids, assume_unique=True)
-    # Of a row that is on the devices, what is at home is old.
-    at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
-    return on_devices, at_home[row_groups.are_saved(at_home)]
 
 
 def _write(
@@ -365,26 +356,16 @@ def read(
       ValueError: a file is damaged, or belongs to another place.
     """
     for one in described:
+        forms = ((part["name"], part["dtype"], tuple(part["shape"])) for part in one["fields"])
+        dtype = np.dtype([*forms])
         for segment in one["segments"]:
-            yield from _read_segment(directory, table, one["fields"], segment, checksums)
-
-
-def _read_segment(
-    directory: Place,
-    table: str,
-    described: Iterable[Mapping[str, Any]],
-    segment: Mapping[str, Any],
-    checksums: Checksums,
-) -> Iterator[Block]:
-    """Yield the rows of one segment, block by block."""
-    dtype = np.dtype([(one["name"], one["dtype"], tuple(one["shape"])) for one in described])
-    where, n = _directory_of(directory, segment), segment["rows"]
-    arrays = _arrays(where, table, segment["name"], n, dtype).items()
-    of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for place, array in arrays)
-    for some in blocks_of(range(n), of_rows.array.block):
-        rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
-        ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
-        yield ids, {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
+            where, n = _directory_of(directory, segment), segment["rows"]
+            arrays = _arrays(where, table, segment["name"], n, dtype).items()
+            of_ids, of_rows = (RowReader(array, checksums.get(at, {})) for at, array in arrays)
+            for some in blocks_of(range(n), of_rows.array.block):
+                rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
+                ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
+                yield ids, {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
 
 
 def row_dtype(fields: Mapping[str, RowField]) -> np.dtype:

@@ -25,7 +25,6 @@ from tpu_embed.core.state import (
     Field,
     TableState,
     fields,
-    matched_counters,
     rule_slots,
     slot_shapes,
 )
@@ -153,15 +152,6 @@ class SavedTables:
         None if it was not saved, or if it is a slot of another optimizer.
         """
         return _on_disk(self.tables, f)
-
-    def counters(self, engine: EmbeddingEngine) -> dict[str, np.ndarray]:
-        """Return the saved values of the engine's counters, 0 where none was saved.
-
-        A counter with one number per feature is matched by feature path.
-        """
-        forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
-        found, paths = self.manifest["counters"], self.manifest["features"]
-        return matched_counters(found, paths, forms, engine.layout)
 
 
 def write(

@@ -38,6 +38,7 @@ from tpu_embed.core.state import (
     blank_arrays,
     check_state,
     fields,
+    matched_counters,
     put_everywhere,
     random_key,
     vocabulary_of_maps,
@@ -174,8 +175,8 @@ class LocalShards:
         """
         grid = self.rows.grid
         found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
-        k, n = len(shards), last - first
-        rows = found.reshape(n, k, *found.shape[1:]) if grid.alternate else found[None]
+        shape = (last - first, len(shards)) if grid.alternate else (1, last - first)
+        rows = found.reshape(*shape, *found.shape[1:])
         return rows.view(np.dtype(self.field.shape.dtype))
 
 
@@ -243,7 +244,9 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
     found = restore.found
     first = restore.first_state()  # one program on all
     state = on_all(lambda: restore.fill(first))
-    scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
+    said, forms = found.manifest, jax.eval_shape(engine.init, jax.random.key(0)).counters
+    counters = matched_counters(said["counters"], said["features"], forms, engine.layout)
+    scalars = np.asarray(said["step"], np.int32), counters
     step, counters = put_everywhere(scalars, engine.layout.axes)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:

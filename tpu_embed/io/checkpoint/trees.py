@@ -75,9 +75,10 @@ def finish(directory: Place, checkpoint: str) -> None:
         return
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         handler.finalize(epath.Path(directory))
-    for file in _files(directory):
-        files.sync(file)
-    write_bound(directory / _SUMS, checkpoint, _sums(directory))
+    sums = _sums(directory)
+    for name in sums:
+        files.sync(directory / name)
+    write_bound(directory / _SUMS, checkpoint, sums)
 
 
 def read(directory: Place, checkpoint: str, tree: PyTree) -> PyTree:
@@ -185,15 +186,12 @@ def _placed(array: Any, like: Any) -> jax.Array:
     return jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return all files in a directory but that of their checksums."""
-    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
-
-
 def _sums(directory: Path) -> dict[str, int]:
-    """Return the CRC-32 of every file in a directory, by its path there."""
+    """Return the CRC-32 of every file in a directory but that of them, by its path there."""
     return {
-        str(path.relative_to(directory)): files.checksum(path, REMEDY) for path in _files(directory)
+        str(path.relative_to(directory)): files.checksum(path, REMEDY)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != _SUMS
     }
 
 
