@@ -52,8 +52,8 @@ def start(args: argparse.Namespace) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", args.devices)
     if args.distributed:  # JAX finds out what is None: on a TPU slice, Slurm or MPI
-        who = (args.coordinator, args.processes, args.process)
-        jax.distributed.initialize(*who, heartbeat_timeout_seconds=20)
+        join = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=20)
+        join(args.coordinator, args.processes, args.process, shutdown_timeout_seconds=10)
 
 
 def read(numbers: range) -> tuple[dict, np.ndarray]:

@@ -3,11 +3,9 @@
 import contextlib
 import threading
 
-import jax
 import numpy as np
 import pytest
-from interrupt_cases import Interrupt, from_a_signal
-from living_cases import assert_same, initial_row, mesh, whole
+from living_cases import initial_row, mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -68,7 +66,10 @@ def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after,
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+    with (
+        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
+        pytest.raises(error),
+    ):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (0, 0, 0)
     assert made.describe()["per_replica_batch_size"] is None
@@ -76,7 +77,10 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     assert_trains_on(made, [3, 4, 5])
     # A batch that the caller has placed is still the caller's.
     placed = made.engine.place(np.array([1, 2, 1]))
-    with failing(monkeypatch, made.engine, "admit", error, after=False), pytest.raises(error):
+    with (
+        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
+        pytest.raises(error),
+    ):
         made.enqueue(placed)
     assert steps(made) == (0, 2, 1)
     made.enqueue(placed)
@@ -116,21 +120,6 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
     assert_trains_on(made, [1, 2], [5, 6])
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.quick(1)
-def test_a_batch_that_is_in_the_queue_when_its_enqueue_is_interrupted_stays(pipelined, monkeypatch):
-    made = embedding(pipeline_execution_with_tensor_core=pipelined)
-    made.enqueue(np.array([1, 2]))
-    keeper = made._keeper
-    with (
-        failing(monkeypatch, keeper, "derive", KeyboardInterrupt, after=True),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        made.enqueue(np.array([3, 4]))
-    assert steps(made) == (2, 2, int(pipelined))
-    assert_trains_on(made, [1, 2], [3, 4])
-
-
 def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     made = embedding()
     ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
@@ -145,78 +134,3 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     for batch in ahead:
         made.enqueue(batch)
     assert_trains_on(made, [1, 2], [3, 4])
-
-
-def in_placing(code):
-    names = ("place/intake", "place/turn", "place/placer", "place/keys", "processes/turns")
-    names += ("vocabulary/vocabularies", "vocabulary/timeline")
-    return code.co_filename.endswith(tuple(f"{name}.py" for name in names))
-
-
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.quick(1)
-def test_a_place_that_is_interrupted_anywhere_can_be_repeated(training, stride):
-    """A turn that is lost would stop all later calls."""
-    made = embedding().engine
-    state = made.init(jax.random.key(0))
-    for at in range(1, 10_000, stride):
-        with Interrupt(in_placing, at, from_a_signal) as interrupt:
-            made.place(np.array([1, 2]), training=training)
-        made.vocabularies.rewind(state)
-        assert (made.vocabularies.placed, len(made.vocabularies)) == (0, 0)
-        if interrupt.seen < at:
-            break
-    assert at > 100
-    state, _ = made.admit(state, made.place(np.array([1, 2])))
-    assert not made.vocabularies._timeline._pins
-
-
-def in_the_facade(code):
-    names = (
-        "tpu_embed/stateful/tpu_embedding.py",
-        "tpu_embed/stateful/state_keeper.py",
-        "tpu_embed/stateful/record.py",
-    )
-    return code.co_filename.endswith(names)
-
-
-def go_on(made, until):
-    """Train until so many updates were applied, on keys 2n and 2n + 1 in step n."""
-    maps = made.engine.vocabularies
-    while (done := int(made.state.step)) < until:
-        if made.dequeued is None:
-            while made.waiting < 2:
-                made.enqueue(2 * (done + made.waiting) + np.arange(2))
-            made.dequeue()
-        assert maps.placed == done + made.waiting + 1
-        made.apply_gradients(np.ones((2, 2), np.float32))
-
-
-def assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride):
-    options = {"pipeline_execution_with_tensor_core": pipelined}
-    made, other = embedding(**options), embedding(**options)
-    go_on(made, 1)
-    for step in range(2, 10_000):
-        at = 1 + (step - 2) * stride
-        with Interrupt(in_the_facade, at, from_a_signal) as interrupt:
-            go_on(made, step)
-        go_on(made, step)
-        if interrupt.seen < at:
-            break
-    assert step > 50
-    go_on(other, step)
-    assert steps(made) == steps(other)
-    assert_same(whole(made.engine, made.state), whole(other.engine, other.state))
-
-
-@pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.quick(1)
-def test_interrupted_anywhere_a_loop_goes_on_to_the_same_bits(pipelined):
-    assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride=23)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("pipelined", [False, True])
-def test_interrupted_at_every_bytecode(pipelined):
-    assert_a_sweep_has_the_bits_of_an_undisturbed_run(pipelined, stride=1)

@@ -9,7 +9,7 @@ This is the path of a batch; the names are packages and files:
                ─▶ core/exchange/        rows come from the shards that own them
                ─▶ core/lookup/          the rows of each bag are combined
                ─▶ activations ─▶ your model ─▶ gradients
-               ─▶ core/update/sums.py   summed by row, with core/exchange/, on the row's owner
+               ─▶ core/update/sharded.py summed by row, with core/exchange/, on the row's owner
                ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place
 
@@ -28,6 +28,7 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from tpu_embed import initializers, optimizers, training
+from tpu_embed._stop import Stop
 from tpu_embed.config import FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
@@ -64,6 +65,7 @@ __all__ = [
     "RowIdInitializer",
     "ShardInfo",
     "SparseIds",
+    "Stop",
     "TPUEmbedding",
     "TableConfig",
     "TableState",

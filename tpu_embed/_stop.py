@@ -65,13 +65,13 @@ class Stop:
             return self
         if _current is not None:  # a loop inside a step of another one
             return _current
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        # None: it is not Python's, and could not be installed again.
-        self._before = {n: one for n, one in before.items() if one not in (None, signal.SIG_IGN)}
         try:
             _current = self
-            for number in self._before:
-                signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                # None: it is not Python's, and could not be installed again.
+                if (handler := signal.getsignal(number)) not in (None, signal.SIG_IGN):
+                    self._before[number] = handler
+                    signal.signal(number, self._note)
         except BaseException:  # a handler that is still installed ran, and raised
             self._restore()
             raise

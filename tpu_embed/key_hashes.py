@@ -1,6 +1,6 @@
 """Hash a column of keys, strings or integers: the same in every process and on every platform.
 
-`hash_ids` (`core/ids/hashing.py`) has the definition.
+`hash_ids` (`core/ids/keys.py`) has the definition.
 
 Input: an array or a flat column of keys. Output: a hash of 64 bits for each, and which are missing.
 """

@@ -274,34 +274,6 @@ def test_nobody_waits_for_a_lookup_that_is_not_placed_yet():
     made.admit(state, *batches)
 
 
-@pytest.mark.parametrize("end", ["place", "release"])
-def test_a_turn_that_has_ended_is_refused(end):
-    made, _ = simple()
-    later, turn = None, made.next_turn()
-    if end == "release":
-        turn, later = made.next_turn(), turn  # an earlier one goes on
-        turn.release()
-    else:
-        turn.place(ids(1, 2))
-    errors = []
-
-    def place():
-        try:
-            turn.place(ids(3, 4))
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=place, daemon=True)  # it would wait for ever
-    thread.start()
-    thread.join(20)
-    assert len(errors) == 1
-    assert "used or released before" in errors[0]
-    if later is not None:
-        later.place(ids(1, 2))
-    made.place(ids(5, 6))
-    assert made.vocabularies.placed == 2
-
-
 def test_a_prefetcher_that_is_closed_early_is_rewound():
     made, state = simple(capacity=8)
     with Prefetcher(made, (ids(n, n) for n in range(9)), depth=3) as batches:

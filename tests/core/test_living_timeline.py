@@ -161,24 +161,24 @@ def test_a_state_of_maps_that_is_refused_changes_nothing():
 
 
 @pytest.mark.parametrize("evict", ["lru", "lfu"])
-def test_a_lookup_has_the_rows_of_the_step_at_which_its_turn_was_drawn(evict):
+def test_a_lookup_has_the_rows_of_the_step_at_which_it_was_asked_for(evict):
     """Its thread may be slow: then training batches are admitted before it is placed."""
     made, state = simple(capacity=2, evict=evict)
     state, _ = made.admit(state, made.place(ids(1, 2)))
-    ahead, turns = (
-        [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))],
-        [made.next_turn(training=False)],
-    )
+    ahead = [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))]
+    pins = [made.vocabularies.pin()]
     for placed in ahead:
         state, _ = made.admit(state, placed)
-        turns.append(made.next_turn(training=False))
+        pins.append(made.vocabularies.pin())
     # Of the keys 1, 2, 3, 4 at the steps 1, 2, 3: key 3 gets the row of 1, and key 4 that of 2.
     expected = [[0, 1, -1, -1], [-1, 1, 0, -1], [-1, -1, 0, 1]]
-    for step, (turn, rows) in enumerate(zip(turns, expected, strict=True), start=1):
-        batch = turn.place(ids(1, 2, 3, 4))
+    for step, (pin, rows) in enumerate(zip(pins, expected, strict=True), start=1):
+        batch = made.intake.place_ids(ids(1, 2, 3, 4), training=False, step=pin.step)
         assert batch.valid_steps.tolist() == [step, step, made.vocabularies.now[1]]
         assert batch.keys.tables["t"].rows[0].tolist() == rows
-    assert not made.vocabularies._timeline._past  # nothing is kept for turns that have ended
+    del pin, pins
+    state, _ = made.admit(state, made.place(ids(1, 1)))
+    assert not made.vocabularies._timeline._past  # nothing is kept for what nobody waits for
 
 
 def test_the_last_step_is_refused_before_a_map_moves(monkeypatch):

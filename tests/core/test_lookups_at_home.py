@@ -155,7 +155,8 @@ def test_it_is_pickled_with_its_rows():
 def test_one_that_was_placed_ahead_of_others_is_pickled_without_rows():
     made, state, _ = trained(by_id)
     training = made.place(ids(7, 8))
-    batch = made.next_turn(training=False).place(ids(1, 2), step=made.vocabularies.placed)
+    ahead = {"training": False, "step": made.vocabularies.placed}
+    batch = made.intake.place_ids(ids(1, 2), **ahead)
     kept = pickle.loads(pickle.dumps(batch))
     state, _ = made.admit(state, training)
     np.testing.assert_array_equal(made.lookup(state, batch)["x"], made.rows(state, "t", [1, 2]))

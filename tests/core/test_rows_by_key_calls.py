@@ -237,25 +237,29 @@ def test_a_state_and_batches_from_before_are_treated_as_after_any_other_step():
     assert np.isfinite(made.lookup(after, kept)["x"]).all()
 
 
-def test_it_comes_in_turn_with_batches():
+def test_it_waits_for_a_batch_that_is_being_placed(monkeypatch):
     made, state = simple()
-    first, second = made.next_turn(), made.next_turn()
-    with first.hold(), pytest.raises(RuntimeError, match="it would wait for itself"):
-        made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
-    errors = []
+    begun, errors, place = threading.Event(), [], made.intake.place_now
+
+    def slowly(*given):
+        begun.set()
+        thread.join(0.2)
+        assert thread.is_alive()
+        return place(*given)
 
     def call():
+        begun.wait(60)
         try:
             made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
         except ValueError as error:
             errors.append(str(error))
 
     thread = threading.Thread(target=call)
+    monkeypatch.setattr(made.intake, "place_now", slowly)
     thread.start()
-    first.place(ids(1, 2))
-    second.place(ids(3, 4))
+    made.place(ids(1, 2))
     thread.join()
-    assert ["no batch placed ahead, got 2" in error for error in errors] == [True]
+    assert ["no batch placed ahead, got 1" in error for error in errors] == [True]
 
 
 def test_an_interrupt_leaves_the_step_done_or_undone(monkeypatch):

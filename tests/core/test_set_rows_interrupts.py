@@ -17,7 +17,7 @@ IN_SET_ROWS = in_files(
     *HOMES,
     *ADMITTING,
     *("core/engine/logical_rows", "storage/replacement"),
-    *("processes/turns", "_changes", "core/rows/logical", "core/rows/devices"),
+    *("processes/order", "core/rows/logical", "core/rows/devices"),
     *(f"vocabulary/{name}" for name in ("vocabularies", "timeline", "table_maps", "map")),
 )
 STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]

@@ -1,6 +1,6 @@
 """`Prefetcher`: errors, ends, and a thread that never outlives its use."""
 
-import contextlib
+import collections
 import gc
 import itertools
 import os
@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from data_cases import LONG, ROWS, SIZE, batch, engine, source, threads, wait_fo
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.data import Prefetcher
+from tpu_embed.data.worker import Worker
 from tpu_embed.vocabulary import DynamicVocabulary
 
 
@@ -197,6 +199,7 @@ import itertools, sys, threading, time
 import numpy as np
 import tpu_embed
 from tpu_embed.data import Prefetcher
+from tpu_embed.data.worker import Worker
 from tpu_embed.io import CheckpointManager
 
 config = {"x": tpu_embed.FeatureConfig(tpu_embed.TableConfig(9, 2))}
@@ -238,22 +241,17 @@ def test_the_program_ends(arguments):
 class Instant:
     """Stands for an engine whose `place` takes no time: its batches are numpy arrays."""
 
-    shapes = None
+    def __init__(self):
+        self.intake, self.agreements = self, collections.defaultdict(mock.Mock)
 
-    def next_turn(self, **_):
-        return self
+    def order(self, **_):
+        return None
 
-    def place(self, features, *_, **__):
+    def place_ids(self, features, *_, **__):
         return features["x"].copy()
 
-    def hold(self):
-        return contextlib.nullcontext()
-
-    def end(self):
-        pass
-
-    def release(self):
-        pass
+    def shapes(self):
+        return None
 
 
 @pytest.mark.parametrize(
@@ -277,8 +275,8 @@ def test_many_steps_keep_no_memory(make, steps):
 
 
 @pytest.mark.parametrize("what", ["place", "rewind", "load"])
-def test_a_source_that_waits_for_its_own_batch_is_refused(what):
-    """It would wait for ever, and so would whatever is placed later."""
+def test_a_source_that_moves_the_maps_of_its_own_batch(what):
+    """Nothing waits for ever, and the batch that is out of order is refused."""
     table = TableConfig(8, 2, vocabulary=DynamicVocabulary())
     living = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)})
     state, keys = living.init(jax.random.key(0)), {"x": np.arange(8)}
@@ -291,15 +289,34 @@ def test_a_source_that_waits_for_its_own_batch_is_refused(what):
 
     def acting():
         yield keys
-        living.place(keys, training=False)  # it waits for nobody
+        living.place(keys, training=False)
         act()
+        yield keys
 
-    batches = Prefetcher(living, acting(), depth=1)
-    state, _ = living.admit(state, next(batches))
-    with pytest.raises(RuntimeError, match=r"wait for itself.*in the loop"):
+    batches = Prefetcher(living, acting(), depth=2)
+    first, second = batches
+    if what == "place":
+        state, _ = living.admit(state, first)
+        first = second
+    with pytest.raises(ValueError, match=r"batch: expected .*"):
+        living.admit(state, first)
+    maps.rewind(state)
+    state, _ = living.admit(state, living.place(keys))
+
+
+def test_an_interrupt_while_the_thread_ends_does_not_look_like_the_end_of_the_data(monkeypatch):
+    def failing():
+        yield from source(1)
+        raise OSError("disk gone")
+
+    batches = Prefetcher(engine(), failing())
+    next(batches)
+    with monkeypatch.context() as patched:
+        patched.setattr(Worker, "join", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(batches)
+    with pytest.raises(OSError, match="disk gone"):
         next(batches)
-    state, _ = living.admit(state, living.place(keys))  # nobody waits for what was refused
-    assert maps.admitted == 2
 
 
 def test_a_source_cannot_ask_its_own_prefetcher():

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from tpu_embed.sparse import embedding_lookup
-from tpu_embed.training.autodiff import tag
+from tpu_embed.training import tag
 
 SHAPES = {}
 STRUCTURE = {}

@@ -24,12 +24,7 @@ def in_files(*names):
 
 
 HOMES = ("storage/homes", "storage/host_rows", "core/layout/arrivals")
-PLACING = (
-    *(f"core/place/{name}" for name in ("intake", "turn", "router", "keys", "visits")),
-    *("processes/turns", "vocabulary/vocabularies", "vocabulary/timeline"),
-)
 ADMITTING = ("core/engine/admitter", "core/state/moved_rows", "core/state/new_rows")
-STATEFUL = ("stateful/tpu_embedding", "stateful/state_keeper", "stateful/record")
 
 
 def rows_of(engine, state):

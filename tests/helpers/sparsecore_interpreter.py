@@ -20,14 +20,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tpu_embed.kernels import (
     sparsecore,
-    sparsecore_change,
-    sparsecore_owner,
     sparsecore_rows,
     sparsecore_rules,
     sparsecore_subcore,
     sparsecore_sums,
     sparsecore_update,
-    sparsecore_worker,
 )
 
 WORKERS, CHUNK = 4, 16
@@ -193,8 +190,8 @@ def _replaced(late):
 
     of_rows = {"_fetch": fetch_rows, "_numbers": numbers, "_write": write_rows}
     return {
-        sparsecore_worker: {"_fetch": fetch, "_write": write},
-        sparsecore_owner: {"_fetches": fetches, "_writes": writes},
+        sparsecore_sums: {"_fetch": fetch, "_write": write},
+        sparsecore_update: {"_fetches": fetches, "_writes": writes},
         sparsecore_rows: {"_fetch": fetch_rows} if late == RACES else of_rows,
     }
 
@@ -206,7 +203,7 @@ def interpreted(late):
         for module, functions in _replaced(late).items():
             for name, function in functions.items():
                 patch.setattr(module, name, function)
-        patch.setattr(sparsecore_owner, "_look_up", lambda ref, positions: ref[...][positions])
+        patch.setattr(sparsecore_update, "_look_up", lambda ref, positions: ref[...][positions])
         on_each = (lambda run: run(pl.program_id(0))) if late == RACES else pl.loop(0, WORKERS)
         patch.setattr(sparsecore_subcore, "on_each_worker", on_each)
         patch.setattr(
@@ -216,11 +213,11 @@ def interpreted(late):
         )
         patch.setattr(sparsecore_subcore, "_IN_REGISTERS", 32)  # two passes over 48 columns
         patch.setattr(sparsecore_rules, "times", times)
-        patch.setattr(sparsecore_change, "_UNROLLED", 2)  # and a loop over the rest
-        patch.setattr(sparsecore_change, "_AT_A_TIME", 2)
+        patch.setattr(sparsecore_update, "_UNROLLED", 2)  # and a loop over the rest
+        patch.setattr(sparsecore_update, "_AT_A_TIME", 2)
         patch.setattr(sparsecore, "_MOST_ROWS", CHUNK)
         patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
-        patch.setattr(sparsecore_update, "_MOST_ENTRIES", CHUNK)
+        patch.setattr(sparsecore_rules, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
         patch.setattr(sparsecore_sums, "on_subcores", on_cores if late == RACES else interpret)
         yield

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sparsecore_interpreter import CHUNK, WORKERS, compiled, mesh_of
 
-from tpu_embed.kernels import sparsecore_rounding, sparsecore_rows, storage
+from tpu_embed.kernels import sparsecore_rows, sparsecore_subcore, storage
 from tpu_embed.kernels.formats import RowFormat
 
 READ, ROWS = 200, 90
@@ -33,12 +33,12 @@ def test_every_upper_half_is_rounded_as_xla_rounds():
     upper = np.arange(2**16, dtype=np.uint32) << 16
     lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     x = (upper[None] | lower[:, None]).view(np.float32)
-    words = np.asarray(jax.jit(sparsecore_rounding.packed)(x, x[:, ::-1]))
+    words = np.asarray(jax.jit(sparsecore_subcore.pack_words)(x, x[:, ::-1]))
     expected = bfloat16_cases.rounded(x)
     np.testing.assert_array_equal(words & 0xFFFF, expected)
     np.testing.assert_array_equal(words >> 16, expected[:, ::-1])
     np.testing.assert_array_equal(jax.jit(storage.narrowed)(x), expected)
-    alone = np.asarray(jax.jit(sparsecore_rounding.packed, static_argnums=1)(x, None))
+    alone = np.asarray(jax.jit(sparsecore_subcore.pack_words, static_argnums=1)(x, None))
     np.testing.assert_array_equal(alone, expected)
 
 

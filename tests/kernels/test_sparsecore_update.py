@@ -254,7 +254,7 @@ def test_reciprocal_roots_of_all_magnitudes(epsilon):
 def test_which_rules_and_rows_are_taken():
     def taken(optimizer, width):
         rule = optimizer.compiled_rule(jnp.int32(1), jnp.float32(0.1))
-        return sparsecore_update.takes(rule, width)
+        return rules.takes(rule, width)
 
     assert all(taken(rule, 128) for rule in RULES.values())
     assert not taken(o.FTRL(0.1), 128)

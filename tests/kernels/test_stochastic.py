@@ -7,8 +7,7 @@ import oracle_rounding as oracle
 import pytest
 
 from tpu_embed.kernels import cpu, stochastic
-from tpu_embed.kernels.operands import GradientLayout, RowGradients
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import CompiledRule, GradientLayout, RowGradients
 from tpu_embed.kernels.stochastic import Draws, Rounding, RowPlaces
 
 SEED, STEP, NAMES, SHARD = 2**31 + 77, 12, ("films", "users"), 3

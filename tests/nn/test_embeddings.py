@@ -319,7 +319,7 @@ def test_random_calls_equal_a_plain_loop(seed, tmp_path):
     assert done == {*ACTIONS}
 
 
-def test_an_interrupt_admits_a_batch_wholly(monkeypatch):
+def test_after_an_interrupt_that_has_taken_the_rows_they_are_refused(monkeypatch):
     rows = nn.Embeddings(features("keys"), o.Adagrad(0.25), mesh=mesh_of(1), rngs=nnx.Rngs(0))
     maps: Any = rows.engine.vocabularies
     set_state = nn.Embeddings.set_state
@@ -334,7 +334,8 @@ def test_an_interrupt_admits_a_batch_wholly(monkeypatch):
         rows.admit(ahead)
     monkeypatch.undo()
     assert (maps.placed, maps.admitted) == (1, 1)
-    step_of_rows(rows, rows.place(draw(1)))
+    with pytest.raises(ValueError, match=r"a state of step 0 while 1 was admitted before"):
+        rows.admit(rows.engine.place(draw(1)))
 
 
 @pytest.mark.parametrize("linear", [False, True])

@@ -8,7 +8,7 @@ import optimizer_cases
 import pytest
 
 from tpu_embed.optimizers import SGD, Adam, as_table_optimizer
-from tpu_embed.optimizers._slot_names import name_slots
+from tpu_embed.optimizers.optax_rows import name_slots
 
 N, D, STEPS = 6, 4, 3
 RNG = np.random.default_rng(2)

@@ -11,7 +11,7 @@ import pytest
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
 from tpu_embed import optimizers as o
-from tpu_embed.kernels import row_store_native
+from tpu_embed.kernels import host_native
 from tpu_embed.planning.costs import readable
 
 SHAPES = {
@@ -56,7 +56,7 @@ def test_devices_hold_device_rows():
 
 def test_rows_at_home_take_what_the_store_says():
     """Beside whole segments of up to 16 MiB; the store is the one in C++, whatever runs here."""
-    store, n = row_store_native.RowStore([32, 32], None), 1_000_000
+    store, n = host_native.RowStore([32, 32], None), 1_000_000
     for ids in np.arange(n, dtype=np.uint64).reshape(10, -1) * 7:
         store.write(ids, [np.zeros((ids.size, 32), np.uint8)] * 2, 1)
     host = host_of(planned(declared(), touched_rows={"items": n}))

@@ -10,12 +10,10 @@ PACKAGE = "tpu_embed"
 
 FLOORS = {
     "_types": 0,
-    "_changes": 0,
     "_checks": 0,
     "_snapshot": 0,
     "_jaxprs": 0,
     "_calls": 0,
-    "_signals": 0,
     "_stop": 0,
     "kernels": 1,
     "optimizers": 1,
@@ -74,7 +72,7 @@ ORDERS = {
         "delta",
         "serving",
     ],
-    "processes": ["departures", "messages", "turns", "conversations"],
+    "processes": ["departures", "messages", "order", "conversations"],
     "vocabulary": [
         "config",
         "fixed",
@@ -104,7 +102,15 @@ ORDERS = {
         "reporter",
         "fit",
     ],
-    "training": ["paths", "replicas", "autodiff", "optimizer"],
+    "training": [
+        "paths",
+        "replicas",
+        "autodiff",
+        "interception",
+        "update",
+        "optimizer",
+        "cross_shard",
+    ],
 }
 """The rooms of a package in order: each imports only those before it."""
 

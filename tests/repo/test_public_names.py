@@ -8,7 +8,7 @@ NAMES = {
     "tpu_embed": (
         "Batch BatchSpec DynamicVocabulary EmbeddingEngine FeatureConfig FixedVocabulary "
         "HostStorage IndexedSlices Jagged QuantizationConfig "
-        "RaggedIds RowIdInitializer ShardInfo SparseIds TPUEmbedding TableConfig TableState "
+        "RaggedIds RowIdInitializer ShardInfo SparseIds Stop TPUEmbedding TableConfig TableState "
         "embedding_lookup fit hash_ids initializers optimizers pad_batch sparse_grad "
         "sparse_value_and_grad split_activations training"
     ),

@@ -13,7 +13,6 @@ from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
-from tpu_embed.retrieval import parts
 
 K = 6
 BOUND = 16 * (D + 4) * EPS
@@ -53,8 +52,8 @@ def loop(queries, rows, *, chosen, right, ids, log_q, score, temperature):
 @pytest.fixture
 def small_parts(monkeypatch):
     """Products of two queries at a time, so that 7 queries are padded to 8."""
-    monkeypatch.setattr(parts, "PRODUCT_NUMBERS", 2 * K)
-    monkeypatch.setattr(parts, "LEAST_QUERIES", 2)
+    monkeypatch.setattr("tpu_embed.retrieval.softmax.PRODUCT_NUMBERS", 2 * K)
+    monkeypatch.setattr("tpu_embed.retrieval.softmax.LEAST_QUERIES", 2)
 
 
 @pytest.mark.parametrize(("score", "by_index"), [("dot", False), ("cosine", True)])

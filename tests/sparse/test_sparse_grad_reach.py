@@ -21,7 +21,8 @@ from tpu_embed.sparse import (
     sparse_grad,
     sparse_value_and_grad,
 )
-from tpu_embed.training.optimizer import Optimizer, update_parameter_rows
+from tpu_embed.training import Optimizer
+from tpu_embed.training.update import update_parameter_rows
 
 V, D = 6, 3
 TABLE = jnp.asarray(np.random.default_rng(2).normal(size=(V, D)).astype(np.float32))

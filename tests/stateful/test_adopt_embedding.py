@@ -167,6 +167,10 @@ def test_after_an_interrupt_tables_and_maps_belong_together(monkeypatch):
         patched.setattr(Vocabularies, "load_states", interrupted)
         with pytest.raises(KeyboardInterrupt):
             large.adopt(small)
+    said = "expected the newest state of these maps, got none"  # the maps have changed alone
+    with pytest.raises(RuntimeError, match=said):
+        train(large, [{"x": np.arange(8)}])
+    large.adopt(small)
     keys = [{"x": np.arange(first, first + 8)} for first in (0, 4)]
     found, expected = train(large, keys), train(small, keys[:1])
     np.testing.assert_array_equal(found[0]["x"], expected[0]["x"])

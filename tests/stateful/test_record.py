@@ -1,57 +1,26 @@
 """The stateful API holds one record, which a call replaces completely or not at all."""
 
-import threading
-from typing import Any
-
 import jax
+import numpy as np
 import pytest
-from facade_cases import assert_same, batch, make_embedding
+from facade_cases import assert_same, batch, gradients, make_embedding
 
-from tpu_embed.stateful.record import Enqueued, Record
-from tpu_embed.stateful.state_keeper import StateKeeper
-
-
-def _item(number: Any) -> Enqueued:
-    return Enqueued(number, True, None)
+from tpu_embed.stateful.record import Record
 
 
-def test_a_lookup_is_issued_once():
-    issued = []
-    item = _item(3).issued(lambda number: issued.append(number) or f"activations of {number}")
-    assert item.activations == "activations of 3"
-    assert item.issued(issued.append) is item
-    assert issued == [3]
-    again = item.withdrawn().issued(lambda number: f"others of {number}")
-    assert (again.batch, again.activations) == (3, "others of 3")
-
-
-def test_what_raises_leaves_the_record():
-    keeper = StateKeeper(make_embedding().engine, 0)
-    keeper.change(waiting=(_item(0),))
-    before = keeper.now
-
-    def fail(record):
-        record._replace(waiting=())
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        keeper.derive(fail)
-    assert keeper.now is before
-
-
-def test_changes_of_several_threads_are_all_kept():
-    keeper = StateKeeper(make_embedding().engine, 0)
-
-    def append():
-        for _ in range(200):
-            keeper.derive(lambda record: record._replace(waiting=(*record.waiting, _item(0))))
-
-    threads = [threading.Thread(target=append) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(keeper.now.waiting) == 800
+def test_a_lookup_is_issued_once(monkeypatch):
+    made, lookups = make_embedding(), []
+    lookup = made.engine.lookup
+    monkeypatch.setattr(made.engine, "lookup", lambda *given: lookups.append(1) or lookup(*given))
+    made.enqueue(batch(0), training=False)
+    (item,) = made._keeper.now.waiting
+    for _ in range(2):
+        made._keeper.issue("dequeue", 0, made._keeper.now.waiting[0])
+    assert made._keeper.now.waiting[0].activations is not None
+    assert item.activations is None
+    assert len(lookups) == 1
+    made.state = made.state
+    assert made._keeper.now.waiting[0].activations is None
 
 
 def test_a_size_is_set_once():
@@ -64,20 +33,49 @@ def test_a_size_is_set_once():
         record.with_size((3, 2), "build", "no")
 
 
-def test_an_update_has_left_a_state_or_none():
-    embedding, item = make_embedding(), _item(0)
-    state, other = embedding.state, embedding.engine.init(jax.random.key(1))
-    # The batch waits for its gradients until the update is done.
-    record = Record(state, dequeued=item)
-    assert record.settled() == record
-    assert record._replace(update=[other]).settled() == Record(other)
-    assert record._replace(update=[]).settled() == record
-    for table in state.tables.values():
+def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
+    """The batch waits for its gradients until the update is done."""
+
+    def keeper():
+        made = make_embedding()
+        made.enqueue(batch(0))
+        given = gradients(made.dequeue())
+        keeper, item = made._keeper, made._keeper.now.dequeued
+        return keeper, made.engine.prepare_update(keeper.now.state, item.batch, given)
+
+    def interrupted(keeper, exchange, *, before):
+        def work(call):
+            if not before:
+                return_all(call)
+            raise KeyboardInterrupt
+
+        return_all = exchange._work
+        exchange._work = work
+        with pytest.raises(KeyboardInterrupt):
+            keeper.run(
+                "apply_gradients",
+                exchange,
+                lambda now, state: now._replace(state=state, dequeued=None),
+            )
+        exchange._work = return_all
+        return keeper.now
+
+    kept, exchange = keeper()
+    state = interrupted(kept, exchange, before=True).state
+    assert kept.settle().state is state
+    assert kept.now.dequeued is not None
+    done, exchange = keeper()
+    state = interrupted(done, exchange, before=False).state
+    assert int(done.settle().state.step) == 1
+    assert done.now.dequeued is None
+    with pytest.raises(RuntimeError):
+        np.asarray(jax.tree.leaves(state.tables)[0])
+    lost, exchange = keeper()
+    for table in interrupted(lost, exchange, before=True).state.tables.values():
         table.delete()
-    lost = record._replace(update=[]).settled()
-    assert lost.failure == "one whose arrays were taken by an update that did not finish"
-    assert lost._replace(failure=None) == record
-    assert record._replace(update=[other]).settled() == Record(other)
+    said = "got one whose arrays were donated to another function, or deleted; load the tables"
+    with pytest.raises(RuntimeError, match=said):
+        lost.settled("dequeue")
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

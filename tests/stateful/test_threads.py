@@ -1,15 +1,13 @@
-"""The stateful API called from several threads: no call is refused, torn or blocked."""
+"""The stateful API called from several threads: no call is refused, torn or blocked for long."""
 
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from facade_cases import assert_same, batch, gradients, make_embedding, make_embedding_of
+from facade_cases import assert_same, batch, gradients, make_embedding
 
-import tpu_embed
-from tpu_embed import optimizers as o
+from tpu_embed._calls import Exchange
 
 LONG = 60
 """Seconds after which a thread that waits has a deadlock."""
@@ -44,25 +42,25 @@ def during_updates(monkeypatch):
         prepare = embedding.engine.prepare_update
 
         def prepared(*arguments):
-            update = prepare(*arguments)
+            exchange = prepare(*arguments)
 
-            def run():
-                state = update()
+            def run(call):
+                state = exchange._work(call)
                 function()
                 return state
 
-            return run
+            return Exchange(run)
 
         monkeypatch.setattr(embedding.engine, "prepare_update", prepared)
 
     return set_function
 
 
-@pytest.mark.parametrize("call", ["enqueue", "describe", "waiting"])
+@pytest.mark.parametrize("call", ["place", "describe", "waiting"])
 def test_another_thread_need_not_wait_for_an_update(during_updates, call):
     """The arrays of the state are gone just then, which is no fault."""
     calls = {
-        "enqueue": lambda: embedding.enqueue(batch(1)),
+        "place": lambda: embedding.engine.place(batch(1)),
         "describe": lambda: embedding.describe(),
         "waiting": lambda: embedding.waiting,
     }
@@ -71,7 +69,6 @@ def test_another_thread_need_not_wait_for_an_update(during_updates, call):
     given = gradients(embedding.dequeue())
     during_updates(embedding, lambda: Thread(calls[call]).join())
     embedding.apply_gradients(given)
-    assert embedding.waiting == (call == "enqueue")
     assert int(embedding.state.step) == 1
 
 
@@ -193,41 +190,3 @@ def test_the_first_of_two_threads_sets_the_size(monkeypatch):
     assert said.startswith(f"enqueue: batch size per replica: expected {size}, the size it was ")
     assert embedding.waiting == 1
     assert len(embedding.dequeue()["user"]) == 2 * size
-
-
-class Gate:
-    """A rule whose update waits on the device until the gate is open."""
-
-    def __init__(self):
-        self.reached, self.opened = threading.Event(), threading.Event()
-
-    def rule(self, gradient, row, slots, learning_rate, step):
-        zero = jax.pure_callback(self._wait, jax.ShapeDtypeStruct((), jnp.float32))
-        return row - learning_rate * gradient + zero, slots
-
-    def _wait(self):
-        self.reached.set()
-        assert self.opened.wait(LONG)
-        return np.float32(0)
-
-
-def test_enqueue_does_not_wait_for_a_device_that_is_blocked():
-    gate, table = Gate(), tpu_embed.TableConfig(4, 2, name="t")
-    rule = o.CustomOptimizer(gate.rule, {}, 0.5)
-    embedding = make_embedding_of(tpu_embed.FeatureConfig(table), rule, devices=1)
-    embedding.enqueue(np.array([0, 1]))
-    given = np.asarray(embedding.dequeue())
-
-    def apply():
-        embedding.apply_gradients(given)
-        jax.block_until_ready(embedding.state)
-
-    applying = Thread(apply)
-    assert gate.reached.wait(LONG)
-    for _ in range(3):
-        embedding.enqueue(np.array([0, 1]))
-    assert embedding.waiting == 3
-    assert applying.is_alive()
-    gate.opened.set()
-    applying.join()
-    np.testing.assert_array_equal(embedding.dequeue(), np.float32(0.5) * given)

@@ -56,7 +56,7 @@ WRONG_GRADIENTS = [
     ({"shown": ONES[:2]}, ValueError, r"feature 'shown': expected shape \(4, 2\), got \(2, 2\)"),
     ({"clicks": ONES}, ValueError, r"feature 'clicks': expected shape \(4, 2, 2\), got \(4, 2\)"),
     ({"shown": "g"}, ValueError, r"feature 'shown': expected shape \(4, 2\), got no array: str"),
-    ({"shown": 1.0}, ValueError, r"feature 'shown': expected an array of shape \(4, 2\), got flo"),
+    ({"shown": 1.0}, ValueError, r"feature 'shown': expected shape \(4, 2\), got no array: flo"),
     ({"user": ONES.astype(int)}, ValueError, r"feature 'user': expected floats, got dtype int64"),
     ({"extra": ONES}, ValueError, "activation_gradients: extra is not among the features"),
     ({"shown": [ONES]}, TypeError, "activation_gradients: shown: expected one .*, got a list"),

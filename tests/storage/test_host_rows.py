@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from random_rows import FIELDS, Model, check_random_rows, draw_ids, draw_rows
 
-from tpu_embed.kernels import row_store_native, row_store_reference
+from tpu_embed.kernels import host_native, row_store_reference
 from tpu_embed.storage import HostRows, RowField
 
-KERNELS = {"native": row_store_native, "reference": row_store_reference}
+KERNELS = {"native": host_native, "reference": row_store_reference}
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -133,7 +133,7 @@ def test_threads_read_while_others_write(kernels):
 
 @pytest.mark.parametrize("row_bytes", [512, 128])
 def test_the_index_takes_little_beside_the_rows(row_bytes):
-    store, n = row_store_native.RowStore([row_bytes], None), 300_000
+    store, n = host_native.RowStore([row_bytes], None), 300_000
     for begin in range(0, n, 50_000):
         ids = np.arange(begin, begin + 50_000, dtype=np.uint64)
         store.write(ids, [np.zeros((ids.size, row_bytes), np.uint8)], 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT, ROOT = Path(__file__).with_name("long_run.py"), Path(__file__).resolve().parents[2]
-RUNNING = "threads while it runs: tpu_embed prefetch tpu_embed write-back_0"
+RUNNING = "threads while it runs: tpu_embed prefetch tpu_embed write-back"
 MIB = 2**20
 
 

@@ -14,10 +14,8 @@ import base64
 import re
 from typing import Any
 
-import jax
-
 from tpu_embed._checks import is_int, message
-from tpu_embed.processes import gather_from_all
+from tpu_embed.processes import gather_from_all, who
 
 
 def encode(batches: int, source_state: Any, *, stateful: bool) -> dict[str, Any]:
@@ -53,13 +51,13 @@ def decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
             remedy = "give a source of the same kind as when the position was saved"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
         return position["batches"], None
-    sources = position.get("sources")
-    if not isinstance(sources, list) or len(sources) != jax.process_count():
+    sources, (here, processes) = position.get("sources"), who()
+    if not isinstance(sources, list) or len(sources) != processes:
         count = len(sources) if isinstance(sources, list) else "no"
-        expected, got = f"one state per process, {jax.process_count()} in all", f"{count} states"
+        expected, got = f"one state per process, {processes} in all", f"{count} states"
         remedy = "continue with as many processes, and a source of the same kind"
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    return position["batches"], _state(what, sources[jax.process_index()])
+    return position["batches"], _state(what, sources[here])
 
 
 def _state(what: str, one: Any) -> Any:

@@ -9,43 +9,18 @@ Input: any iterable of batches. Output: an iterator of placed ones, and the posi
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from tpu_embed._checks import check_int, message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import check_engine
 from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
 from tpu_embed.data.items import ItemRules
 from tpu_embed.data.positions import decode, encode
-from tpu_embed.data.worker import Outcome, Worker
-
-
-class Places(Protocol):
-    """What places batches: an engine."""
-
-    intake: Any
-
-    def next_turn(self, *, training: bool = True) -> Any:
-        """Return the right to place the next batch."""
-
-
-class _Taken(NamedTuple):
-    """The last batch that the loop took.
-
-    Attributes:
-      number: of the batch, counted from 1 in this pass; 0 before the first.
-      source_state: the state of the source after it; None if it has no states.
-      shapes: those that batches get after it, as JSON; None if no feature is jagged.
-    """
-
-    number: int
-    source_state: Any
-    shapes: Any = None
+from tpu_embed.data.worker import Worker
 
 
 class Prefetcher:
@@ -96,9 +71,11 @@ class Prefetcher:
       {'batches': 3}
     """
 
+    _worker: Worker | None = None
+
     def __init__(
         self,
-        engine: Places,
+        engine: Any,
         batches: Iterable[Any],
         depth: int = 2,
         *,
@@ -107,22 +84,21 @@ class Prefetcher:
         training: bool = True,
     ) -> None:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
-        if not hasattr(engine, "next_turn"):
+        if not hasattr(engine, "intake"):
             check_engine("Prefetcher: engine", engine)
         if not isinstance(batches, Iterable):
-            got = type(batches).__name__
-            raise TypeError(message("Prefetcher: batches", expected="an iterable", got=got))
+            raise TypeError(
+                message("Prefetcher: batches", expected="an iterable", got=type(batches).__name__)
+            )
         self._engine, self._rules = engine, ItemRules(weighted, spec, training)
         # The iterator moves to the thread with the first batch: a prefetcher that is closed does
         # not keep a generator alive.
         self._source: Iterator[Any] | None = iter(batches)
         self._stateful = isinstance(self._source, Stateful)
-        self._before = 0  # batches that were taken before this pass, see `set_state`
-        self._taken = _Taken(0, state_of(self._source))
-        self._worker: Worker | None = None
-        self._if_lost: weakref.finalize[..., Prefetcher] | None = None
+        self._taken = Placed(0, state_of(self._source), None)  # the last batch that the loop took
         self._over = False
-        self._last: Outcome | None = None  # the end of the data, or an error, until it is raised
+        # The end of the data (None) or an error, until it is raised.
+        self._last: tuple[BaseException | None] | None = None
         self._loop: weakref.ref[_Loop] | None = None
         self._lock = threading.Lock()  # one `next` at a time
 
@@ -135,13 +111,17 @@ class Prefetcher:
           RuntimeError: the pass is over, or another loop has not ended.
         """
         if self._over:
-            expected, got = "one that has batches left", "one whose pass is over, or that is closed"
-            remedy = "make a new Prefetcher for each pass over the data"
-            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+            _refuse(
+                expected="one that has batches left",
+                got="one whose pass is over, or that is closed",
+                remedy="make a new Prefetcher for each pass over the data",
+            )
         if self._loop is not None and self._loop() is not None:
-            expected, got = "one loop at a time", "a second iterator beside one that is still used"
-            remedy = "make a Prefetcher for each, or share the iterator"
-            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+            _refuse(
+                expected="one loop at a time",
+                got="a second iterator beside one that is still used",
+                remedy="make a Prefetcher for each, or share the iterator",
+            )
         loop = _Loop(self)
         self._loop = weakref.ref(loop)
         return loop
@@ -154,10 +134,12 @@ class Prefetcher:
           RuntimeError: the source itself asks for a batch, which it would have to yield first.
           Exception: what the source or `place` raised instead of this batch.
         """
-        if self._worker is not None and self._worker.is_here:
-            expected, got = "a call in the loop", "one in its own source"
-            remedy = "the source yields the features of the next batch"
-            raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+        if self._worker is threading.current_thread():
+            _refuse(
+                expected="a call in the loop",
+                got="one in its own source",
+                remedy="the source yields the features of the next batch",
+            )
         with self._lock:
             if self._over:
                 raise StopIteration
@@ -167,36 +149,36 @@ class Prefetcher:
             if self._last is None:
                 worker.request(number)
                 outcome = worker.outcome(number)
-                if outcome is None:  # closed meanwhile, by another thread
+                if self._over:  # closed meanwhile, by another thread
                     raise StopIteration
-                if outcome.value is not None:
-                    placed: Placed = outcome.value
+                if isinstance(outcome, Placed):
                     worker.request(number + self._depth)
-                    self._taken = _Taken(number, placed.source_state, placed.shapes)
-                    return placed.item
-                self._last = outcome
-        return self._end(worker, self._last)
-
-    def _end(self, worker: Worker, last: Outcome) -> NoReturn:
-        """End the pass with the end of the data, or an error; interrupted, it can be repeated."""
-        self._stop(worker)
+                    self._taken = outcome._replace(item=None)
+                    return outcome.item
+                self._last = (outcome,)
+        # Interrupted, this can be repeated.
+        worker.stop()
         worker.join()
+        (error,) = self._last
         self._over, self._last = True, None
-        raise StopIteration if last.error is None else last.error
+        raise StopIteration if error is None else error
 
     def _started(self) -> Worker:
         """Return the worker; the first call starts it."""
         if self._worker is None:
             assert self._source is not None
-            skipped = 0 if self._stateful else self._before
-            feed = Feed(self._engine, self._source, self._rules, skipped)
-            draw = functools.partial(self._engine.next_turn, training=self._rules.training)
-            with SignalsDeferred():  # else there might be a thread that nobody ends
-                self._worker = Worker(draw, feed.place_next)
-                self._if_lost = weakref.finalize(self, self._worker.stop)
-                self._if_lost.atexit = False  # `worker.py` sees to the exit
-                self._source = None
-            self._worker.request(self._depth)
+            before = self._taken.number
+            worker = Worker(Feed(self._engine, self._source, self._rules, before), before)
+            try:
+                order = self._engine.intake.order(training=self._rules.training)
+                if order is not None:
+                    order.let(worker)
+                worker.start()
+                self._worker, self._source = worker, None
+            except BaseException:
+                worker.stop()  # nobody else would
+                raise
+            self._worker.request(before + self._depth)
         return self._worker
 
     # -- position ------------------------------------------------------------------------------
@@ -209,9 +191,8 @@ class Prefetcher:
         was taken is part of it. With several processes, all must call this then. If features are
         jagged, so is the room that their batches have got, on which the bits of a network depend.
         """
-        batches = self._before + self._taken.number
-        position = encode(batches, self._taken.source_state, stateful=self._stateful)
-        shapes = self._taken.shapes
+        number, source_state, shapes, _ = self._taken
+        position = encode(number, source_state, stateful=self._stateful)
         return position if shapes is None else position | {"shapes": shapes}
 
     def set_state(self, position: dict[str, Any]) -> None:
@@ -228,10 +209,10 @@ class Prefetcher:
           ValueError: it is not a position of such a source, or of as many processes.
         """
         if self._source is None or self._over:
-            expected, got = "a call before the first batch", "one after it"
-            remedy = "make a new Prefetcher"
-            raise RuntimeError(
-                message("Prefetcher.set_state", expected=expected, got=got, remedy=remedy)
+            _refuse(
+                expected="a call before the first batch",
+                got="one after it",
+                remedy="make a new Prefetcher",
             )
         before, source_state = decode(position, stateful=self._stateful)
         shapes = position.get("shapes")
@@ -239,21 +220,13 @@ class Prefetcher:
             self._engine.intake.expect(shapes)
         if isinstance(self._source, Stateful):
             self._source.set_state(source_state)
-        self._before, self._taken = before, _Taken(0, source_state, shapes)
+        self._taken = Placed(before, source_state, shapes)
 
     # -- end -----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the pass, and wait until the thread has ended; batches that wait are forgotten."""
-        self._over, self._source = True, None
-        if self._worker is not None:
-            self._stop(self._worker)
-            self._worker.join()
-
-    def _stop(self, worker: Worker, reason: BaseException | None = None) -> None:
-        worker.stop(reason)
-        if self._if_lost is not None:
-            self._if_lost.detach()  # Python would drop a Ctrl-C that comes while it finalizes
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Prefetcher:
         """Return the prefetcher, which is closed at the end of the block."""
@@ -261,12 +234,15 @@ class Prefetcher:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close; after an exception, let the thread end without waiting for it."""
-        if error is None:
-            self.close()
-            return
         self._over, self._source = True, None
         if self._worker is not None:
-            self._stop(self._worker, error)
+            self._worker.stop(error)
+            if error is None:
+                self._worker.join()
+
+    def __del__(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
 
 
 class _Loop:
@@ -280,3 +256,7 @@ class _Loop:
 
     def __next__(self) -> Any:
         return next(self._prefetcher)
+
+
+def _refuse(*, expected: str, got: str, remedy: str) -> NoReturn:
+    raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))

@@ -1,8 +1,7 @@
 """A thread that computes results ahead of the loop that takes them.
 
 The loop asks for results ahead of time; the thread computes one for each request and keeps them in
-order. Requests carry the turns that several processes need (`processes/turns.py`), and are made by
-the loop. So what is computed ahead depends on the loop alone, not on the speed of the thread.
+order. So what is computed ahead depends on the loop alone, not on the speed of the thread.
 
 Input: requests. Output: their results in order, the last of which may be an error or the end.
 """
@@ -10,100 +9,78 @@ Input: requests. Output: their results in order, the last of which may be an err
 from __future__ import annotations
 
 import atexit
-import collections
+import contextlib
 import functools
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-from tpu_embed._changes import Changes
 from tpu_embed._checks import message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._stop import check_stop
-from tpu_embed.core.place import Turn
+from tpu_embed.data.feed import Feed, Placed
 
 EXIT_SECONDS = 3
 """How long the end of the program waits for threads that are in the middle of a batch."""
 
+_NO_MORE = object()
+"""In place of a request, the end of all."""
+
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-class Outcome(NamedTuple):
-    """What came of a request.
-
-    Attributes:
-      value: what the function returned; None if there is nothing more.
-      error: what it raised instead, or None.
-    """
-
-    value: Any
-    error: BaseException | None
-
-
-class Worker:
+class Worker(threading.Thread):
     """A thread with the requests that wait for it and the outcomes that wait for the loop.
 
-    The thread holds the worker, but the worker does not hold the object that made it, so that one
-    can be garbage-collected while the thread runs.
+    The thread does not hold the object that made it, so that one can be garbage-collected while the
+    thread runs. What the loop calls may be interrupted anywhere, and be called again.
 
     Args:
-      draw: draws the turn of a request.
-      compute: returns the result of a request, or None if there is nothing more. It uses the turn
-        in any case. It is not called again after None or an error.
+      feed: computes the results.
+      before: the number of the result before the first one.
+
+    Attributes:
+      stopped: whether the thread ends after what it is computing.
     """
 
-    def __init__(self, draw: Callable[[], Turn], compute: Callable[[Turn], Any]) -> None:
-        self._draw = draw
-        self._compute: Callable[[Turn], Any] | None = compute
-        self._changed = Changes()
-        self._requested = 0
-        self._turns: collections.deque[Turn] = collections.deque()
-        self._outcomes: dict[int, Outcome] = {}
-        self._delivered = 0
-        # `_over`: the last outcome is there. `_stopped`: nobody will take those that are there.
-        self._over = self._stopped = False
+    def __init__(self, feed: Feed, before: int) -> None:
+        super().__init__(name="tpu_embed prefetch", daemon=True)
+        self.stopped = False
+        self._feed: Feed | None = feed
+        self._pin = feed.pin
+        # A finalizer may stop this in the middle of any call, also of one that puts or gets.
+        self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a loop that waits
+        self._before = self._requested = before
+        self._outcomes: dict[int, Placed | BaseException | None] = {}
         self._reason: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="tpu_embed prefetch", daemon=True)
         _running.add(self)
         _stop_all_at_exit()
-        self._thread.start()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether the caller is this thread."""
-        return threading.current_thread() is self._thread
 
     # -- the loop's side -----------------------------------------------------------------------
 
     def request(self, number: int) -> None:
-        """Ask for results until this many were asked for in all."""
-        # Half of it would leave a turn that the thread does not know of, or a request uncounted.
-        with self._changed.lock, SignalsDeferred():
-            while self._requested < number and not self._over and not self._stopped:
-                self._turns.append(self._draw())
-                self._requested += 1
-            self._changed.notify_all()
+        """Ask for all results up to that of this number."""
+        for each in range(self._requested + 1, number + 1):
+            self._requests.put(self._pin())
+            self._requested = each
 
-    def outcome(self, number: int) -> Outcome | None:
-        """Return an outcome, waiting for it, and forget those before it; None once stopped.
+    def outcome(self, number: int) -> Placed | BaseException | None:
+        """Return a result, waiting for it, and forget the one before.
 
-        An interrupted call may be made again. In a `Stop`, a signal ends the wait.
+        In a `Stop`, a signal ends the wait.
 
-        Args:
-          number: of the request, counted from 1.
+        Returns:
+          A batch, or an error in its place; None after the last one, or once stopped.
         """
-        with self._changed.lock:
-            for taken in [other for other in self._outcomes if other < number]:
-                self._outcomes.pop(taken, None)
-        return self._changed.wait_for(lambda: self._at(number))[0]
-
-    def _at(self, number: int) -> tuple[Outcome | None] | None:
-        """Return `(outcome,)`, `(None,)` once stopped, or None while it is not there."""
-        check_stop()
-        is_there = number in self._outcomes or self._stopped
-        return (self._outcomes.get(number),) if is_there else None
+        self._outcomes.pop(number - 1, None)
+        while True:
+            check_stop()
+            if number in self._outcomes or self.stopped:
+                return self._outcomes.get(number)
+            with contextlib.suppress(queue.Empty):
+                self._notes.get(timeout=1)
 
     def stop(self, reason: BaseException | None = None) -> None:
         """Let the thread end after what it is computing, and forget the outcomes that wait.
@@ -111,74 +88,65 @@ class Worker:
         Args:
           reason: the exception that ends the loop, which the other processes are told; or None.
         """
-        with self._changed.lock, SignalsDeferred():
-            self._stopped, self._reason = True, reason
-            self._outcomes.clear()
-            self._changed.notify_all()
+        self._reason = reason or self._reason  # it is stopped once more at the exit
+        self.stopped = True
+        self._outcomes.clear()
+        self._requests.put(_NO_MORE)
+        self._note()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has ended."""
-        if not self.is_here:
-            self._thread.join(seconds)
+    def _note(self) -> None:
+        """Let the loop look again at once if it waits."""
+        if self._notes.empty():
+            self._notes.put(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended; it does not wait for itself."""
+        if self is not threading.current_thread():
+            super().join(timeout)
 
     # -- the thread's side ---------------------------------------------------------------------
 
-    def _run(self) -> None:
-        while (turn := self._next_turn()) is not None:
-            self._deliver(self._outcome_of(turn))
-        # A generator that nobody else holds is closed by this, in the thread that has run it.
-        self._compute = None
-        self._say_stopped()
+    def run(self) -> None:
+        """Compute what is requested; at a stop, leave out the first of the other requests.
 
-    def _next_turn(self) -> Turn | None:
-        """Return the turn of the next request, waiting for it; None if there will be none."""
-        return self._changed.wait_for(self._take_turn)[0]
-
-    def _take_turn(self) -> tuple[Turn | None] | None:
-        """Return `(turn,)`, `(None,)` if there will be none, or None while there is none yet."""
-        if self._over or self._stopped:
-            return (None,)
-        return (self._turns.popleft(),) if self._turns else None
-
-    def _outcome_of(self, turn: Turn) -> Outcome:
-        assert self._compute is not None
-        try:
-            return Outcome(self._compute(turn), None)
-        except StopIteration as error:  # it would end the loop as if the data had ended
-            expected, got = "a batch, or another exception", "StopIteration"
-            remedy = "see the cause of this error for the call that raised it"
-            wrapped = RuntimeError(message("place", expected=expected, got=got, remedy=remedy))
-            wrapped.__cause__ = error
-            return Outcome(None, wrapped)
-        except BaseException as error:  # the loop raises it, whatever it is
-            return Outcome(None, error)
-
-    def _deliver(self, outcome: Outcome) -> None:
-        with self._changed.lock:
-            self._over = outcome.value is None
-            self._delivered += 1
-            if not self._stopped:
-                self._outcomes[self._delivered] = outcome
-            self._changed.notify_all()
-
-    def _say_stopped(self) -> None:
-        """Use the turns of requests that will not be met.
-
-        With several processes, the first turn that any process ends or refuses is the last one that
-        they talk about: all of them see it, and release the turns after it.
+        With several processes, all have as many requests. The first one that any of them leaves out
+        is the last one that they talk about.
         """
-        with self._changed.lock:
-            turns, over = list(self._turns), self._over
-            self._turns.clear()
-        try:
-            if turns and not over:
-                first = turns.pop(0)
-                first.end() if self._reason is None else first.refuse(self._reason)
-        except (ValueError, TypeError, RuntimeError):
-            return  # the other processes had a batch or have left: their loops raise it
-        finally:
-            for turn in turns:
-                turn.release()
+        number, feed, goes_on = self._before, self._feed, True
+        assert feed is not None, "a thread runs once"
+        while goes_on:
+            pin = self._requests.get()
+            if self.stopped:
+                if pin is not _NO_MORE:
+                    feed.leave(self._reason)
+                break
+            number += 1
+            self._outcomes[number] = outcome = _outcome_of(feed, pin)
+            goes_on = isinstance(outcome, Placed)
+            self._note()
+        if self.stopped:
+            self._outcomes.clear()
+        # A generator that nobody else holds is closed by this, in the thread that has run it.
+        del feed
+        self._feed = None
+
+
+def _outcome_of(feed: Feed, pin: Any) -> Placed | BaseException | None:
+    try:
+        return feed.compute(pin)
+    except StopIteration as error:  # it would end the loop as if the data had ended
+        wrapped = RuntimeError(
+            message(
+                "place",
+                expected="a batch, or another exception",
+                got="StopIteration",
+                remedy="see the cause of this error for the call that raised it",
+            )
+        )
+        wrapped.__cause__ = error
+        return wrapped
+    except BaseException as error:  # the loop raises it, whatever it is
+        return error
 
 
 @functools.cache

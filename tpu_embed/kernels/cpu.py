@@ -22,29 +22,47 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum, SumLayout
-from tpu_embed.kernels.rules import KINDS, CompiledRule
+from tpu_embed.kernels.operands import (
+    KINDS,
+    CompiledRule,
+    GradientLayout,
+    RowGradients,
+    RowsToSum,
+    SumLayout,
+)
 from tpu_embed.kernels.stochastic import Rounding, RowPlaces
-from tpu_embed.kernels.varying import as_varying, varying_axes
+from tpu_embed.kernels.tracing import as_varying, varying_axes
 
 TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "update")
 """The custom calls, registered as `tpu_embed_<name>`."""
 
-HOST_FUNCTIONS = ("sort_ids", "take", "put")
-"""What `host_native` calls, as `tpu_embed_host_<name>`."""
+_INT, _AT, _BOOL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
+_TASKS = ("sort_ids", "take", "put", "distinct_keys", "split_by_row", "are_among", "rows_at")
 
-
-VOCABULARY_FUNCTIONS = (
-    *("new", "delete", "find", "take", "taken"),
-    *("rewind", "forget", "numbers", "state", "load"),
-)
-"""What `vocabulary_native` calls, as `tpu_embed_vocabulary_<name>`."""
-
-STORAGE_FUNCTIONS = (
-    *("new", "delete", "write", "read", "find"),
-    *("remove", "list", "compact", "numbers"),
-)
-"""What `row_store_native` calls, as `tpu_embed_storage_<name>`."""
+FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    **{f"host_{name}": ((_AT, _INT, _INT), _BOOL) for name in _TASKS},
+    "storage_new": ((_AT, _INT, _INT), _AT),
+    "storage_delete": ((_AT,), None),
+    "storage_write": ((_AT, _AT, _INT, _AT, _AT, _INT), _INT),
+    "storage_read": ((_AT, _AT, _INT, _AT, _AT, _AT), _INT),
+    "storage_find": ((_AT, _AT, _INT, _AT), _INT),
+    "storage_remove": ((_AT, _AT, _INT, _AT), _INT),
+    "storage_list": ((_AT, _INT, _AT, _INT), _INT),
+    "storage_compact": ((_AT,), _INT),
+    "storage_numbers": ((_AT, _AT), None),
+    "vocabulary_new": ((_AT,), _AT),
+    "vocabulary_delete": ((_AT,), None),
+    "vocabulary_find": ((_AT, _AT, _INT, _AT), None),
+    "vocabulary_take": ((_AT, _AT), _BOOL),
+    "vocabulary_taken": ((_AT, _AT, _AT, _AT, _AT), None),
+    "vocabulary_rewind": ((_AT, _INT), None),
+    "vocabulary_forget": ((_AT, _INT), None),
+    "vocabulary_step": ((_AT,), _INT),
+    "vocabulary_numbers": ((_AT, _AT), None),
+    "vocabulary_state": ((_AT, _AT), _BOOL),
+    "vocabulary_load": ((_AT, _AT), _BOOL),
+}
+"""What `host_native` calls, as `tpu_embed_<name>` -> what it takes, and what it returns."""
 
 
 class Loaded(NamedTuple):
@@ -77,16 +95,20 @@ def load() -> Loaded:
         for target in TARGETS:
             handler = jax.ffi.pycapsule(getattr(library, f"tpu_embed_{target}"))
             jax.ffi.register_ffi_target(f"tpu_embed_{target}", handler, platform="cpu")
-        for name in HOST_FUNCTIONS:
-            getattr(library, f"tpu_embed_host_{name}")
-        for name in VOCABULARY_FUNCTIONS:
-            getattr(library, f"tpu_embed_vocabulary_{name}")
-        for name in STORAGE_FUNCTIONS:
-            getattr(library, f"tpu_embed_storage_{name}")
+        for name in FUNCTIONS:
+            getattr(library, f"tpu_embed_{name}")
     # The library may have been built for another jaxlib or another machine.
     except (OSError, AttributeError, RuntimeError) as error:
         return Loaded(None, f"{path.name} does not load: {error}")
     return Loaded(path)
+
+
+@functools.cache
+def function(name: str) -> Any:
+    """Return one of `FUNCTIONS`; the GIL is released while it runs."""
+    found = getattr(ctypes.CDLL(str(load().path)), f"tpu_embed_{name}")
+    found.argtypes, found.restype = FUNCTIONS[name]
+    return found
 
 
 def takes_rows(*arrays: Array) -> bool:

@@ -33,11 +33,8 @@ from tpu_embed.kernels import (
     host_reference,
     lanes,
     reference,
-    row_store_native,
     row_store_reference,
     sparsecore,
-    sparsecore_sums,
-    vocabulary_native,
     vocabulary_reference,
 )
 from tpu_embed.kernels.formats import RowFormat
@@ -97,12 +94,12 @@ def host_kernels() -> ModuleType:
 
 def vocabulary_kernels() -> ModuleType:
     """Return the module whose `KeyMap` maps keys to rows."""
-    return vocabulary_native if kernels_in_use() == "native" else vocabulary_reference
+    return host_native if kernels_in_use() == "native" else vocabulary_reference
 
 
 def row_store_kernels() -> ModuleType:
     """Return the module whose `RowStore` keeps rows on the host."""
-    return row_store_native if kernels_in_use() == "native" else row_store_reference
+    return host_native if kernels_in_use() == "native" else row_store_reference
 
 
 @functools.cache
@@ -313,15 +310,15 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
 
 def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return weighted sums of rows; see `reference.gather_sum`."""
-    otherwise, native, sparse, gpu = (
-        functools.partial(kernel, layout=layout)
-        for kernel in (
-            reference.gather_sum,
-            cpu.gather_sum,
-            sparsecore_sums.sum_rows,
-            functools.partial(reference.gather_sum, segment_sum=reference.segment_sum_scan),
-        )
-    )
+
+    def sum_rows(rows: RowsToSum) -> tuple[Array, ...]:
+        from tpu_embed.kernels import sparsecore_sums  # Pallas takes long to import
+
+        return sparsecore_sums.sum_rows(rows, layout)
+
+    otherwise = functools.partial(reference.gather_sum, layout=layout)
+    native = functools.partial(cpu.gather_sum, layout=layout)
+    gpu = functools.partial(otherwise, segment_sum=reference.segment_sum_scan)
     numbers = (rows.source,) if rows.weights is None else (rows.source, rows.weights)
     able = cpu.takes_rows(rows.index) and cpu.takes_numbers(*numbers)
     sums_rows = rows.source.dtype in (jnp.float32, jnp.uint16) and rows.source.shape[1] > 0
@@ -330,7 +327,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
         otherwise=otherwise,
         native=_with_tangents(native, otherwise) if able else None,
         gpu=gpu,
-        sparse=_with_tangents(sparse, otherwise) if sums_rows else None,
+        sparse=_with_tangents(sum_rows, otherwise) if sums_rows else None,
     )
 
 

@@ -1,4 +1,8 @@
-"""What the kernels that sum rows take: arrays in one tuple, and what is static in another.
+"""What the kernels that sum and update rows take: arrays, what is static, and the rule.
+
+Arrays stand in one tuple, and what is static in another. The compiled kernels have the rules of
+common optimizers built in: a `CompiledRule` says which one to run, with which numbers, and which
+bounds to apply before and after it.
 
 Input: arrays of a device, and how bags are numbered. Output: operands of `gather_sum` and
 `cpu.update_rows`.
@@ -6,9 +10,13 @@ Input: arrays of a device, and how bags are numbered. Output: operands of `gathe
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import NamedTuple
 
-from tpu_embed._types import Array
+import jax.numpy as jnp
+
+from tpu_embed._types import Array, ArrayLike
 
 
 class RowsToSum(NamedTuple):
@@ -87,3 +95,42 @@ class GradientLayout(NamedTuple):
 
     bags: tuple[int, ...]
     rounds: bool = False
+
+
+KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ftrl")
+"""The rules of `native/loops.h`, in the order of its `RuleKind`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledRule:
+    """A rule that the compiled kernels know, with its numbers at one step.
+
+    Attributes:
+      kind: one of `KINDS`.
+      slots: the names of its slots, in the order of the kernel.
+      numbers: its scalars, in the order in which `native/loops.inc` reads them.
+      flag: its switch, for rules that have one.
+      keep: what the row is multiplied with before the rule, 1 - λ.
+      gradient_bounds: lower and upper bound of the gradient; None: unbounded.
+      weight_bounds: lower and upper bound of the new row; None: unbounded.
+    """
+
+    kind: str
+    slots: tuple[str, ...] = ()
+    numbers: tuple[ArrayLike, ...] = ()
+    flag: bool = False
+    keep: ArrayLike = 1.0
+    gradient_bounds: tuple[float | None, float | None] = (None, None)
+    weight_bounds: tuple[float | None, float | None] = (None, None)
+
+    def operand(self) -> Array:
+        """Return all numbers as one float32 array: the common ones, then the rule's own."""
+        # [keep, gradient low, gradient high, row low, row high, own numbers …]
+        bounds = (*_infinite(self.gradient_bounds), *_infinite(self.weight_bounds))
+        numbers = [jnp.asarray(x, jnp.float32) for x in (self.keep, *bounds, *self.numbers)]
+        return jnp.stack(numbers)
+
+
+def _infinite(bounds: tuple[float | None, float | None]) -> tuple[float, float]:
+    low, high = bounds
+    return -math.inf if low is None else low, math.inf if high is None else high

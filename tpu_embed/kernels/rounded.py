@@ -9,14 +9,13 @@ Input: rows in float32. Output: rows or sums in bfloat16, in the format in which
 
 from __future__ import annotations
 
-import functools
-
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels import dispatch, sparsecore_rows, sparsecore_sums
+from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
+from tpu_embed.kernels.sparsecore import LONGEST
 
 
 def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowFormat) -> Array:
@@ -37,10 +36,12 @@ def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowForm
         return sent.pack_rounded(row_format.unpack(read))
 
     def in_kernel(array: Array, row_ids: Array) -> Array:
+        from tpu_embed.kernels import sparsecore_rows
+
         return sparsecore_rows.gather_rounded_rows(row_format.by_row(array), row_ids, sent.words)
 
     # The kernel reads whole rows of words; longer ones are cut into pieces by `gather_rows` only.
-    fits = row_format.packed and row_format.words <= sparsecore_rows.LONGEST
+    fits = row_format.packed and row_format.words <= LONGEST
     sparse = in_kernel if fits and row_format.moved_by_sparse_cores else None
     return dispatch.choose(array, row_ids, otherwise=in_steps, sparse=sparse)
 
@@ -61,9 +62,12 @@ def gather_sum(rows: RowsToSum, layout: SumLayout, sent: RowFormat) -> Array:
         (sums,) = dispatch.gather_sum(rows, layout)
         return sent.pack_rounded(sums)
 
+    def in_kernel(rows: RowsToSum) -> Array:
+        from tpu_embed.kernels import sparsecore_sums
+
+        return sparsecore_sums.sum_rounded_rows(rows, layout, sent)
+
     # A very long row is summed in pieces, but a word has numbers from both halves of a row.
-    fits = sent.packed and rows.source.shape[1] <= sparsecore_sums.LONGEST
-    sparse = None
-    if fits and sent.packing == "words" and rows.source.dtype == jnp.float32:
-        sparse = functools.partial(sparsecore_sums.sum_rounded_rows, layout=layout, sent=sent)
-    return dispatch.choose(rows, otherwise=in_steps, sparse=sparse)
+    fits = sent.packed and rows.source.shape[1] <= LONGEST
+    able = fits and sent.packing == "words" and rows.source.dtype == jnp.float32
+    return dispatch.choose(rows, otherwise=in_steps, sparse=in_kernel if able else None)

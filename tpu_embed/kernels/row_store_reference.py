@@ -1,7 +1,7 @@
 """Rows by id, in memory or in a scratch file, in NumPy.
 
 A row has several fields of some bytes each. Rows stand in segments, each in one piece of memory;
-a dictionary says where. `row_store_native` does the same in C++, on several threads, with a tenth
+a dictionary says where. `host_native` does the same in C++, on several threads, with a tenth
 of the memory for the dictionary.
 
     ids      9 4 . 7      a dot is a free place

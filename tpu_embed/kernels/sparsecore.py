@@ -31,6 +31,10 @@ MOST_BYTES = 2**34
 """The most bytes of an array on one device, 16 GiB: others have found that SparseCores address no
 more than that (torchrec #4630). This has not been tried with these kernels."""
 
+LONGEST = 1024
+"""The most words of a row that a subcore sums or rounds: two chunks of the fewest rows, and what is
+made of them, fit its memory."""
+
 _MOST_ROWS, _LEAST_ROWS = 128, 16
 """The most and the fewest rows that one indirect DMA moves."""
 _MOST_WORDS = 128 * 128
@@ -134,17 +138,19 @@ def _pieces(table: Array) -> Array:
 
 
 def _cuts(table: Array) -> int:
-    """Return the smallest number of equal pieces per row that are short enough."""
-    if table.ndim == 1:
-        return 1
-    # A piece has whole vectors of 16 words, and _LEAST_ROWS of them fit one DMA: at most 1024
-    # words. A row of 1536 words is cut into 2 pieces of 768.
-    vectors, longest = table.shape[1] // WORDS, _MOST_WORDS // _LEAST_ROWS
-    return next(
-        n
-        for n in range(1, vectors + 1)
-        if vectors % n == 0 and table.shape[1] // n <= longest
-    )  # fmt: skip
+    """Return the number of pieces per row, of which `_LEAST_ROWS` fit one DMA."""
+    return 1 if table.ndim == 1 else count_pieces(table.shape[1], _MOST_WORDS // _LEAST_ROWS)
+
+
+def count_pieces(words: int, longest: int) -> int:
+    """Return the smallest number of equal pieces of a row, of whole vectors, that are short enough.
+
+    Example:
+      >>> count_pieces(1536, longest=1024)
+      2
+    """
+    vectors = words // WORDS
+    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
 
 
 def _piece_numbers(table: Array, row_ids: Array) -> Array:

@@ -19,13 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import sparsecore, sparsecore_rounding, sparsecore_sums
+from tpu_embed.kernels import sparsecore, sparsecore_sums
 from tpu_embed.kernels import sparsecore_subcore as subcore
-
-LONGEST = 1024
-"""The most words of a row: two chunks of the fewest rows, fetched and rounded, fit the memory."""
 
 
 def gather_rounded_rows(table: Array, row_ids: Array, words: int) -> Array:
@@ -106,9 +106,6 @@ class _Work:
 
 def _run(table: Any, ids: Any, out: Any, chunk: int, workers: int) -> None:
     """Read and round the chunks of this worker."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     dma = pltpu.SemaphoreType.DMA((2,))
 
     def with_refs(**refs: Any) -> None:
@@ -130,8 +127,6 @@ def _run(table: Any, ids: Any, out: Any, chunk: int, workers: int) -> None:
 
 def _round_chunks(work: _Work) -> None:
     """Read and round the chunks of a worker, one after the other."""
-    from jax.experimental import pallas as pl
-
     chunks = work.chunks
 
     @pl.when(chunks > 0)
@@ -164,9 +159,6 @@ def _prepare(work: _Work, k: Any) -> None:
 
 def _round(memory: _Memory, slot: Any) -> None:
     """Round and pack the rows of a chunk."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu_sc as plsc
-
     lanes = plsc.get_sparse_core_info().num_lanes
     width, words = memory.rows.shape[2], memory.rounded.shape[2]
 
@@ -174,7 +166,7 @@ def _round(memory: _Memory, slot: Any) -> None:
         for start in range(0, words, lanes):
             lower, behind = memory.rows[slot, i, pl.ds(start, lanes)], words + start
             upper = memory.rows[slot, i, pl.ds(behind, lanes)] if behind < width else None
-            both = sparsecore_rounding.packed(lower, upper)
+            both = subcore.pack_words(lower, upper)
             memory.rounded[slot, i, pl.ds(start, lanes)] = both
         return done
 
@@ -186,9 +178,6 @@ def _round(memory: _Memory, slot: Any) -> None:
 
 def _fetch(work: _Work, k: Any) -> Any:
     """Return the indirect DMA, not started, that fetches the rows of the worker's k-th chunk."""
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
-
     memory, slot = work.memory, k & 1
     rows = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
     fetched = memory.fetched.at[slot]
@@ -197,8 +186,6 @@ def _fetch(work: _Work, k: Any) -> Any:
 
 def _numbers(work: _Work, k: Any) -> Any:
     """Return the copy, not started, of the row numbers of the worker's k-th chunk."""
-    from jax.experimental.pallas import tpu as pltpu
-
     memory, slot = work.memory, k & 1
     here = _places(work, k)
     return pltpu.make_async_copy(work.ids.at[here], memory.ids.at[slot], memory.arrived.at[slot])
@@ -206,8 +193,6 @@ def _numbers(work: _Work, k: Any) -> Any:
 
 def _write(work: _Work, k: Any) -> Any:
     """Return the copy, not started, of the rounded rows of the worker's k-th chunk."""
-    from jax.experimental.pallas import tpu as pltpu
-
     memory, slot = work.memory, k & 1
     target = work.out.at[_places(work, k)]
     return pltpu.make_async_copy(memory.rounded.at[slot], target, memory.written.at[slot])
@@ -215,7 +200,5 @@ def _write(work: _Work, k: Any) -> Any:
 
 def _places(work: _Work, k: Any) -> Any:
     """Return the places of the worker's k-th chunk among all row numbers."""
-    from jax.experimental import pallas as pl
-
     chunk = work.memory.ids.shape[1]
     return pl.ds(pl.multiple_of((work.first + k * work.step) * chunk, chunk), chunk)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed.kernels.operands import CompiledRule
+
 KINDS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam")
 """The kinds of `CompiledRule` that the subcores know. FTRL is not among them: it takes the
 difference of two roots, in which their errors would be many times as large."""
@@ -32,8 +34,34 @@ _OWN = 5
 
 _GREATEST = float(np.finfo(np.float32).max)
 
+_MOST_ENTRIES, LEAST_ENTRIES = 128, 16
+"""The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
+_MOST_WORDS = 48 * 1024
+"""The most words of a subcore's memory for rows, 192 KiB of 256 KiB or more."""
+
 Numbers = Callable[[int], Any]
 """Gives a number of `CompiledRule.operand`, as a scalar."""
+
+
+def takes(rule: CompiledRule, width: int, packed: bool = False) -> bool:
+    """Return whether the kernel knows a rule, and has room for its rows.
+
+    Args:
+      rule: the rule.
+      width: the numbers of a row as it is packed, or of its sum if these are more.
+      packed: whether partial sums are bfloat16, two to a word.
+    """
+    return rule.kind in KINDS and entries_at_a_time(rule, width, packed) >= LEAST_ENTRIES
+
+
+def entries_at_a_time(rule: CompiledRule, width: int, packed: bool) -> int:
+    """Return the entries of a chunk, a power of two, or less than the fewest: no room."""
+    # Two chunks, each of partial sums (packed ones and their sums take more), rows and slots.
+    wide = 2 + len(rule.slots) * (rule.kind != "rowwise_adagrad") + packed / 2
+    chunk = _MOST_ENTRIES
+    while chunk >= LEAST_ENTRIES and 2 * chunk * width * wide > _MOST_WORDS:
+        chunk //= 2
+    return chunk
 
 
 def sgd(w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool) -> tuple[Any, list[Any]]:

@@ -1,19 +1,26 @@
-"""What the programs of a SparseCore's vector subcores share: running sums, and where they run.
+"""What the programs of a SparseCore's vector subcores share: running sums, words, where they run.
+
+Numbers of float32 are rounded to bfloat16, two to a word of 32 bits, on the bits, in integers. So a
+subcore rounds as XLA does on every platform: to nearest even, infinity stays, numbers of more than
+3.39e38 become infinite, and NaN stays NaN with its sign and the upper bits of its payload, but
+quiet.
 
 Input: fetched rows in a subcore's memory. Output: the running sums of their segments, in its place;
-or these rounded to bfloat16, in a memory of their own.
+or these rounded to bfloat16, in a memory of their own, in words as `RowFormat.pack` makes them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from tpu_embed.kernels import sparsecore_rounding
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 
 _IN_REGISTERS = 64
 """The columns whose running sums are held in registers at a time, 8 vectors of 8. With 16 the loop
@@ -92,10 +99,6 @@ def with_memory(
       chunk: how many entries are summed at a time.
       others: name -> shape and dtype; `sums`, if they are to be rounded.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
-
     vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
     lanes, words = plsc.get_sparse_core_info().num_lanes, source.shape[1]
     packed = source.dtype == jnp.uint32
@@ -129,8 +132,6 @@ def sum_chunk(memory: SumMemory, slot: Any) -> None:
 
 def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
     """Do that for the vectors that start at `columns`, and for those half a row behind them."""
-    from jax.experimental import pallas as pl
-
     lanes, width = memory.lanes, memory.running.shape[0]
     behind = [c + memory.half for c in columns if memory.half and c + memory.half < width]
     starts_at = [*columns, *behind]
@@ -164,21 +165,17 @@ def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
 
 def _load_row(memory: SumMemory, slot: Any, i: Any, columns: list[int]) -> list[Any]:
     """Return the vectors of a fetched row that start at some columns, as float32."""
-    from jax.experimental import pallas as pl
-
     lanes, words = memory.lanes, memory.rows.shape[2]
     if memory.rows.dtype != jnp.uint32:
         return [memory.rows[slot, i, pl.ds(c, lanes)] for c in columns]
     given = [memory.rows[slot, i, pl.ds(c, lanes)] for c in columns if c < words]
     # All lower halves come first, as in `columns`.
-    lower, upper = zip(*map(sparsecore_rounding.unpacked, given), strict=True)
+    lower, upper = zip(*map(unpack_words, given), strict=True)
     return [*lower, *upper]
 
 
 def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> None:
     """Store the running sums of row `i`, vectors by their first column, or round them."""
-    from jax.experimental import pallas as pl
-
     lanes, half, zeros = memory.lanes, memory.half, jnp.zeros(memory.lanes, jnp.float32)
     if not memory.rounds:
         for c, total in sums.items():
@@ -192,7 +189,7 @@ def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> N
         return jnp.where(jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros)
 
     for c in (c for c in sums if c < half):
-        both = sparsecore_rounding.packed(counting(c), counting(c + half))
+        both = pack_words(counting(c), counting(c + half))
         memory.sums[slot, i, pl.ds(c, lanes)] = both
 
 
@@ -206,13 +203,47 @@ def on_each_worker(run: Callable[[Any], None]) -> None:
 
 def over_vectors(vectors: int, carry: Any, add: Callable[[Any, Any], Any]) -> Any:
     """Return the last result of `carry = add(vector, carry)`; vectors touch no common memory."""
-    from jax.experimental.pallas import tpu_sc as plsc
-
     return plsc.parallel_loop(0, vectors, carry=carry)(add)
 
 
-def copy_now(source: Any, target: Any) -> None:
-    """Copy one ref to another."""
-    from jax.experimental.pallas import tpu as pltpu
+_UPPER, _QUIET = np.uint32(0xFFFF0000), np.uint32(0x00400000)
+_MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
-    pltpu.sync_copy(source, target)
+
+def pack_words(lower: Any, upper: Any | None, draws: Sequence[Any] = (None, None)) -> Any:
+    """Return words, uint32: in the lower half a number rounded to bfloat16, in the upper another.
+
+    Args:
+      lower, upper: float32 vectors; `upper` None: zeros.
+      draws: the random bits of each number of both, uint32 vectors, to round it at random as
+        `stochastic.round_rows` does; None: to nearest even.
+
+    Example:
+      >>> words = pack_words(jnp.float32([1, -2]), jnp.float32([1 + 2**-8, 0]))
+      >>> [hex(word) for word in words.tolist()]
+      ['0x3f803f80', '0xc000']
+    """
+    below = _rounded(lower, draws[0]) >> 16
+    return below if upper is None else below | (_rounded(upper, draws[1]) & _UPPER)
+
+
+def unpack_words(words: Any) -> tuple[Any, Any]:
+    """Return the numbers of bfloat16 in the lower and in the upper halves of words, as float32."""
+    # The bits of a number of bfloat16 are the upper 16 bits of the same number in float32.
+    halves = words << 16, words & _UPPER
+    lower, upper = (jax.lax.bitcast_convert_type(half, jnp.float32) for half in halves)
+    return lower, upper
+
+
+def _rounded(x: Any, drawn: Any | None) -> Any:
+    """Return numbers whose upper 16 bits are those of a bfloat16 beside them, as uint32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    if drawn is None:
+        # Just below half of the last place that stays, and one more where that place is odd: a tie
+        # goes up from an odd number and down to an even one.
+        added = ((bits >> 16) & np.uint32(1)) + np.uint32(0x7FFF)
+    else:
+        added = drawn & np.uint32(0xFFFF)
+    nearest = bits + added
+    # NaN is found by its bits, because the compiler of subcores assumes that no float is NaN.
+    return jnp.where((bits & _MAGNITUDE) > _INFINITY, bits | _QUIET, nearest)

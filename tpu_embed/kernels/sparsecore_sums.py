@@ -22,25 +22,29 @@ Output: one float32 row per segment, or its numbers rounded to bfloat16, two to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas import tpu_sc as plsc
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import reference, sparsecore_worker, storage
+from tpu_embed.kernels import reference, storage
+from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.kernels.sparsecore import WORDS
+from tpu_embed.kernels.sparsecore import LONGEST, WORDS, count_pieces
 
 _MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
 """The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
 _MOST_WORDS = 128 * 128
 """The most words of a chunk's sums, 64 KiB. A subcore's memory (256 KiB or more) holds two chunks,
 and where rows or sums are bfloat16 also these, half as many words."""
-LONGEST = _MOST_WORDS // _LEAST_ENTRIES
-"""The most columns of a row that the kernel sums."""
 
 
 def sum_rows(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
@@ -102,7 +106,7 @@ def gather_sum(
     width = source.shape[1] * halves
     if not (num_segments and index.shape[0] and source.shape[0]):
         return jnp.zeros((num_segments, width), jnp.float32)
-    cuts = _cuts(source.shape[1], LONGEST // halves)
+    cuts = count_pieces(source.shape[1], LONGEST // halves)
     result = jax.ShapeDtypeStruct((num_segments, width // cuts), jnp.float32)
     bounds = worker_bounds(segments, _workers_here(), num_segments)
     entries = [index, segments] if weights is None else [index, segments, weights]
@@ -183,21 +187,8 @@ def worker_bounds(segments: Array, workers: int, num_segments: int) -> Array:
 
 def _workers_here() -> int:
     """Return the number of workers of the devices that are being traced for."""
-    from jax.experimental.pallas import tpu_sc as plsc
-
     info = plsc.get_sparse_core_info()
     return info.num_cores * info.num_subcores
-
-
-def _cuts(words: int, longest: int) -> int:
-    """Return the smallest number of equal pieces of a row, of whole vectors, that are short enough.
-
-    Example:
-      >>> _cuts(1536, longest=1024)
-      2
-    """
-    vectors = words // WORDS
-    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
 
 
 def _entries_at_a_time(width: int) -> int:
@@ -226,15 +217,13 @@ def _sum_pieces(
       filled: whether sums of no entries are zeros.
       dim: D, the numbers of a rounded sum that count.
     """
-    from jax.experimental import pallas as pl
-
     chunk = _entries_at_a_time(max(source.shape[1], result.shape[1]))
     # Padded to whole chunks. No worker's bounds include the padding.
     entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
 
     def kernel(source: Any, bounds: Any, *refs: Any) -> None:
         *entries, out = refs
-        sparsecore_worker.run(bounds, source, entries, out, chunk, dim)
+        _sum_entries(bounds, source, entries, out, chunk, dim)
 
     fetched = entries[0].shape[0] * source.shape[1]
     size = 4 * (fetched + sum(x.shape[0] for x in entries) + result.size)
@@ -259,10 +248,6 @@ def on_subcores(
       size: the bytes that are read and written; the compiler schedules other work for that time.
       out_type: shape and dtype of its result; (): it writes to its operands.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
-
     return pl.kernel(
         kernel,
         out_type=out_type,
@@ -272,3 +257,212 @@ def on_subcores(
         compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False),
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
     )
+
+
+def _sum_entries(
+    bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int, dim: int = 0
+) -> None:
+    """Sum the segments of this worker.
+
+    Args:
+      bounds: int32 `[n]`, n > the number of workers; worker w has the entries bounds[w] to
+        bounds[w + 1] - 1.
+      source: `[R, W]` float32, or uint32 with two numbers of bfloat16 to a word.
+      entries: row numbers and segments, int32 `[N]`, and weights, float32 `[N]`, if there are any;
+        N is a multiple of `chunk`.
+      out: float32 `[n, width]`, the sums; those of no entries are not written. Or uint32
+        `[n, words]`: the sums of float32 rows, rounded to bfloat16, two to a word.
+      chunk: how many entries are summed at a time.
+      dim: D, the numbers of a rounded sum that count.
+    """
+
+    def with_refs(refs: dict[str, Any]) -> None:
+        memory = _Memory(**refs, dim=dim)
+        pltpu.sync_copy(bounds, memory.bounds)
+
+        def one_worker(worker: Any) -> None:
+            near = memory.bounds[pl.ds(worker, memory.lanes)]
+            _sum_range(_Work(memory, source, tuple(entries), out, near[0], near[1]))
+
+        subcore.on_each_worker(one_worker)
+
+    others: dict[str, Any] = {"absent": ((chunk,), jnp.int32)}
+    if out.dtype == jnp.uint32:
+        others["sums"] = ((2, chunk, out.shape[1]), out.dtype)
+    if len(entries) > 2:
+        others |= {"weights": ((chunk,), jnp.float32), "factors": ((2, chunk), jnp.float32)}
+    subcore.with_memory(with_refs, bounds, source, chunk, **others)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Memory(subcore.SumMemory):
+    """What a worker keeps in its subcore's memory: refs.
+
+    Attributes:
+      weights: float32 `[chunk]`, or None.
+      absent: int32 `[chunk]`, 1 where an entry of this worker has an absent row.
+    """
+
+    absent: Any
+    weights: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a worker has to do.
+
+    Attributes:
+      memory: its own memory.
+      source: the rows.
+      entries: row numbers, segments and, if there are any, weights.
+      out: the sums.
+      begin: its first entry, where a segment starts.
+      end: the entry behind its last one.
+    """
+
+    memory: _Memory
+    source: Any
+    entries: tuple[Any, ...]
+    out: Any
+    begin: Any
+    end: Any
+
+
+def _sum_range(work: _Work) -> None:
+    """Sum the entries of a worker, chunk by chunk."""
+    # Entries 100 to 299 in chunks of 128 are parts of the 3 chunks 0, 1 and 2.
+    memory, chunk = work.memory, work.memory.chunk
+    first = work.begin // chunk
+    chunks = jnp.where(work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0)
+
+    @pl.when(chunks > 0)
+    def _() -> None:
+        for copy in _number_copies(work, first):
+            copy.start()
+        _prepare(work, first, 0, more=chunks > 1)
+
+        @pl.loop(0, chunks)
+        def _(k: Any) -> None:
+            slot = k & 1
+
+            # Also before the next write: a segment that both chunks write to must end finished.
+            @pl.when(k > 0)
+            def _() -> None:
+                _write(work, 1 - slot).wait()
+
+            @pl.when(k + 1 < chunks)
+            def _() -> None:
+                _prepare(work, first + k + 1, 1 - slot, more=k + 2 < chunks)
+
+            _fetch(work, slot).wait()
+            subcore.sum_chunk(memory, slot)
+            _write(work, slot).start()
+
+        _write(work, (chunks - 1) & 1).wait()
+
+
+def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
+    """Start to fetch the rows of a chunk, and then the numbers of the next chunk.
+
+    Args:
+      work: the work; the copies of the chunk's numbers were started.
+      number: the chunk's number.
+      slot: which half of the memory it uses.
+      more: whether there is a next chunk.
+    """
+    for copy in _number_copies(work, number):
+        copy.wait()
+    _mark(work, number * work.memory.chunk, slot)
+    _fetch(work, slot).start()
+
+    @pl.when(more)
+    def _() -> None:
+        for copy in _number_copies(work, number + 1):
+            copy.start()
+
+
+def _mark(work: _Work, offset: Any, slot: Any) -> None:
+    """Work out, for every entry of a chunk, what to fetch, where to restart and what to write.
+
+    Args:
+      work: the work, with the chunk's numbers in memory.
+      offset: the chunk's first entry.
+      slot: which half of the memory the chunk uses.
+    """
+    # Row numbers (4, 7, -1, 2) of segments (3, 3, 3, 5): fetch (4, 7, none, 2), restart at
+    # (1, 0, 0, 1), absent (0, 0, 1, 0), write to (none, none, 3, 5): each chunk's last entry is
+    # written, whether its segment ends there or not.
+    memory, lanes, chunk = work.memory, work.memory.lanes, work.memory.chunk
+    zeros = jnp.zeros(lanes, jnp.int32)
+    nothing, some = zeros + PADDING_ID, zeros
+    for start in range(0, chunk, lanes):
+        here, lane = pl.ds(start, lanes), start + jax.lax.iota(jnp.int32, lanes)
+        before, segment, after = (
+            memory.segments[pl.ds(lanes + start + step, lanes)] for step in (-1, 0, 1)
+        )
+        row, entry = memory.index[here], offset + lane
+        own = (entry >= work.begin) & (entry < work.end)
+        present = own & (row >= 0) & (row < work.source.shape[0])
+        if memory.weights is not None:
+            weights = memory.weights[here]
+            present = present & (weights != 0)
+            memory.factors[slot, here] = jnp.where(present, weights, jnp.zeros_like(weights))
+        closes = own & ((lane == chunk - 1) | (segment != after)) & (segment < work.out.shape[0])
+        absent = jnp.where(own & ~present, zeros + 1, zeros)
+        some = some | absent
+        memory.absent[here] = absent
+        memory.ids[slot, here] = jnp.where(present, row, nothing)
+        opens = (entry == work.begin) | (segment != before)
+        memory.starts[slot, here] = jnp.where(opens, zeros + 1, zeros)
+        memory.targets[slot, here] = jnp.where(closes, segment, nothing)
+    # What the next chunk's first entry compares its segment with.
+    memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(chunk, lanes)]
+
+    @pl.when(functools.reduce(jnp.bitwise_or, [some[j] for j in range(lanes)]) != 0)
+    def _() -> None:
+        _zero_absent(memory, slot)
+
+
+def _zero_absent(memory: _Memory, slot: Any) -> None:
+    """Fill the rows of absent entries with zeros, because no DMA writes them."""
+    lanes = memory.lanes
+
+    @pl.loop(0, memory.chunk // lanes)
+    def _(vector: Any) -> None:
+        absent = memory.absent[pl.ds(vector * lanes, lanes)]
+        for j in range(lanes):
+
+            @pl.when(absent[j] != 0)
+            def _(i: Any = vector * lanes + j) -> None:
+                @pl.loop(0, memory.rows.shape[2] // lanes)
+                def _(part: Any) -> None:
+                    here = pl.ds(part * lanes, lanes)
+                    memory.rows[slot, i, here] = jnp.zeros(lanes, memory.rows.dtype)
+
+
+# -- what a test replaces to run a worker on a CPU -------------------------------------------------
+
+
+def _number_copies(work: _Work, number: Any) -> list[Any]:
+    """Return the copies, not started, of a chunk's numbers into the worker's memory."""
+    memory, chunk = work.memory, work.memory.chunk
+    here = pl.ds(number * chunk, chunk)
+    targets = memory.index, memory.segments.at[pl.ds(memory.lanes, chunk)], memory.weights
+    pairs = zip(work.entries, targets, strict=False)  # there may be no weights
+    return [pltpu.make_async_copy(x.at[here], target, memory.arrived) for x, target in pairs]
+
+
+def _fetch(work: _Work, slot: Any) -> Any:
+    """Return the indirect DMA, not started, that fetches a chunk's rows."""
+    memory = work.memory
+    rows = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
+    done = memory.fetched.at[slot]
+    return pltpu.make_async_copy(work.source.at[rows], memory.rows.at[slot], done)
+
+
+def _write(work: _Work, slot: Any) -> Any:
+    """Return the indirect DMA, not started, that writes a chunk's finished sums."""
+    memory = work.memory
+    targets = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
+    done = memory.written.at[slot]
+    return pltpu.make_async_copy(memory.sums.at[slot], work.out.at[targets], done)

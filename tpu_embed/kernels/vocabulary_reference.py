@@ -12,7 +12,7 @@ ago is evicted:
     step 2, key 7              seen again
     step 3, key 9              5 is evicted, 9 -> row 1
 
-`vocabulary_native` does the same in C++. Here a step takes time in proportion to the rows of the
+`host_native` does the same in C++. Here a step takes time in proportion to the rows of the
 map; there, to the keys of the batch.
 
 Input: NumPy arrays. Output: NumPy arrays, the same numbers from both implementations.

@@ -6,12 +6,15 @@ jit; training itself does not pay for them. They are nested dicts of plain Pytho
 functions of arrays, for a jit or outside of it.
 """
 
-from tpu_embed.metrics.batches import batch_statistics
-from tpu_embed.metrics.events import counters
-from tpu_embed.metrics.keys import vocabulary_scalars, vocabulary_statistics
 from tpu_embed.metrics.ranking import auc, ndcg_at_k, normalized_entropy, recall_at_k
-from tpu_embed.metrics.scalars import write_scalars
-from tpu_embed.metrics.tables import table_statistics
+from tpu_embed.metrics.statistics import (
+    batch_statistics,
+    counters,
+    table_statistics,
+    vocabulary_scalars,
+    vocabulary_statistics,
+    write_scalars,
+)
 
 __all__ = [
     "auc",

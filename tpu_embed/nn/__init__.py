@@ -12,7 +12,7 @@ Output: activations; after a training step, the new tables of the layers.
 """
 
 from tpu_embed.nn.attention import jagged_attention, on_each_replica
-from tpu_embed.nn.embedding import Embed, EmbeddingBag, Embeddings
+from tpu_embed.nn.embedding import Embed, EmbeddingBag, Embeddings, admit, place
 from tpu_embed.nn.gradients import (
     ActivationGradient,
     TableGradients,
@@ -20,9 +20,7 @@ from tpu_embed.nn.gradients import (
     fused_value_and_grad,
     sparse_value_and_grad,
 )
-from tpu_embed.nn.layer import Activations
-from tpu_embed.nn.placing import admit, place
-from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table
+from tpu_embed.nn.layer import Activations, Counter, MapVersion, Slot, Table
 
 __all__ = [
     "ActivationGradient",

@@ -30,8 +30,18 @@ from jax.extend.core import jaxpr_as_fun
 from tpu_embed._checks import message, warn_user
 from tpu_embed._types import Array
 from tpu_embed.nn.embedding import Embed
-from tpu_embed.nn.layer import TableLayer, count_calls, map_ids, not_found, updated, warn_once
-from tpu_embed.nn.variables import Seen, Table, Tap
+from tpu_embed.nn.layer import (
+    Seen,
+    Table,
+    TableLayer,
+    Tap,
+    count_calls,
+    map_ids,
+    not_found,
+    path_of,
+    updated,
+    warn_once,
+)
 from tpu_embed.sparse import known_after_ids, positions, propagate, value_and_aux
 
 Layers = Mapping[tuple[Any, ...], TableLayer]
@@ -291,11 +301,6 @@ def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
 def is_node(value: Any) -> bool:
     """Return whether a value is an nnx module, variable or another nnx node."""
     return isinstance(value, (nnx.Pytree, nnx.Variable))
-
-
-def path_of(keys: Sequence[Any]) -> str:
-    """Return the keys joined by slashes."""
-    return "/".join(map(str, keys))
 
 
 def layers_of(models: Any) -> Layers:

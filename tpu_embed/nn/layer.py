@@ -1,5 +1,8 @@
 """What layers have in common: an engine, its state in variables, and lookups that a step can find.
 
+The variables of a state have types of their own, so that filters such as `nnx.Param` do not select
+them: nnx must not make a dense gradient for a table.
+
 During a training step (`gradients.py`) a layer has two further variables. `seen` collects what it
 has looked up, and `tap` has zeros for each of these lookups, which become part of the activations:
 the gradient by them is that of the activations. Both are variables, so that they pass through
@@ -16,7 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +30,6 @@ from jax._src import core  # which trace is current, and of which kind, has no p
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
 from tpu_embed._checks import message, refuse_derivatives, warn_user
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
@@ -36,10 +38,97 @@ from tpu_embed.core.ids import narrow_ids, read_ids
 from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.engine_layer import EngineLayer
-from tpu_embed.nn.variables import Counter, MapVersion, Slot, Table, attributes, state_of
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.optimizers.base import LearningRateKind, learning_rate_kind
 from tpu_embed.sparse import check_weights, known_after, tapped
 from tpu_embed.vocabulary import map_version
+
+
+@final
+class Table(nnx.Variable):
+    """The rows of the tables of one stack, sharded over the mesh of its layer.
+
+    Its name among the variables of the layer is that of its stack, which says what the rows are.
+    The metadata `stack` repeats the name, for states that are merged by position.
+    """
+
+
+@final
+class Slot(nnx.Variable):
+    """A slot of a table's optimizer."""
+
+
+@final
+class Counter(nnx.Variable):
+    """A counter of a layer: updates (`step`), ids outside the table, exchanges over capacity."""
+
+
+@final
+class MapVersion(nnx.Variable):
+    """Of a layer of keys: the step of its map that the rows belong to, and the key of new rows."""
+
+
+@final
+class Tap(nnx.Variable):
+    """During a training step: zeros that are added to the activations of each of its lookups.
+
+    The gradient by them is that of the activations.
+    """
+
+
+@final
+class Seen(nnx.Variable):
+    """During a training step: what the layer has looked up in it so far."""
+
+
+def attributes(state: TableState) -> dict[str, Any]:
+    """Return the attributes of a layer that hold its state, in the containers of nnx."""
+    tables = {stack: Table(rows, stack=stack) for stack, rows in state.tables.items()}
+    slots = {
+        stack: nnx.Dict({name: Slot(array) for name, array in by_name.items()})
+        for stack, by_name in state.slots.items()
+    }
+    found: dict[str, Any] = {name: Counter(array) for name, array in state.counters.items()}
+    found |= {"tables": nnx.Dict(tables), "slots": nnx.Dict(slots), "step": Counter(state.step)}
+    if state.vocabulary is not None:
+        every = {name: MapVersion(x) for name, x in state.vocabulary.items()}
+        found["vocabulary"] = nnx.Dict(every)
+    return found
+
+
+def state_of(holder: Mapping[str, Any]) -> TableState:
+    """Return the state that a layer's attributes hold.
+
+    Args:
+      holder: the attributes by name; attributes that are not part of the state are ignored.
+    """
+    named = _variables(holder["tables"])
+    tables = {x.get_metadata().get("stack", name): x[...] for name, x in named.items()}
+    by_stack = holder["slots"]  # a stack without slots may have no entry
+    slots = {
+        stack: {name: slot[...] for name, slot in _variables(by_stack[stack]).items()}
+        if stack in by_stack
+        else {}
+        for stack in tables
+    }
+    counted = {name: x[...] for name, x in holder.items() if isinstance(x, Counter)}
+    step = counted.pop("step")
+    vocabulary = None
+    if "vocabulary" in holder:
+        vocabulary = {name: x[...] for name, x in _variables(holder["vocabulary"]).items()}
+    return TableState(tables, slots, step, counted, vocabulary)
+
+
+def _variables(holder: Any) -> dict[str, nnx.Variable]:
+    """Return the variables of a dictionary by name.
+
+    `nnx.tabulate` replaces the public methods of an `nnx.Dict` while it calls a model, and adds a
+    number to it. So the dictionary is only iterated and indexed, and other values are left out.
+
+    Args:
+      holder: an `nnx.Dict`, a dict or a state.
+    """
+    return {name: holder[name] for name in holder if isinstance(holder[name], nnx.Variable)}
+
 
 FEATURE = "ids"
 """The name of the only feature of a layer with one."""
@@ -212,14 +301,15 @@ class TableLayer(nnx.Module, EngineLayer):
           the admitted batch, which the jitted step takes.
 
         Raises:
-          ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is.
+          ValueError: whatever `EmbeddingEngine.admit` refuses. The layer stays as it is. After
+            Ctrl-C in the middle of it, the layer's arrays may be gone: then every call refuses
+            them, and a restore brings others.
         """
         maps = self.engine.vocabularies
         if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
             maps.check_next(map_version(self.state), batch.keys)  # of a clone that is left behind
-        with SignalsDeferred():  # the layer's arrays are gone until the new ones are set
-            state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
-            self.set_state(state)
+        state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
+        self.set_state(state)
         return admitted
 
     def bare(self, nest: Any) -> Any:
@@ -365,6 +455,11 @@ class TableLayer(nnx.Module, EngineLayer):
         except TraceContextError as error:
             raise not_found(self.seen.get_metadata()["layer"]) from error
         return rebuild(values)
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """Return the keys joined by slashes."""
+    return "/".join(map(str, keys))
 
 
 def not_found(path: str) -> ValueError:

@@ -12,18 +12,22 @@ from tpu_embed.optimizers.adadelta import Adadelta
 from tpu_embed.optimizers.adagrad import Adagrad
 from tpu_embed.optimizers.adagrad_momentum import AdagradMomentum
 from tpu_embed.optimizers.adam import Adam
-from tpu_embed.optimizers.base import SlotShape, TableOptimizer
+from tpu_embed.optimizers.arithmetic import row_mean, row_norm, row_sum
+from tpu_embed.optimizers.base import (
+    LearningRateKind,
+    SlotShape,
+    TableOptimizer,
+    learning_rate_kind,
+)
 from tpu_embed.optimizers.custom import CustomOptimizer
 from tpu_embed.optimizers.ftrl import FTRL
 from tpu_embed.optimizers.lamb import LAMB
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
 from tpu_embed.optimizers.lion import Lion
 from tpu_embed.optimizers.momentum import Momentum
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer
 from tpu_embed.optimizers.proximal_adagrad import ProximalAdagrad
 from tpu_embed.optimizers.rmsprop import CenteredRMSProp, RMSProp
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
-from tpu_embed.optimizers.row_sums import row_mean, row_norm, row_sum
 from tpu_embed.optimizers.rowwise_adagrad import RowWiseAdagrad
 from tpu_embed.optimizers.sgd import SGD
 from tpu_embed.optimizers.yogi import Yogi

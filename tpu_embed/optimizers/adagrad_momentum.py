@@ -12,11 +12,10 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._moments import average
-from tpu_embed.optimizers._options import FRACTION, POSITIVE, accepts
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import average
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import RatedOptimizer
+from tpu_embed.optimizers.row_optimizer import FRACTION, POSITIVE, RatedOptimizer, accepts
 
 _BETA_2 = accepts("a number in (0, 1]", lambda value, _: 0 < value <= 1)
 

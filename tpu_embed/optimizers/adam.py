@@ -13,12 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._moments import adam_rate, average
-from tpu_embed.optimizers._options import FRACTION, POSITIVE, accepts
-from tpu_embed.optimizers._rounding import round_now
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import adam_rate, average, round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import RatedOptimizer
+from tpu_embed.optimizers.row_optimizer import FRACTION, POSITIVE, RatedOptimizer, accepts
 
 _LAZY = accepts(
     "True with use_gradient_accumulation=False",

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import LEARNING_RATE, converted, slot_values
-from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
+from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RowOptimizer, converted, slot_values
 
 Rule = Callable[[Array, Array, dict[str, Array], Array, Array], tuple[Array, Mapping[str, Array]]]
 

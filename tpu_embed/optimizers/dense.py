@@ -19,8 +19,7 @@ import optax
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
-from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.optimizers.learning_rate import LearningRateKind, learning_rate_kind
+from tpu_embed.optimizers.base import LearningRateKind, TableOptimizer, learning_rate_kind
 
 
 class RowRuleState(NamedTuple):

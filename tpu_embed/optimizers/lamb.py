@@ -13,13 +13,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._moments import average, one_minus_power
-from tpu_embed.optimizers._options import FRACTION, POSITIVE
-from tpu_embed.optimizers._rounding import round_now
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import average, one_minus_power, round_now, row_sum
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import RatedOptimizer
-from tpu_embed.optimizers.row_sums import row_sum
+from tpu_embed.optimizers.row_optimizer import FRACTION, POSITIVE, RatedOptimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,10 @@ import dataclasses
 from dataclasses import field
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import FRACTION
-from tpu_embed.optimizers._rounding import round_now
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import RatedOptimizer
+from tpu_embed.optimizers.row_optimizer import FRACTION, RatedOptimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,27 +3,35 @@
 The transform's `update` is mapped over the rows. Leaves of its state with the shape `()`, such as a
 count, stay unmapped and are shared by the whole stack. All other leaves become slots, one per row.
 
+A transform is row-separable if its update of a row depends on that row alone. A clip by the global
+norm, for example, is not. Nothing in a transform says which it is, so it is tried: two updates of
+four rows, once row by row and once all together, must agree.
+
+optax raises a float to the power of an int32 count, which JAX's strict promotion refuses. So every
+call of a transform is made under the promotion that optax is written for.
+
 Input: an optax transform; then rows, slots and gradients.
-Output: a `TableOptimizer`; then rows and slots.
+Output: a `TableOptimizer`, or an error that says why no table can be trained with the transform;
+then rows and slots.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.tree_util import KeyPath, SequenceKey
 
 from tpu_embed._checks import message
-from tpu_embed._types import Array, ArrayLike
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._optax_calls import apply_transform, init_state, transform_name
-from tpu_embed.optimizers._probe import check_row_separable
-from tpu_embed.optimizers._slot_names import name_slots
+from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
 
 
@@ -74,7 +82,7 @@ class OptaxOptimizer(TableOptimizer):
     use_gradient_accumulation = True
 
     def __post_init__(self) -> None:
-        check_row_separable(self.transform, self._init_leaves, self._update_leaves)
+        _check_row_separable(self.transform, self._init_leaves, self._update_leaves)
 
     @property
     def updates_every_row(self) -> bool:
@@ -194,3 +202,215 @@ def as_table_optimizer(optimizer: Any) -> TableOptimizer | None:
     expected = "one of tpu_embed.optimizers, an optax transform or None"
     remedy = f"make one: {optimizer.__name__}(...)" if isinstance(optimizer, type) else ""
     raise ValueError(message("optimizer", expected=expected, got=repr(optimizer), remedy=remedy))
+
+
+def init_state(transform: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """Return the transform's first state."""
+    with jax.numpy_dtype_promotion("standard"):
+        return transform.init(params)
+
+
+def apply_transform(
+    transform: optax.GradientTransformation, gradients: PyTree, state: PyTree, params: PyTree
+) -> tuple[Any, PyTree]:
+    """Return the transform's updates and next state."""
+    update = optax.with_extra_args_support(transform).update
+    with jax.numpy_dtype_promotion("standard"):
+        return update(gradients, state, params)
+
+
+def transform_name(transform: Any) -> str:
+    """Return the name of the function that made a transform."""
+    # The update of optax.adam(0.1) is a local function, `chain.<locals>.update_fn`: "chain".
+    update = getattr(transform, "update", None)
+    return getattr(update, "__qualname__", type(transform).__name__).split(".")[0]
+
+
+def name_slots(paths: Sequence[KeyPath]) -> list[str]:
+    """Return one unique name per leaf of an optax state.
+
+    The name is that of the leaf's field. If several leaves share it, their positions in the chain
+    are put before it. If that is not unique either, the name is the whole path.
+
+    Args:
+      paths: the key paths of the leaves.
+
+    Returns:
+      the names, in the order of `paths`.
+
+    Example:
+      >>> import jax, optax
+      >>> state = optax.adam(lambda count: 0.1).init(1.0)
+      >>> name_slots([path for path, _ in jax.tree_util.tree_leaves_with_path(state)])
+      ['0_count', 'mu', 'nu', '1_count']
+
+    Reference:
+      The fields of optax's states.
+    """
+    candidates = [_candidates(path) for path in paths]
+    level = [0] * len(paths)
+    # Level 0: count, mu, nu, count. The counts clash and go to level 1: 0_count and 1_count.
+    for deeper in (1, 2):
+        names = [options[i] for options, i in zip(candidates, level, strict=True)]
+        uses = collections.Counter(names)
+        level = [deeper if uses[name] > 1 else i for name, i in zip(names, level, strict=True)]
+    return [options[i] for options, i in zip(candidates, level, strict=True)]
+
+
+def _candidates(path: KeyPath) -> tuple[str, str, str]:
+    """Return three names: the field, the field after its chain positions, and the whole path."""
+    keys = [(_word(key), isinstance(key, SequenceKey)) for key in path]
+    field = next((word for word, is_position in reversed(keys) if not is_position), "state")
+    positions = [word for word, is_position in keys if is_position]
+    return field, "_".join([*positions, field]), "_".join([word for word, _ in keys] or [field])
+
+
+def _word(key: Any) -> str:
+    """Return one key of a path as text: the name of a field, a dictionary's key, or a position."""
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+_STEPS = 2
+# One scale per row of the gradients. A norm over all rows is that of the last, so that a transform
+# that divides by it changes the update of the first rows by orders of magnitude.
+_SCALES = (1e-2, 1.0, 1e3, 1e9)
+_DIM = 3
+# Allows for two compiled programs and for bfloat16 states. A transform that mixes rows differs far
+# more than that.
+_TOLERANCE = 1e-2
+_EXPECTED = "a row-separable transform"
+_BELONGS = (
+    "a transform that looks beyond the row belongs around the dense part of the model, "
+    "or on the gradients before update"
+)
+
+
+def _check_row_separable(
+    transform: optax.GradientTransformation,
+    init_rows: Callable[[Array], list[Array]],
+    update_rows: Callable[..., tuple[Array, list[Array]]],
+) -> None:
+    """Refuse a transform whose update of a row depends on other rows.
+
+    Two updates of a few rows are computed twice: with the transform mapped over the rows, and with
+    the transform applied to all rows as one leaf. Both results must agree.
+
+    Args:
+      transform: the transform.
+      init_rows: makes the states of rows `[n, D]`, mapped over the rows.
+      update_rows: updates rows and states by gradients, mapped over the rows.
+
+    Raises:
+      ValueError: the results differ, the transform cannot be mapped over rows, or it is a
+        `MultiSteps`.
+    """
+    what = f"optimizer {transform_name(transform)!r}"
+    init = functools.partial(init_state, transform)
+    _refuse_multi_steps(transform, init, what)
+
+    def update(rows: Array, state: Any, gradients: Array) -> tuple[Any, Any]:
+        return apply_transform(transform, gradients, state, rows)
+
+    def probe(rows: Array, gradients: Array) -> Any:
+        one_by_one = _two_updates(init_rows, update_rows, rows, gradients)
+        return one_by_one, _two_updates(init, update, rows, gradients)
+
+    # The optimizer may be constructed inside a user's jit: compute here and now nevertheless.
+    try:
+        with jax.ensure_compile_time_eval():
+            mapped, whole = jax.device_get(jax.jit(probe)(*_samples()))
+    except Exception as error:
+        reason = f"one that cannot be mapped over rows ({_first_line(error)})"
+        hint = f"scalars of its state are shared by all rows and may not depend on them; {_BELONGS}"
+        raise ValueError(message(what, expected=_EXPECTED, got=reason, remedy=hint)) from error
+    updates_agree = all(map(_agree, mapped[0], whole[0]))
+    if not updates_agree or not _states_agree(mapped[1], whole[1]):
+        reason = "one whose update of a row, or its state, changes with the other rows"
+        hint = f"{_BELONGS}; tpu_embed.optimizers.LAMB takes its norms per row"
+        raise ValueError(message(what, expected=_EXPECTED, got=reason, remedy=hint))
+
+
+def _refuse_multi_steps(transform: Any, init: Callable[[Any], Any], what: str) -> None:
+    """Raise `ValueError` for a `MultiSteps`, which its state shows also inside a chain."""
+    multi = isinstance(transform, optax.MultiSteps)
+    if not multi:
+        row = jax.ShapeDtypeStruct((_DIM,), jnp.float32)
+        try:
+            state = jax.eval_shape(init, row)
+        except Exception as error:
+            reason = f"one that fails on a row ({_first_line(error)})"
+            expected = "a transform with a state for one row"
+            raise ValueError(message(what, expected=expected, got=reason)) from error
+        states = jax.tree.leaves(state, is_leaf=_is_multi_steps_state)
+        multi = any(_is_multi_steps_state(leaf) for leaf in states)
+    if multi:
+        remedy = "a row that no id touches in a step would not be counted; use a larger batch, " + (
+            "or accumulate activation gradients before update"
+        )
+        expected = "a transform that updates at every step"
+        raise ValueError(message(what, expected=expected, got="optax.MultiSteps", remedy=remedy))
+
+
+def _is_multi_steps_state(node: Any) -> bool:
+    return isinstance(node, optax.MultiStepsState)
+
+
+def _samples() -> tuple[np.ndarray, np.ndarray]:
+    """Return rows `[n, D]` and gradients `[steps, n, D]`, float32, with no number near 0.
+
+    From step to step the gradient of every second row changes sign, so that its inner product with
+    the past gradient is negative in these rows and positive in the others.
+    """
+    # cos plus 1.5 times its sign: numbers with absolute values in [1.5, 2.5] and mixed signs.
+    n = len(_SCALES)
+    grid = np.arange(1, (1 + _STEPS) * n * _DIM + 1, dtype=np.float64)
+    values = (np.cos(7.0 * grid) + 1.5 * np.sign(np.cos(7.0 * grid))).reshape(-1, n, _DIM)
+    gradients = np.abs(values[1:]) * np.sign(values[1]) * np.asarray(_SCALES)[:, None]
+    gradients[1::2, ::2] *= -1.0
+    return values[0].astype(np.float32), gradients.astype(np.float32)
+
+
+def _two_updates(
+    init: Callable[[Array], Any], update: Callable[..., Any], rows: Array, gradients: Array
+) -> tuple[list[Array], list[Array]]:
+    """Return the updates of each step and the leaves of the last state."""
+    state, updates = init(rows), []
+    for step in range(_STEPS):
+        u, state = update(rows, state, gradients[step])
+        rows = rows + jnp.asarray(u).astype(rows.dtype)
+        updates.append(u)
+    return updates, jax.tree.leaves(state)
+
+
+def _states_agree(one_by_one: list[np.ndarray], together: list[np.ndarray]) -> bool:
+    """Return whether the states agree, as far as their leaves can be matched.
+
+    A leaf that exists once for all rows must be the same in every row. Leaves of other shapes can't
+    be matched; for them only the updates are compared.
+    """
+    # Mapped leaf [n, D] with a whole leaf [n, D] or [D]; mapped [n] with [n] or [].
+    return all(
+        _agree(a, np.broadcast_to(b, a.shape))
+        for a, b in zip(one_by_one, together, strict=True)
+        if b.shape in (a.shape, a.shape[1:])
+    )
+
+
+def _agree(one_by_one: np.ndarray, together: np.ndarray) -> bool:
+    """Return whether two arrays `[n, ...]` agree, relative to the largest entry of each row."""
+    if one_by_one.shape != together.shape:
+        return False
+    n = one_by_one.shape[0] if one_by_one.ndim else 1
+    a, b = (np.asarray(x).astype(np.float64).reshape(n, -1) for x in (one_by_one, together))
+    largest = np.max(np.abs(a), axis=-1, keepdims=True, initial=0.0)
+    # Equal infinities differ by NaN, so equality and NaN in both are tested by themselves.
+    close = np.abs(a - b) <= _TOLERANCE * largest
+    return bool(np.all(close | (a == b) | (np.isnan(a) & np.isnan(b))))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else repr(error)

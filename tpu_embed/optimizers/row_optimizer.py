@@ -4,36 +4,153 @@ The rule is written once, over rows. The engine applies it to the touched rows o
 `as_optax` applies it to dense trees. Options that all rules share, such as weight decay and
 clipping, stand around the rule.
 
-Input: rows, their slots, and their gradients.
-Output: the rows and the slots after one update.
+Optimizers are equal by value, so every option is stored in one way: `0.1`, `np.float32(0.1)` and a
+0-d array all become a Python float. Each field of a rule says in its metadata what it accepts.
+
+Input: an optimizer as a user constructs it; then rows, their slots, and their gradients.
+Output: the optimizer with every option checked; then rows and slots after one update.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field
 from typing import Any, ClassVar, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import is_number, message
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers import _options
-from tpu_embed.optimizers._rounding import round_now
-from tpu_embed.optimizers.base import Slot, Slots, SlotShape, TableOptimizer, Updated
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import round_now
+from tpu_embed.optimizers.base import (
+    LearningRate,
+    Slot,
+    Slots,
+    SlotShape,
+    TableOptimizer,
+    Updated,
+    checked_learning_rate,
+)
 from tpu_embed.optimizers.dense import dense_transform
-from tpu_embed.optimizers.learning_rate import LearningRate
 
-_OPTIONAL = _options.converted(_options.optional_number)
-_SLOT_VALUES = _options.converted(_options.slot_values)
-_CLIPVALUE = _options.converted(_options.clip_bounds) | _options.accepts(
+Bounds = tuple[float | None, float | None]
+
+
+def accepts(expected: str, allowed: Callable[[Any, Any], bool]) -> dict[str, Any]:
+    """Return the metadata of a field whose value v must satisfy `allowed(v, optimizer)`.
+
+    Args:
+      expected: the condition in words, for the error.
+      allowed: the condition, on the value and the whole optimizer.
+    """
+    return {"expected": expected, "allowed": allowed}
+
+
+def converted(convert: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the metadata of a field whose value is stored as `convert(what, value)`."""
+    return {"convert": convert}
+
+
+POSITIVE = accepts("a number > 0", lambda value, _: value > 0)
+NON_NEGATIVE = accepts("a number >= 0", lambda value, _: value >= 0)
+FRACTION = accepts("a number in [0, 1)", lambda value, _: 0 <= value < 1)
+"""The metadata of a rate of a moving average."""
+LEARNING_RATE = converted(checked_learning_rate)
+
+
+def _flag(what: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        raise ValueError(message(what, expected="True or False", got=repr(value)))
+    return bool(value)
+
+
+def number(what: str, value: Any) -> float:
+    """Return `value` as a float.
+
+    Raises:
+      ValueError: `value` is not a number, or is NaN.
+    """
+    if not is_number(value) or math.isnan(value):
+        raise ValueError(message(what, expected="a number", got=repr(value)))
+    return float(value)
+
+
+def optional_number(what: str, value: Any) -> float | None:
+    """Return `value` as a float, or None.
+
+    Raises:
+      ValueError: `value` is neither a number nor None.
+    """
+    return None if value is None else number(what, value)
+
+
+def check_order(what: str, bounds: Bounds) -> None:
+    """Raise `ValueError` if the lower bound is above the upper one."""
+    low, high = bounds
+    if low is not None and high is not None and low > high:
+        raise ValueError(message(what, expected="min <= max", got=f"min {low!r} > max {high!r}"))
+
+
+def clip_bounds(what: str, value: Any) -> Bounds | None:
+    """Return `(min, max)` of a clip option.
+
+    Args:
+      what: the option's name.
+      value: None, one number c for (-c, c), or a pair of which either number may be None.
+
+    Raises:
+      ValueError: `value` is none of these, or min > max.
+    """
+    if value is None:
+        return None
+    if is_number(value) and not math.isnan(value):
+        bounds: Bounds = (-float(value), float(value))
+    elif isinstance(value, (tuple, list)) and len(value) == 2:
+        bounds = (optional_number(what, value[0]), optional_number(what, value[1]))
+    else:
+        expected = "None, a number c for (-c, c), or a pair (min, max)"
+        raise ValueError(message(what, expected=expected, got=repr(value)))
+    check_order(what, bounds)
+    return None if bounds == (None, None) else bounds
+
+
+def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
+    """Return a mapping from slot names to numbers or initializers as sorted pairs.
+
+    Raises:
+      ValueError: `values` is not such a mapping.
+    """
+    try:
+        pairs = dict(values.items() if isinstance(values, Mapping) else (values or ()))
+    except (TypeError, ValueError):
+        expected = "a mapping from slot names to numbers or initializers"
+        raise ValueError(message(what, expected=expected, got=repr(values))) from None
+    for slot, value in pairs.items():
+        if not isinstance(slot, str) or not slot:
+            raise ValueError(message(what, expected="slot names (str)", got=repr(slot)))
+        if not callable(value) and not is_number(value):
+            expected = "a number or an initializer (key, shape, dtype) -> array"
+            raise ValueError(message(f"{what}[{slot!r}]", expected=expected, got=repr(value)))
+    # {"m": 1, "a": np.float32(2)} -> (("a", 2.0), ("m", 1.0)): hashable, in one order.
+    plain = {slot: float(value) if is_number(value) else value for slot, value in pairs.items()}
+    return tuple((slot, plain[slot]) for slot in sorted(plain))
+
+
+_CONVERT: dict[type, Callable[[str, Any], Any]] = {bool: _flag, float: number}
+
+
+_OPTIONAL = converted(optional_number)
+_SLOT_VALUES = converted(slot_values)
+_CLIPVALUE = converted(clip_bounds) | accepts(
     "None with use_gradient_accumulation=False (clip before the update, or accumulate)",
     lambda value, optimizer: value is None or optimizer.use_gradient_accumulation,
 )
@@ -80,7 +197,27 @@ class RowOptimizer(TableOptimizer):
 
     @final
     def __post_init__(self) -> None:
-        _options.normalise(self)
+        # Numbers become Python floats, mappings sorted tuples of pairs, and `clipvalue` a pair, so
+        # that optimizers that mean the same compare equal.
+        name, fields = type(self).__name__, dataclasses.fields(self)
+        # Convert all fields before checking any: a condition may compare two of them.
+        for option in fields:
+            value = getattr(self, option.name)
+            convert = option.metadata.get("convert", _CONVERT.get(type(option.default)))
+            if convert is not None:
+                object.__setattr__(self, option.name, convert(f"{name}.{option.name}", value))
+        for option in fields:
+            value, metadata = getattr(self, option.name), option.metadata
+            if "allowed" in metadata and not metadata["allowed"](value, self):
+                what, expected = f"{name}.{option.name}", metadata["expected"]
+                raise ValueError(message(what, expected=expected, got=repr(value)))
+        check_order(f"{name}.clip_weight", (self.clip_weight_min, self.clip_weight_max))
+        known = [slot.name for slot in self.declared_slots()]
+        for slot, _ in self.slot_initializers:
+            if slot not in known:
+                words = f"names of its slots ({', '.join(known) or 'it has none'})"
+                what = f"{name}.slot_initializers"
+                raise ValueError(message(what, expected=words, got=repr(slot)))
 
     @abc.abstractmethod
     def declared_slots(self) -> tuple[Slot, ...]:
@@ -217,7 +354,7 @@ class RowOptimizer(TableOptimizer):
 class RatedOptimizer(RowOptimizer):
     """Take the learning rate as the first argument, and all other options by keyword."""
 
-    learning_rate: LearningRate = field(default=0.001, metadata=_options.LEARNING_RATE)
+    learning_rate: LearningRate = field(default=0.001, metadata=LEARNING_RATE)
 
 
 def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:

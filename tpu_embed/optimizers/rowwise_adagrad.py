@@ -12,12 +12,10 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._options import NON_NEGATIVE, POSITIVE
-from tpu_embed.optimizers._rounding import round_now
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import round_now, row_mean
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import RatedOptimizer
-from tpu_embed.optimizers.row_sums import row_mean
+from tpu_embed.optimizers.row_optimizer import NON_NEGATIVE, POSITIVE, RatedOptimizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,10 @@ from dataclasses import field
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
-from tpu_embed.kernels.rules import CompiledRule
-from tpu_embed.optimizers._moments import adam_rate, average
-from tpu_embed.optimizers._options import FRACTION, LEARNING_RATE, POSITIVE
-from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.learning_rate import LearningRate
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.kernels.operands import CompiledRule
+from tpu_embed.optimizers.arithmetic import adam_rate, average
+from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
+from tpu_embed.optimizers.row_optimizer import FRACTION, LEARNING_RATE, POSITIVE, RowOptimizer
 
 
 @dataclasses.dataclass(frozen=True)

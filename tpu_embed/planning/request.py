@@ -449,7 +449,7 @@ def _expected(layout: Layout, shapes: list[jax.ShapeDtypeStruct]) -> BatchSpec:
 def _capacities(view: StackView) -> dict[str, int]:
     """Return the expected room for a stack's exchange.
 
-    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `share` of them. A
+    Of n uniform ids of a table, `_distinct(n, V)` differ, and a shard owns `owned` of them. A
     device sends one sum per distinct row and block of the batch.
     """
     stack, spec, layout = view.stack, view.spec, view.layout
@@ -462,11 +462,11 @@ def _capacities(view: StackView) -> dict[str, int]:
         mine = [f for f in view.features if layout.features[f].table == table]
         shapes = [(spec.local_sizes[f], spec.feature_shapes[f]) for f in mine]
         ids = sum(_num_ids(*one) for one in shapes)
-        share = min(1.0, table.rows_per_shard / table.vocabulary_size)
-        rows += share * _distinct_in(table, ids)
+        owned = min(1.0, table.rows_per_shard / table.vocabulary_size)
+        rows += owned * _distinct_in(table, ids)
         summed = blocks * _distinct_in(table, ids / blocks)
-        partials += share * summed
-        merged += share * _distinct_in(table, ids * replicas)
+        partials += owned * summed
+        merged += owned * _distinct_in(table, ids * replicas)
     # Padding must not exceed what any ids of this number need: a distinct row is asked for once, a
     # sum is of one row and one block, and an owner gets rows of its own from all replicas.
     room = {

@@ -229,7 +229,7 @@ class Target(NamedTuple):
             return self.topology.hosts
         if not isinstance(self.axes.mesh, Mesh):
             return 1
-        return len({device.process_index for device in self.axes.mesh.devices.flat})
+        return len(self.axes.processes)
 
     def larger(self, batch: int) -> list[Target]:
         """Return targets with more devices, of which each number divides the batch.

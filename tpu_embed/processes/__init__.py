@@ -1,31 +1,25 @@
-"""What the processes of one run tell each other: raise together, agree, leave, whose turn it is."""
+"""What the processes of one run tell each other: raise together, agree, leave, in which order."""
 
-from tpu_embed.processes.conversations import Conversation, Monologue, check_all_have_a_batch
-from tpu_embed.processes.departures import listen
+from tpu_embed.processes.conversations import Conversation
+from tpu_embed.processes.departures import client
 from tpu_embed.processes.messages import (
-    FILES_SECONDS,
-    WAIT_SECONDS,
     agree_on,
     check_same,
-    exchange_bytes,
     gather_bytes,
     gather_from_all,
     raise_on_all,
+    who,
 )
-from tpu_embed.processes.turns import Turns
+from tpu_embed.processes.order import Order
 
 __all__ = [
-    "FILES_SECONDS",
     "Conversation",
-    "Monologue",
-    "Turns",
-    "WAIT_SECONDS",
+    "Order",
     "agree_on",
-    "check_all_have_a_batch",
     "check_same",
-    "exchange_bytes",
+    "client",
     "gather_bytes",
     "gather_from_all",
-    "listen",
     "raise_on_all",
+    "who",
 ]

@@ -7,56 +7,62 @@ batches. Output: what the others say, or an error in every process.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from tpu_embed._checks import message
-from tpu_embed.processes.departures import listen
-from tpu_embed.processes.messages import WAIT_SECONDS, exchange, raise_refusals, refusal_of
-from tpu_embed.processes.turns import turns_of
+from tpu_embed.processes.departures import client
+from tpu_embed.processes.messages import WAIT_SECONDS, exchange, refuse
+from tpu_embed.processes.order import order_of
 
-
-class Monologue:
-    """What `Conversation` is where there is one process: nobody is told anything."""
-
-    alone = True
-
-    def refusals(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that does nothing."""
-        return contextlib.nullcontext()
-
-    def refuse(self, error: BaseException) -> None:
-        """Tell nobody."""
-
-    def end(self) -> None:
-        """Tell nobody."""
+_END = "no more batches"
 
 
 class Conversation:
-    """What the processes tell each other of the batches of an engine, or of a model.
+    """What the processes tell each other of batches; where there is one process, nothing.
 
     Args:
       name: of the conversation, the same in all processes.
 
     Attributes:
-      alone: False.
-      name: see above.
-      turns: the order of calls, the same in all processes; all who take part in a conversation here
-        share it.
+      alone: whether there is one process.
+      order: of the calls, the same in all processes; all who take part in a conversation here share
+        it.
     """
 
-    alone = False
-
     def __init__(self, name: str) -> None:
-        self.name, self.turns = name, turns_of(name)
-        listen()
+        self._name, self.alone, self.order = name, jax.process_count() == 1, order_of(name)
+        if not self.alone:
+            client()  # from now on, the others are told if this process ends
 
-    def exchange(self, news: str | None) -> dict[int, Any]:
-        """Return what the processes with news say, by process."""
-        return exchange("place", self.name, news, WAIT_SECONDS)
+    def exchange(self, news: Any) -> dict[int, Any]:
+        """Return what the processes say that have news; None is no news.
+
+        Raises:
+          ValueError, TypeError, RuntimeError: another process refused its part, or has no more
+            batches; raised by every process.
+        """
+        said = exchange(
+            "place",
+            self._name,
+            news,
+            WAIT_SECONDS,
+            refused="place: process {} refused its part of the batch",
+        )
+        ended = [process for process, one in said.items() if one == _END]
+        if ended and len(ended) < jax.process_count():
+            raise ValueError(
+                message(
+                    "place",
+                    expected="a batch in every process, or in none",
+                    got=f"no more batches in process {', '.join(map(str, ended))}",
+                    remedy="give every process equally many batches, and leave their loops at the "
+                    "same batch",
+                )
+            )
+        return said
 
     @contextlib.contextmanager
     def refusals(self) -> Iterator[None]:
@@ -69,30 +75,17 @@ class Conversation:
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""
-        self.exchange(refusal_of(error))
+        if not self.alone:
+            refuse("place", self._name, error, WAIT_SECONDS)
 
-    def end(self) -> None:
-        """Tell the other processes that this one has no more batches.
+    def end(self, reason: BaseException | None = None) -> None:
+        """Tell the other processes that this one has no more batches, or why.
 
         Raises:
           ValueError: another process has one; raised by every process.
           ValueError, TypeError, RuntimeError: another process refused its part.
         """
-        said = self.exchange(json.dumps({"end": True}))
-        if not all(said.get(process, {}).get("end") for process in range(jax.process_count())):
-            check_all_have_a_batch(said)
-
-
-def check_all_have_a_batch(said: dict[int, Any]) -> None:
-    """Raise the error of a process that refused its part, or that some have no more batches.
-
-    Args:
-      said: the messages, by process.
-    """
-    raise_refusals("place", "refused its part of the batch", said)
-    ended = [process for process, one in sorted(said.items()) if "end" in one]
-    if ended:
-        which = f"process{'es' if len(ended) > 1 else ''} {', '.join(map(str, ended))}"
-        expected, got = "a batch in every process, or in none", f"no more batches in {which}"
-        remedy = "give every process equally many batches, and leave their loops at the same batch"
-        raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
+        if reason is not None:
+            self.refuse(reason)
+        elif not self.alone:
+            self.exchange(_END)

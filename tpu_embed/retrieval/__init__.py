@@ -6,7 +6,7 @@
 """
 
 from tpu_embed.retrieval.keyed import keyed_rows, keys_of
-from tpu_embed.retrieval.sampling import counted_log_q, log_uniform_log_q
+from tpu_embed.retrieval.scores import counted_log_q, log_uniform_log_q
 from tpu_embed.retrieval.search import TopK, top_k
 from tpu_embed.retrieval.softmax import in_batch_softmax, sampled_softmax
 

@@ -21,7 +21,6 @@ Input: one shard of a stack, and queries. Output: K scores and indices per query
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -65,23 +64,16 @@ class Found(NamedTuple):
     indices: Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """Which local rows of a shard are read together.
+def plan_blocks(stack: Stack, table: TableSlice, queries: int) -> tuple[int, int, int]:
+    """Return which local rows are read together: blocks that cover a table.
 
-    Attributes:
+    The products of a block's rows with the queries are not too many numbers.
+
+    Returns:
       begin: the first local row of the first block, at or before the table's first one.
       count: the number of blocks.
       size: the rows of a block.
     """
-
-    begin: int
-    count: int
-    size: int
-
-
-def plan_blocks(stack: Stack, table: TableSlice, queries: int) -> Blocks:
-    """Return blocks that cover a table, whose products with the queries are not too large."""
     # Packed rows can only be read from a multiple of 128 on. A table that begins at local row 300
     # is read from row 256 on, and the rows before 300 are masked.
     unit = row_unit(stack.row_format)
@@ -90,7 +82,7 @@ def plan_blocks(stack: Stack, table: TableSlice, queries: int) -> Blocks:
     most = max(PRODUCT_NUMBERS // max(queries, 1), LEAST_ROWS)
     count = -(-rows // most)
     size = round_up(-(-rows // count), math.lcm(unit, BUNDLE_ROWS))
-    return Blocks(begin, count, min(size, stack.num_rows))
+    return begin, count, min(size, stack.num_rows)
 
 
 def scan_shard(
@@ -116,7 +108,8 @@ def scan_shard(
       kept: K.
       score: what the rows are made ready for; the queries are.
     """
-    blocks, dtype = plan_blocks(stack, table, len(queries)), stack.index_dtype
+    begin, count, size = plan_blocks(stack, table, len(queries))
+    dtype = stack.index_dtype
     here = _rows_here(stack, table)
     if exclude is not None:  # by local row of the stack: those of other shards are outside of it
         exclude -= axis_index(stack.shard_axes).astype(dtype) * stack.num_rows
@@ -127,22 +120,22 @@ def scan_shard(
     def read_block(number: Array, found: Found) -> Found:
         # The last block begins earlier, so that it fits: of 10 rows in blocks of 4 it has rows 6
         # to 9, of which 6 and 7 are masked, because the block before has them.
-        first = blocks.begin + number * blocks.size
-        start = jnp.minimum(first, stack.num_rows - blocks.size)
-        rows = read_rows(physical, start, blocks.size, stack.row_format)
-        local = start + jnp.arange(round_up(blocks.size, BUNDLE_ROWS), dtype=dtype)
+        first = begin + number * size
+        start = jnp.minimum(first, stack.num_rows - size)
+        rows = read_rows(physical, start, size, stack.row_format)
+        local = start + jnp.arange(round_up(size, BUNDLE_ROWS), dtype=dtype)
         # A block that is no whole number of bundles ends with the stack, so this is False after it.
         usable = (local >= jnp.maximum(first, table.offset)) & (local < table.offset + here)
         if allowed is not None:
             usable &= jax.lax.dynamic_slice_in_dim(allowed, start, len(local))
         scores = _product(queries, scored(rows, score), len(usable) // BUNDLE_ROWS)
         if exclude is not None:
-            scores = _hide(scores, exclude, start, blocks.count)
+            scores = _hide(scores, exclude, start, count)
         return merge_block(found, scores, usable, start - table.offset)
 
     shape = len(queries), kept
     nothing = Found(jnp.full(shape, -jnp.inf, queries.dtype), jnp.full(shape, PADDING_ID, dtype))
-    first, end = np.array([0, blocks.count], dtype)
+    first, end = np.array([0, count], dtype)
     return jax.lax.fori_loop(first, end, read_block, nothing)
 
 

@@ -1,8 +1,13 @@
-"""What a score is: the inner product of two vectors, or the cosine of their angle.
+"""What a score is, the inner product of two vectors or the cosine of their angle, and its bias.
 
 The losses and the search have the same scores, so that what was trained is what is found.
 
-Input: vectors. Output: vectors whose inner products are the scores.
+An item that is drawn often as a negative would be pushed down for being drawn, not for being wrong.
+Subtracting the log of the probability of a draw undoes that. Uniform draws need nothing: they would
+subtract the same number from all logits, which changes no softmax.
+
+Input: vectors; counts, or ids that a sampler drew.
+Output: vectors whose inner products are the scores; log probabilities of draws.
 """
 
 from __future__ import annotations
@@ -11,9 +16,10 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from tpu_embed._checks import check_choice, is_number, message
-from tpu_embed._types import Array
+from tpu_embed._checks import check_choice, check_ids, check_int, is_number, message
+from tpu_embed._types import Array, ArrayLike, Tracer
 
 Score = Literal["dot", "cosine"]
 """`"dot"`: ⟨q, x⟩. `"cosine"`: ⟨q, x⟩ / (|q| |x|), and 0 where one of them is zeros."""
@@ -55,3 +61,86 @@ def scored(vectors: Array, score: Score) -> Array:
     near_one = vectors / jnp.where(some, largest, 1)
     squares = (near_one * near_one).sum(axis=-1, keepdims=True)
     return near_one / jnp.sqrt(jnp.where(some, squares, 1))
+
+
+def counted_log_q(counts: ArrayLike) -> np.ndarray:
+    """Return the log share of each item among examples, for negatives from the same batch.
+
+    In a batch of examples an item is drawn as often as it occurs: q_i = count_i / Σ count. An item
+    that was not counted is taken as counted once.
+
+    Args:
+      counts: numbers `[V]`, how many examples have each item, such as `np.bincount` returns.
+
+    Returns:
+      float32 `[V]`, on the host. The batch's part, `log_q[items]`, is an input of the step.
+
+    Raises:
+      ValueError: another shape, a number that is no count, or nothing was counted.
+
+    Example:
+      >>> np.exp(counted_log_q([2, 6, 0])).tolist()
+      [0.25, 0.75, 0.125]
+    """
+    counted = np.asarray(counts, np.float64)
+    known = counted.ndim == 1 and np.isfinite(counted).all() and not (counted < 0).any()
+    if not known or not counted.sum() > 0:
+        expected = "counts [V], at least 0, one of them positive"
+        got = f"{list(counted.shape)} {np.array2string(counted, threshold=6, edgeitems=2)}"
+        remedy = "np.bincount(ids, minlength=V) counts"
+        text = message("counted_log_q: counts", expected=expected, got=got, remedy=remedy)
+        raise ValueError(text)
+    return np.log(np.maximum(counted, 1) / counted.sum()).astype(np.float32)
+
+
+def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
+    """Return the log probabilities of ids under the log-uniform (Zipfian) distribution.
+
+    q_i = log((i + 2) / (i + 1)) / log(V + 1) for ids in [0, V) that are sorted by falling
+    frequency. `floor((V + 1) ** u) - 1` draws them, for u uniform in [0, 1).
+
+    Args:
+      ids: integers of any shape, -1 is padding.
+      vocabulary_size: V.
+
+    Returns:
+      float32 in the shape of the ids, 0 for padding. Where ids cannot be checked, because a jit
+      is given them or other processes have them, an id of V or above counts as padding, too.
+
+    Raises:
+      ValueError: V < 1; an id of V or above, where ids can be checked.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> print(np.exp(np.asarray(log_uniform_log_q([0, 1, 2], 3))).round(3))
+      [0.5   0.292 0.208]
+    """
+    size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)
+    array = check_ids("log_uniform_log_q: ids", ids)
+    remedy = "V is the number of rows from which the sampler draws"
+    check_below("log_uniform_log_q: ids", ids, size, expected="ids below V", remedy=remedy)
+    last = min(size - 1, np.iinfo(array.dtype).max)  # the largest id that its dtype can hold
+    above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
+    log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
+    return jnp.where((array < 0) | (array > last), jnp.float32(0), log_q)
+
+
+def check_below(what: str, ids: Any, size: int, *, expected: str, remedy: str = "") -> None:
+    """Check that ids, or indices, are below a number, if this process knows them.
+
+    Args:
+      what: what they are, for messages.
+      ids: integers of any shape.
+      size: the number.
+      expected: what is expected, for messages.
+      remedy: likewise.
+
+    Raises:
+      ValueError: one is not.
+    """
+    if isinstance(ids, Tracer) or not getattr(ids, "is_fully_addressable", True):
+        return
+    known = np.ma.compressed(np.asanyarray(ids))
+    if known.size and known.max() >= size:
+        text = message(what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy)
+        raise ValueError(text)

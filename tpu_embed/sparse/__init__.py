@@ -9,13 +9,16 @@ from tpu_embed.sparse.indexed_slices import (
     scale,
 )
 from tpu_embed.sparse.lookup import check_weights, embedding_lookup
-from tpu_embed.sparse.program import Program, propagate, pull_back, tap
-from tpu_embed.sparse.taps import (
+from tpu_embed.sparse.program import (
+    Program,
     find_sites,
     full,
     known_after,
     known_after_ids,
+    propagate,
+    pull_back,
     stopped_p,
+    tap,
     tapped,
 )
 

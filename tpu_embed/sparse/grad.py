@@ -21,10 +21,9 @@ from tpu_embed._checks import is_int, message, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.state import TableState, refuse_gradient
-from tpu_embed.kernels.varying import as_varying, varying_axes
+from tpu_embed.kernels.tracing import as_varying, varying_axes
 from tpu_embed.sparse.indexed_slices import IndexedSlices
-from tpu_embed.sparse.program import pull_back, tap
-from tpu_embed.sparse.taps import find_sites, looked_up
+from tpu_embed.sparse.program import find_sites, looked_up, pull_back, tap
 
 
 def sparse_value_and_grad(

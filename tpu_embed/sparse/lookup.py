@@ -24,7 +24,7 @@ from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.core.ids import gains_in_program, is_real, narrow_ids
 from tpu_embed.kernels import dispatch
-from tpu_embed.kernels.varying import as_varying, varying_axes
+from tpu_embed.kernels.tracing import as_varying, varying_axes
 
 
 def embedding_lookup(

@@ -14,12 +14,12 @@ Input: batches, and states. Output: records.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from tpu_embed._calls import Exchange
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
@@ -34,8 +34,7 @@ def placed_step(batch: Batch) -> int:
     return int(steps[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Enqueued:
+class Enqueued(NamedTuple):
     """A batch that waits in the queue, or was dequeued.
 
     Attributes:
@@ -56,15 +55,10 @@ class Enqueued:
         """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
         return placed_step(self.batch) if self.batch.keys.is_training else None
 
-    def issued(self, lookup: Callable[[Batch], PyTree]) -> Enqueued:
-        """Return the batch with its activations; look them up unless that was done before."""
-        if self.activations is not None:
-            return self
-        return dataclasses.replace(self, activations=lookup(self.batch))
-
-    def withdrawn(self) -> Enqueued:
-        """Return the batch without activations, so that it is looked up again."""
-        return dataclasses.replace(self, activations=None)
+    @property
+    def size(self) -> tuple[int, ...] | None:
+        """The examples of every feature per replica; None of a batch that is not for training."""
+        return self.batch.spec.local_sizes if self.training else None
 
 
 class Record(NamedTuple):
@@ -76,8 +70,8 @@ class Record(NamedTuple):
       waiting: the enqueued batches, oldest first.
       dequeued: the batch dequeued last, until its gradients are applied.
       failure: why the state is invalid, or None.
-      update: None, or the list into which a running update, which takes the memory of the state,
-        puts the new state.
+      update: None, or what is running in the memory of the state, and how to record its result. An
+        interrupted one is gone on with by the next call.
     """
 
     state: TableState | None = None
@@ -85,30 +79,13 @@ class Record(NamedTuple):
     waiting: tuple[Enqueued, ...] = ()
     dequeued: Enqueued | None = None
     failure: str | None = None
-    update: list[TableState] | None = None
+    update: tuple[Exchange[Any], Callable[[Record, Any], Record]] | None = None
 
     @property
     def progress(self) -> str:
         """How far the training is, in words: `step 3, 2 batches waiting`."""
         step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
         return f"{step}, {len(self.waiting)} batches waiting"
-
-    def settled(self) -> Record:
-        """Return the record after the end of its update, however that ended.
-
-        If the update has put a new state into its list, that state is taken. Otherwise the old
-        state stays; it is invalid if the update has taken its arrays.
-        """
-        # `self.update` is None without an update, [] before a result, [state] after it.
-        if self.update:
-            assert self.state is not None
-            new = dataclasses.replace(self.update[0], vocabulary=self.state.vocabulary)
-            return self._replace(state=new, dequeued=None, update=None)
-        failure = self.failure
-        taken = self.update is not None and _any_deleted(jax.tree.leaves(self.state))
-        if failure is None and taken:
-            failure = "one whose arrays were taken by an update that did not finish"
-        return self._replace(failure=failure, update=None)
 
     def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Record:
         """Return the record with the size of training batches set.
@@ -124,10 +101,14 @@ class Record(NamedTuple):
         if size is None:
             return self
         if self.per_replica not in (None, size):
-            what = f"{what}: batch size per replica"
-            assert self.per_replica is not None
-            expected = f"{shown(self.per_replica)}, the size it was built with"
-            raise ValueError(message(what, expected=expected, got=shown(size), remedy=remedy))
+            raise ValueError(
+                message(
+                    f"{what}: batch size per replica",
+                    expected=f"{shown(self.per_replica or size)}, the size it was built with",
+                    got=shown(size),
+                    remedy=remedy,
+                )
+            )
         return self._replace(per_replica=size)
 
     def last_step(self, admitted: int) -> int:
@@ -138,53 +119,10 @@ class Record(NamedTuple):
         """
         return max((item.step for item in self.waiting if item.step is not None), default=admitted)
 
-    def check_next(self, item: Enqueued, what: str, admitted: int) -> None:
-        """Check that a batch of keys that is to be admitted was placed after those of the queue.
-
-        Args:
-          item: the batch.
-          what: the call, for the message.
-          admitted: the step of living vocabularies that the state has.
-
-        Raises:
-          ValueError: it was not, or others between them are missing; or a batch for training was
-            placed to be looked up only, or was admitted before.
-        """
-        last = self.last_step(admitted)
-        if item.step is None and item.training:
-            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
-            remedy = "place it with training=True, or enqueue it with training=False"
-        elif item.step not in (None, last + 1):
-            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
-            remedy = "enqueue training batches in the order in which they were placed; after some "
-            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
-        else:
-            return
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-
-    def without(self, lost: Sequence[Enqueued]) -> Record:
-        """Return the record without some batches."""
-        gone = {id(item) for item in lost}  # batches that are equal need not be the same
-        dequeued = None if id(self.dequeued) in gone else self.dequeued
-        waiting = tuple(item for item in self.waiting if id(item) not in gone)
-        return self._replace(waiting=waiting, dequeued=dequeued)
-
-    def with_admitted(self, old: Enqueued, new: Enqueued, state: TableState) -> Record:
-        """Return the record after a batch of its queue was admitted into its state."""
-        waiting = tuple(new if item is old else item for item in self.waiting)
-        return self._replace(state=state, waiting=waiting, update=None)
-
-    def withdraw_first(self, item: Enqueued, before: Record) -> Record:
-        """Return the record with the queue and the size of an earlier one.
-
-        Args:
-          item: the batch that was enqueued since. An admitted batch is in the queue in its place,
-            and stays there, because admitting cannot be undone.
-          before: the earlier record.
-        """
-        if self.waiting[0] is not item:
-            return self
-        return self._replace(waiting=before.waiting, per_replica=before.per_replica)
+    def with_item(self, at: int, item: Enqueued) -> Record:
+        """Return the record with a batch at a place of its queue, or behind the last one."""
+        waiting = *self.waiting[:at], item, *self.waiting[at + 1 :]
+        return self._replace(waiting=waiting, per_replica=item.size or self.per_replica)
 
     def described_sizes(self, paths: Sequence[str]) -> Any:
         """Return `per_replica` as a plain object: one number if all are equal, or one per path."""
@@ -208,28 +146,24 @@ class Record(NamedTuple):
             got, remedy = "one enqueued with training=False", "enqueue it with training=True"
         else:
             return self.state, item
-        expected = "a dequeued training batch"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy))
+        raise RuntimeError(
+            message(what, expected="a dequeued training batch", got=got, remedy=remedy)
+        )
 
     def problem(self) -> str | None:
         """Return why the state is invalid, or None if it is valid."""
-        # A running update may take the state's arrays at any moment, so they are not looked at.
-        if self.failure is not None or self.state is None or self.update is not None:
+        if self.failure is not None or self.state is None:
             return self.failure
-        leaves: list[Any] = jax.tree.leaves(self.state)
+        leaves = jax.tree.leaves(self.state)
         try:
             # Programs run asynchronously. The results of one that failed after its dispatch are
             # "ready" and raise its error here. Results that are still computed are not waited for.
-            if not _any_deleted(leaves):
-                jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
-                return None
-        except jax.errors.JaxRuntimeError as error:
+            jax.block_until_ready([x for x in leaves if x.is_deleted() or x.is_ready()])
+        except RuntimeError as error:  # jax.errors.JaxRuntimeError is one too
+            if any(leaf.is_deleted() for leaf in leaves):
+                return "one whose arrays were donated to another function, or deleted"
             return after_a_device_error(f"{error}")
-        except RuntimeError:
-            # An array was deleted by another thread between the two lines above.
-            if not _any_deleted(leaves):
-                raise
-        return "one whose arrays were donated to another function, or deleted"
+        return None
 
 
 def shown(sizes: tuple[int, ...]) -> str:
@@ -255,19 +189,6 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
         return (check_int(what, given, minimum=1),) * len(declared.paths)
     pairs = zip(declared.labels, declared.match(given, what=what), strict=True)
     return tuple(check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs)
-
-
-def _any_deleted(leaves: list[Any]) -> bool:
-    return any(leaf.is_deleted() for leaf in leaves)
-
-
-def is_readable(arrays: PyTree) -> bool:
-    """Tell whether no array was deleted or computed by a program that failed; waits for them."""
-    try:
-        jax.block_until_ready(arrays)
-    except RuntimeError:  # jax.errors.JaxRuntimeError is one too
-        return False
-    return True
 
 
 def after_a_device_error(error: str) -> str:

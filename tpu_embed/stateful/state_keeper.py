@@ -1,34 +1,29 @@
 """Keeps the record of a `TPUEmbedding`, and replaces its state when a program has made a new one.
 
-A program that updates the state takes its memory. So the record (`record.py`) first says that the
-state is being taken, and then gets the new one, in a way that no signal can interrupt. Calls that
-read the state or change it wait for each other.
+A program that updates the state takes its memory. So the record (`record.py`) first gets what is to
+run, an `Exchange`, then the new state. Where an interrupt comes between the two, the next call goes
+on with it. Calls that read the state or change it wait for each other.
 
 Input: functions of states. Output: records with valid states; errors about invalid ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
-from tpu_embed._calls import call_into, is_device_error
+from tpu_embed._calls import Exchange, is_device_error
 from tpu_embed._checks import message, warn_user
-from tpu_embed._signals import SignalsDeferred
+from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
-from tpu_embed.stateful.record import (
-    Enqueued,
-    Record,
-    after_a_device_error,
-    is_readable,
-    placed_step,
-)
+from tpu_embed.stateful.record import Enqueued, Record, after_a_device_error, placed_step
 from tpu_embed.vocabulary import ValidSteps
 
 
@@ -40,23 +35,17 @@ class StateKeeper:
       seed: the first state is that of `engine.init(jax.random.key(seed))`.
 
     Attributes:
-      now: the current record. Read it once per call, because other threads may replace it.
-      lock: held by every call while it reads the state or changes it.
+      now: the current record.
+      lock: held by every call while it reads the state or changes the record.
     """
 
     def __init__(self, engine: EmbeddingEngine, seed: int) -> None:
         self._engine, self._seed = engine, seed
-        self.now, self.lock, self._replacing = Record(), threading.RLock(), threading.RLock()
+        self.now, self.lock = Record(), threading.RLock()
 
     def change(self, **fields: Any) -> None:
         """Replace the record by one with other values for these fields."""
-        self.derive(lambda now: now._replace(**fields))
-
-    def derive(self, make: Callable[[Record], Record]) -> None:
-        """Replace the record by `make(now)`; if `make` raises, the record stays."""
-        # The lock keeps two threads from deriving two records from the same one.
-        with self._replacing:
-            self.now = make(self.now)
+        self.now = self.now._replace(**fields)
 
     def built(self) -> TableState:
         """Return the state; create it if there is none. The caller holds `lock`."""
@@ -74,89 +63,94 @@ class StateKeeper:
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
-        if self._engine.storage is not None and maps.admitted:
-            expected, got = "the newest state of tables on the host", "none"
-            remedy = (
-                "set embedding.state to it, or call engine.vocabularies.rewind(engine.init(…)) "
-            )
-            remedy += "and set embedding.state to what init returned, to begin anew"
-            raise RuntimeError(message("state", expected=expected, got=got, remedy=remedy))
         before = self.now.state
-        kept = state if before is None or not is_readable(before.vocabulary) else before
-        assert kept.vocabulary is not None, "states of engines with living vocabularies have one"
-        vocabulary = new_version(kept.vocabulary, maps.now, self._engine.layout.axes)
+        if maps.admitted and (before is None or self._engine.storage is not None):
+            raise RuntimeError(
+                message(
+                    "state",
+                    expected="the newest state of these maps",
+                    got="none",
+                    remedy="set embedding.state to it, or call engine.vocabularies.rewind("
+                    "engine.init(…)) and set embedding.state to what init returned, to begin anew",
+                )
+            )
+        if before is not None:
+            with contextlib.suppress(RuntimeError):  # it cannot be read
+                kept = jax.block_until_ready(before.vocabulary)
+                state = dataclasses.replace(state, vocabulary=kept)
+        assert state.vocabulary is not None, "states of engines with living vocabularies have one"
+        vocabulary = new_version(state.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
     def forget_lost(self) -> Record:
-        """Forget batches of keys that the maps no longer know; return the record."""
-        if not self._lost():
-            return self.now
-        with self.lock:  # what another thread was about to admit is not lost
-            lost, record = self._lost(), self.now
-            if count := sum(item is not record.dequeued for item in lost):
-                expected = "batches placed since the maps were rewound or loaded, or rows set"
-                got, remedy = f"{count} from before, now forgotten", "enqueue their data again"
-                text = message("queue", expected=expected, got=got, remedy=remedy)
-                warn_user(text)
-            self.derive(lambda now: now.without(lost))
-            return self.now
-
-    def _lost(self) -> list[Enqueued]:
-        maps, record = self._engine.vocabularies, self.now
+        """Forget batches of keys that the maps no longer know. The caller holds `lock`."""
+        # A batch that an interrupted call has admitted is lost only until that has ended.
+        maps, record = self._engine.vocabularies, self.settle()
         if maps is None:
-            return []
+            return record
         # A batch that is only looked up is lost with the training batches before it. Of the queue
         #     step 3, a lookup at step 3, step 4, a lookup at step 4
         # the last two are lost after a rewind that undoes step 4, whether or not another batch has
         # been admitted as step 4 since.
-        last, lost, undone = maps.admitted, [], float("inf")
-        for item in (*([record.dequeued] if record.dequeued else []), *record.waiting):
+        last, undone, lost = maps.admitted, float("inf"), set()
+        for item in filter(None, (record.dequeued, *record.waiting)):
             if not maps.is_current(item.batch):
-                lost.append(item)
-                if item.step is not None:
-                    undone = min(undone, item.step)
+                lost.add(id(item))  # batches that are equal need not be the same
+                undone = min(undone, item.step or undone)
             elif item.step is not None:
                 last = item.step
             elif item.activations is None and placed_step(item.batch) > min(last, undone - 1):
-                lost.append(item)
-        return lost
+                lost.add(id(item))
+        waiting = tuple(item for item in record.waiting if id(item) not in lost)
+        if count := len(record.waiting) - len(waiting):
+            warn_user(
+                message(
+                    "queue",
+                    expected="batches placed since the maps were rewound or loaded, or rows set",
+                    got=f"{count} from before, now forgotten",
+                    remedy="enqueue their data again",
+                )
+            )
+        dequeued = None if id(record.dequeued) in lost else record.dequeued
+        self.change(waiting=waiting, dequeued=dequeued)
+        return self.now
 
     def check_keys(self, what: str, item: Enqueued) -> None:
         """Check that a batch of keys may be enqueued behind those that wait.
 
+        Args:
+          what: the call, for the message.
+          item: the batch.
+
         Raises:
-          ValueError: it is not the next one to be admitted; or it is only looked up, and then one
-            of its rows will be another key's.
+          ValueError: it is for training, and not the next one to be admitted: others between them
+            are missing, it was placed to be looked up only, or admitted before. Or it is only
+            looked up, and then one of its rows will be another key's.
         """
-        maps, record = self._engine.vocabularies, self.now
-        if maps is None:
+        if (maps := self._engine.vocabularies) is None:
             return
-        record.check_next(item, what, maps.admitted)
-        if item.step is None:
-            now, valid = maps.at(record.last_step(maps.admitted)), item.batch.valid_steps
-            assert valid is not None, "every batch that this engine placed has steps"
-            maps.check(now, ValidSteps(*valid.tolist()), item.batch.keys)
-
-    def undo_placed(self, step: int) -> None:
-        """Undo the training batch that was placed after a step, if the queue does not have it.
-
-        It stays if it was admitted, or if other batches were placed after it.
-        """
-        maps = self._engine.vocabularies
-        if maps is None or maps.placed == step:
+        last = self.now.last_step(maps.admitted)
+        if item.step is not None:
+            expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
+            remedy = "enqueue training batches in the order in which they were placed; after some "
+            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+        elif item.training:
+            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
+            remedy = "place it with training=True, or enqueue it with training=False"
+        else:
+            steps = ValidSteps(*np.asarray(item.batch.valid_steps).tolist())
+            maps.check(maps.at(last), steps, item.batch.keys)
             return
-
-        def undo() -> None:
-            enqueued = self.now.last_step(maps.admitted)
-            if enqueued <= step and maps.placed == step + 1:
-                maps.undo(step)
-
-        maps.turns.run_next(undo)  # nobody places a batch meanwhile
+        if item.step != last + 1:
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     def settle(self) -> Record:
-        """Return the record. The caller holds `lock`, so no update is running."""
+        """Return the record, once what was interrupted has ended. The caller holds `lock`."""
         if self.now.update is not None:
-            self.derive(Record.settled)
+            if self.now.update[0].begun:
+                with contextlib.suppress(Exception):  # the record says what is wrong then
+                    self._go_on("an interrupted call")
+            self.change(update=None)
         return self.now
 
     def settled(self, what: str) -> Record:
@@ -165,25 +159,16 @@ class StateKeeper:
         Raises:
           RuntimeError: the state is invalid.
         """
-        self.settle()
-        return self.valid(what)
-
-    def valid(self, what: str) -> Record:
-        """Return the record if the state is valid.
-
-        Raises:
-          RuntimeError: the state is invalid.
-        """
-        while True:
-            record = self.now
-            problem, now = record.problem(), self.now
-            # Try again if another thread's update has taken the arrays during the check.
-            if now.state is record.state and now.update is record.update:
-                break
-        if problem is not None:
-            expected, remedy = "a valid state", "load the tables, or set `state`"
-            raise RuntimeError(message(what, expected=expected, got=problem, remedy=remedy))
-        return record
+        if (problem := self.settle().problem()) is not None:
+            raise RuntimeError(
+                message(
+                    what,
+                    expected="a valid state",
+                    got=problem,
+                    remedy="load the tables, or set `state`",
+                )
+            )
+        return self.now
 
     def trained_state(self, what: str) -> TableState:
         """Return the state, if no training batch waits for its gradients. The caller holds `lock`.
@@ -193,82 +178,67 @@ class StateKeeper:
         """
         self.settled(what)
         record = self.forget_lost()
-        dequeued = () if record.dequeued is None else (record.dequeued,)
-        count = sum(item.training for item in (*dequeued, *record.waiting))
-        if count:
-            expected, got = "no training batch that waits for its gradients", f"{count}"
-            remedy = "dequeue them and apply their gradients first"
-            text = message(f"{what}: other", expected=expected, got=got, remedy=remedy)
-            raise RuntimeError(text)
+        items = filter(None, (record.dequeued, *record.waiting))
+        if count := sum(item.training for item in items):
+            raise RuntimeError(
+                message(
+                    f"{what}: other",
+                    expected="no training batch that waits for its gradients",
+                    got=count,
+                    remedy="dequeue them and apply their gradients first",
+                )
+            )
         return self.built()
 
-    def update(self, what: str, update: Callable[[], TableState]) -> None:
-        """Run an update in the memory of the state, and take its result as the new state.
+    def run(
+        self, what: str, exchange: Exchange[Any], taken: Callable[[Record, Any], Record]
+    ) -> None:
+        """Run programs in the memory of the state; `taken` makes the record of their result.
 
-        The record holds the list `results` before the update begins, and the new state is appended
-        to that list. From its second call on, JAX runs the program without Python code, so nothing
-        can be raised between the two. The first call runs Python code, so signals are deferred.
+        Raises:
+          Exception: what a program raises.
         """
-        results: list[TableState] = []
-        with SignalsDeferred():
-            self.change(update=results)
-            try:
-                call_into(results, update)
-            except Exception as error:
-                self._note(what, error)
-                raise
-            finally:
-                self.settle()
+        self.change(update=(exchange, taken))
+        self._go_on(what)
 
-    def _note(self, what: str, error: Exception) -> None:
-        """Record that the state is invalid, if this is a device error."""
-        if is_device_error(error):
-            self.change(failure=after_a_device_error(f"{what}: {error}"))
+    def _go_on(self, what: str) -> None:
+        """Run what the record says is running, or what is left of it."""
+        assert self.now.update is not None
+        exchange, taken = self.now.update
+        with self._noting_failures(what):
+            found = exchange.run()
+            self.now = taken(self.now, found)._replace(update=None)
 
-    def issue(
-        self, what: str, state: TableState, items: tuple[Enqueued, ...]
-    ) -> tuple[TableState, tuple[Enqueued, ...]]:
-        """Look up batches that were not yet; admit them before.
-
-        Returns:
-          The state, which is a new one if a batch was admitted, and the batches with activations.
-        """
-        issued = []
+    @contextlib.contextmanager
+    def _noting_failures(self, what: str) -> Iterator[None]:
+        """Record that the state is invalid if the block raises an error of the device."""
         try:
-            for item in items:
-                if item.batch.keys.is_training:
-                    state, item = self._admit(state, item)
-                issued.append(item.issued(functools.partial(self._engine.lookup, state)))
+            yield
         except Exception as error:
-            self._note(what, error)
+            if is_device_error(error):
+                self.change(failure=after_a_device_error(f"{what}: {error}"))
+            self.change(update=None)
             raise
-        return state, tuple(issued)
 
-    def issue_first(self, what: str, item: Enqueued, before: Record) -> None:
-        """Look up the only batch of the queue; if that fails, take it out of the queue again.
-
-        If it was admitted before the failure, it stays, and `dequeue` looks it up again.
+    def issue(self, what: str, at: int, item: Enqueued) -> None:
+        """Admit and look up a batch, unless that was done.
 
         Args:
-          what: the call, for the message.
+          what: the call, for messages.
+          at: its place in the queue, where it is once it was admitted or looked up.
           item: the batch.
-          before: the record before the batch was put into the queue.
-        """
-        try:
-            _, (found,) = self.issue(what, self.built(), (item,))
-        except BaseException:
-            self.derive(lambda now: now.withdraw_first(item, before))
-            raise
-        self.derive(lambda now: now._replace(waiting=(found, *now.waiting[1:])))
 
-    def _admit(self, state: TableState, item: Enqueued) -> tuple[TableState, Enqueued]:
-        """Admit a batch of keys, in the memory of the state; record the new state."""
-        with SignalsDeferred():
-            self.change(update=[])
-            try:
-                state, batch = self._engine.admit(state, item.batch)
-                new = dataclasses.replace(item, batch=batch)
-                self.derive(lambda record: record.with_admitted(item, new, state))
-            finally:
-                self.settle()
-        return state, new
+        Raises:
+          Exception: what the engine raises.
+        """
+        if item.batch.keys.is_training:
+
+            def admitted(now: Record, found: tuple[TableState, Batch]) -> Record:
+                return now.with_item(at, item._replace(batch=found[1]))._replace(state=found[0])
+
+            self.run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)
+            item = self.now.waiting[at]
+        if item.activations is None:
+            with self._noting_failures(what):
+                activations = self._engine.lookup(self.built(), item.batch)
+            self.now = self.now.with_item(at, item._replace(activations=activations))

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
 from tpu_embed._checks import check_int, explain_arguments, message, refuse_pickle
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -29,7 +28,7 @@ from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.request import resolve
-from tpu_embed.stateful.record import Enqueued, Record, batch_sizes, placed_step
+from tpu_embed.stateful.record import Enqueued, batch_sizes
 from tpu_embed.stateful.state_keeper import StateKeeper
 
 
@@ -40,8 +39,9 @@ class TPUEmbedding:
     step as they were. After a device error the state is invalid: every call raises an error that
     says so, until `load` succeeds or `state` is set.
 
-    A call that is interrupted (Ctrl-C) has either happened or not, never by half. `waiting`,
-    `dequeued` and `state.step` tell which, and the training loop can go on from there.
+    After Ctrl-C in a call, this is as before the call, or as after it: `waiting`, `dequeued` and
+    `state.step` tell which, and the training loop can go on from there. Or the state is invalid,
+    as after a device error; that is rare but for the first call of each shape.
 
     Every method may be called from any thread. Any number of threads may enqueue while one dequeues
     and applies, because checking and sending ids does not wait for other calls. Batches of the same
@@ -106,7 +106,10 @@ class TPUEmbedding:
         )
         self._keeper = StateKeeper(self.engine, seed)
         self._placing = threading.RLock()
-        """Held while a batch of keys is placed and enqueued, so that both orders are the same."""
+        """Held while a batch of keys is placed and enqueued, so that both orders are the same.
+
+        Who holds it may take the keeper's lock, but not the other way round.
+        """
 
     def __repr__(self) -> str:
         """Show how far the training is, and a line per table."""
@@ -137,11 +140,12 @@ class TPUEmbedding:
           RuntimeError: the state is invalid.
         """
         size = batch_sizes(self.engine.structure, per_replica_batch_size)
-        remedy = "make another TPUEmbedding"
         with self._keeper.lock:
-            self._keeper.settled("build").with_size(size, "build", remedy)
+            record = self._keeper.settled("build").with_size(
+                size, "build", "make another TPUEmbedding"
+            )
             self._keeper.built()
-            self._keeper.derive(lambda record: record.with_size(size, "build", remedy))
+            self._keeper.change(per_replica=record.per_replica)
 
     @explain_arguments(device="the whole batch, for all devices of this process")
     def enqueue(
@@ -172,14 +176,13 @@ class TPUEmbedding:
         """
         what = label("enqueue", name)
         with labelled(what, name):
-            self._keeper.valid(what)
             if training:
                 self.engine.check_trainable(f"{what} with training=True")
-            if self.engine.vocabularies is not None:
+            if self.engine.vocabularies is None or isinstance(features, Batch):
+                batch = self.engine.place(features, weights)
+                self._push(what, Enqueued(batch, training, name))
+            else:
                 self._enqueue_keys(what, features, weights, training, name)
-                return
-            batch = self.engine.place(features, weights)
-            self._push(what, Enqueued(batch, training, name))
 
     def _enqueue_keys(
         self, what: str, features: PyTree, weights: PyTree | None, training: bool, name: str | None
@@ -188,43 +191,37 @@ class TPUEmbedding:
         maps = self.engine.vocabularies
         assert maps is not None
         with self._placing:
-            before = self._keeper.forget_lost().last_step(maps.admitted)
-            if isinstance(features, Batch):
-                self._push(what, Enqueued(self.engine.place(features, weights), training, name))
-                return
-            placed = maps.placed
+            with self._keeper.lock:
+                before = self._keeper.forget_lost().last_step(maps.admitted)
+            placed, place = maps.placed, self.engine.intake.place_ids
             try:
-                turn = self.engine.next_turn(training=training)
-                batch = turn.place(features, weights, step=before)
-                # Another thread may have placed a batch of its own before this one.
-                placed = placed_step(batch) - 1
+                batch = place(features, weights, training=training, step=before)
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
-                if training:
-                    self._keeper.undo_placed(placed)
+                with self._keeper.lock:
+                    enqueued = self._keeper.settle().last_step(maps.admitted)
+                # It stays if it was admitted, or if other batches were placed after it.
+                if enqueued <= placed == maps.placed - 1:
+                    maps.order.run(lambda: maps.undo(placed))
                 raise
 
     def _push(self, what: str, item: Enqueued) -> None:
-        """Append a placed batch; wait for other calls only if the tables are needed."""
-        size = item.batch.spec.local_sizes if item.training else None
-        remedy = "pad it with tpu_embed.pad_batch, or enqueue it with training=False"
-
-        def pushed(record: Record) -> Record:
-            record = record.with_size(size, what, remedy)
-            return record._replace(waiting=(*record.waiting, item))
-
-        self._keeper.check_keys(what, item)
-        if self._keeper.now.state is not None and not self._pipelined:
-            self._keeper.derive(pushed)
-            return
-        with self._keeper.lock:
-            before = self._keeper.settled(what)
-            before.with_size(size, what, remedy)
-            self._keeper.built()
-            self._keeper.derive(pushed)
+        """Append a placed batch."""
+        keeper = self._keeper
+        with keeper.lock:
+            keeper.settled(what)
+            record = keeper.forget_lost().with_size(
+                item.size,
+                what,
+                "pad it with tpu_embed.pad_batch, or enqueue it with training=False",
+            )
+            keeper.check_keys(what, item)
+            keeper.built()
             # The first batch in a pipelined queue is looked up at once (see `record.py`).
-            if self._pipelined and not before.waiting:
-                self._keeper.issue_first(what, item, before)
+            if self._pipelined and not record.waiting:
+                keeper.issue(what, 0, item)
+            else:
+                keeper.change(waiting=(*record.waiting, item), per_replica=record.per_replica)
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
@@ -236,27 +233,30 @@ class TPUEmbedding:
           RuntimeError: the queue is empty, the last training batch still waits for its gradients,
             or the state is invalid.
         """
-        what = label("dequeue", name)
-        with labelled(what, name), self._keeper.lock:
-            self._keeper.settled(what)
-            record = self._keeper.forget_lost()
+        what, keeper = label("dequeue", name), self._keeper
+        with labelled(what, name), keeper.lock:
+            keeper.settled(what)
+            record = keeper.forget_lost()
             if record.dequeued is not None and record.dequeued.training:
-                expected = "gradients of the training batch that was dequeued before"
-                remedy = "call apply_gradients first"
-                raise RuntimeError(message(what, expected=expected, got="none yet", remedy=remedy))
+                raise RuntimeError(
+                    message(
+                        what,
+                        expected="gradients of the training batch that was dequeued before",
+                        got="none yet",
+                        remedy="call apply_gradients first",
+                    )
+                )
             if not record.waiting:
-                got, remedy = "an empty queue", "call enqueue first"
-                raise RuntimeError(message(what, expected="a batch", got=got, remedy=remedy))
+                raise RuntimeError(
+                    message(
+                        what, expected="a batch", got="an empty queue", remedy="call enqueue first"
+                    )
+                )
             # Pipelined, the batch after this one is looked up too, before this one's update.
-            heads = record.waiting[: 2 if self._pipelined else 1]
-            _, (head, *following) = self._keeper.issue(what, self._keeper.built(), heads)
-
-            # Other threads may have enqueued meanwhile: `now` has their batches behind `heads`.
-            def popped(now: Record) -> Record:
-                rest = now.waiting[len(heads) :]
-                return now._replace(waiting=(*following, *rest), dequeued=head)
-
-            self._keeper.derive(popped)
+            for at, item in enumerate(record.waiting[: 2 if self._pipelined else 1]):
+                keeper.issue(what, at, item)
+            head, *others = keeper.now.waiting
+            keeper.change(waiting=(*others,), dequeued=head)
             return head.activations
 
     def apply_gradients(self, gradients: PyTree, name: str | None = None) -> None:
@@ -277,8 +277,9 @@ class TPUEmbedding:
         with labelled(what, name), self._keeper.lock:
             state, item = self._keeper.settled(what).waiting_for_gradients(what)
             rates = self.engine.learning_rates()
-            self._keeper.update(
-                what, self.engine.prepare_update(state, item.batch, gradients, rates)
+            update = self.engine.prepare_update(state, item.batch, gradients, rates)
+            self._keeper.run(
+                what, update, lambda now, state: now._replace(state=state, dequeued=None)
             )
 
     @property
@@ -369,23 +370,17 @@ class TPUEmbedding:
         with first.lock, second.lock:
             theirs = other._keeper.trained_state("adopt")
             load = self.engine.prepare_adopt(theirs, other.engine)
-            with SignalsDeferred():  # maps and tables change together
-                self._replace(load())
+            self._replace(load())
 
     def _replace(self, state: TableState) -> None:
         """Take a valid state, and look up waiting batches again."""
-        self._keeper.settle()
-        record = self._keeper.forget_lost()
-        heads = tuple(item.withdrawn() for item in record.waiting[:1])
-        if self._pipelined:
-            state, heads = self._keeper.issue("load", state, heads)
+        keeper = self._keeper
+        record = keeper.forget_lost()
         dequeued = record.dequeued if record.problem() is None else None
-
-        def replaced(now: Record) -> Record:
-            waiting = (*heads, *now.waiting[len(heads) :])
-            return now._replace(state=state, waiting=waiting, dequeued=dequeued, failure=None)
-
-        self._keeper.derive(replaced)
+        waiting = tuple(item._replace(activations=None) for item in record.waiting)
+        keeper.change(state=state, waiting=waiting, dequeued=dequeued, failure=None)
+        if self._pipelined and waiting:
+            keeper.issue("load", 0, waiting[0])
 
     def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""

@@ -7,7 +7,6 @@ from tpu_embed.storage.config import HostStorage
 from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.homes import (
     VALUES,
-    HomeContents,
     Homes,
     HomeTable,
     Incoming,
@@ -20,7 +19,6 @@ from tpu_embed.storage.replacement import NewRows, Replacement
 
 __all__ = [
     "VALUES",
-    "HomeContents",
     "HomeTable",
     "Homes",
     "HostRows",

@@ -15,10 +15,13 @@ Input: keys, rows by field, steps. Output: rows by field.
 
 from __future__ import annotations
 
+import atexit
 import collections
-import concurrent.futures
 import dataclasses
+import functools
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +41,9 @@ def slot_field(slot: str) -> str:
     """Return the name of a slot among the fields of a row."""
     return f"slot {slot}"
 
+
+_every: weakref.WeakSet[Homes] = weakref.WeakSet()
+"""All that there are, for the end of the program."""
 
 _SAVES = 4
 """Saves that are remembered: the latest ones may have failed, or their files may be gone."""
@@ -108,25 +114,65 @@ class Save(NamedTuple):
     marks: Mapping[str, int]
 
 
-class _Departure(NamedTuple):
-    """Rows on their way home: their keys by table, and when they have arrived."""
+class _Departure:
+    """Rows on their way home.
 
-    keys: Mapping[str, np.ndarray]
-    arrived: concurrent.futures.Future[None]
+    Ctrl-C may come between any two lines of Python code, also of the classes of `threading` and
+    `concurrent.futures`, whose locks it would leave behind. So only a plain lock is waited for.
 
-
-class HomeContents(NamedTuple):
-    """What is at home, or on its way there.
+    Args:
+      keys: distinct, uint64 `[n]` by table.
+      write: writes their rows at home.
 
     Attributes:
-      rows: by table.
-      departures: rows on their way, or that were lost there, by step.
-      saves: see `Homes`.
+      keys, write: see above.
+      has_arrived: whether they were written, or lost.
+      error: what kept them from being written, or None.
     """
 
-    rows: dict[str, HostRows]
-    departures: dict[int, _Departure]
-    saves: collections.deque[Save]
+    def __init__(self, keys: Mapping[str, np.ndarray], write: Callable[[], None]) -> None:
+        self.keys, self.write, self.error = keys, write, None
+        self.has_arrived, self._on_the_way = False, threading.Lock()
+        self._on_the_way.acquire()
+
+    def arrive(self) -> None:
+        """Write the rows; what that raises becomes `error`."""
+        try:
+            self.write()
+        except BaseException as error:  # whoever waits raises it, whatever it is
+            self.error = error
+        del self.write  # and the copies that it holds
+        self.has_arrived = True
+        self._on_the_way.release()
+
+    def wait(self) -> None:
+        """Wait until they have arrived."""
+        with self._on_the_way:
+            pass
+
+
+def _write(
+    homes: Mapping[str, HostRows],
+    keys: Mapping[str, np.ndarray],
+    read: Callable[[], Mapping[str, Room]],
+) -> None:
+    """Write the rows of keys at home, by table; those are the homes of when they were sent."""
+    rooms = read()
+    for name, some in keys.items():
+        homes[name].write(some, *rooms[name])
+
+
+def _write_back(departures: queue.SimpleQueue[_Departure | None]) -> None:
+    """Let departures arrive, one after the other, until there is None."""
+    while (one := departures.get()) is not None:
+        one.arrive()
+        del one
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Wait at the end of the program for rows on their way: JAX is not called after its end."""
+    atexit.register(lambda: [homes.wait() for homes in [*_every]])
 
 
 class Homes:
@@ -157,15 +203,26 @@ class Homes:
       (16, 24)
     """
 
+    _rows: dict[str, HostRows]  # by table
+    _departures: dict[int, _Departure]  # rows on their way, or that were lost there, by step
+    saves: collections.deque[Save]
+
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:
+        self._sent: queue.SimpleQueue[_Departure | None] = queue.SimpleQueue()
         self.tables = dict(tables)
-        self._rows, self._departures, self.saves = self.contents_of({})
+        vars(self).update(self.contents_of({}))
         self._lock = threading.RLock()
         self._counts = {
             name: dict.fromkeys(("missed", "sent", "brought", "late"), 0) for name in tables
         }
-        # Its thread ends with it, and the interpreter waits at its end for what it was given.
-        self._writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed write-back")
+        threading.Thread(
+            target=_write_back, args=(self._sent,), name="tpu_embed write-back", daemon=True
+        ).start()
+        _every.add(self)
+        _wait_at_exit()
+
+    def __del__(self) -> None:
+        self._sent.put(None)  # the thread ends
 
     def __getitem__(self, name: str) -> HostRows:
         """Return the rows of a table that have arrived at home."""
@@ -270,7 +327,8 @@ class Homes:
     ) -> None:
         """Write rows at home in the background, after `wait_for_room`.
 
-        Tables have been donated by now, so nothing is raised here about rows of earlier steps.
+        Tables have been donated by now, so nothing is raised here about rows of earlier steps. The
+        same rows may be sent again after an interrupt.
 
         Args:
           step: of the batch that displaces them.
@@ -281,24 +339,19 @@ class Homes:
         if not leaving:
             return
         with self._lock:
-            arrived = self._writer.submit(self._write, leaving, read)
-            self._departures[step] = _Departure(leaving, arrived)
+            if step in self._departures:
+                return
+            departure = _Departure(leaving, functools.partial(_write, self._rows, leaving, read))
+            self._sent.put(departure)  # first, because who finds it below waits for it
+            self._departures[step] = departure
             for name, some in leaving.items():
                 self._counts[name]["sent"] += some.size
-
-    def _write(
-        self, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
-    ) -> None:
-        # Without the lock: Ctrl-C may have left it with the thread that was about to use it.
-        rooms = read()
-        for name, some in keys.items():
-            self._rows[name].write(some, *rooms[name])
 
     def _pending(self) -> dict[int, _Departure]:
         """Return the departures whose rows have not arrived, by step, and forget the others."""
         with self._lock:
             for step, one in [*self._departures.items()]:
-                if one.arrived.done() and one.arrived.exception() is None:
+                if one.has_arrived and one.error is None:
                     del self._departures[step]
             return dict(self._departures)
 
@@ -314,8 +367,9 @@ class Homes:
         return np.unique(np.concatenate([*coming, self._rows[name].ids()]))
 
     def _wait(self, steps: Collection[int]) -> None:
-        coming = [one.arrived for step, one in self._pending().items() if step in steps]
-        concurrent.futures.wait(coming)
+        for step, one in self._pending().items():
+            if step in steps:
+                one.wait()
         self.check()
 
     def check(self) -> None:
@@ -325,8 +379,7 @@ class Homes:
           RuntimeError: some were; the cause is the error that kept them from being written.
         """
         for step, one in self._pending().items():
-            error = one.arrived.exception() if one.arrived.done() else None
-            if error is not None:
+            if (error := one.error) is not None:
                 expected = f"rows of {sorted(one.keys)} written at home"
                 got = f"an error at step {step}: {type(error).__name__}: {error}"
                 remedy = "restore the last checkpoint, when there is room again"
@@ -350,20 +403,21 @@ class Homes:
         marks = {name: rows.begin_mark() for name, rows in self._rows.items()}
         self.saves.append(Save(path, checkpoint, step, marks))
 
-    def contents_of(self, rows: Mapping[str, HostRows]) -> HomeContents:
-        """Return what is at home once these rows are, by table; the other tables have none."""
+    def contents_of(self, rows: Mapping[str, HostRows]) -> dict[str, Any]:
+        """Return the attributes that this has once these rows are at home, by table, and no others.
+
+        Whoever stores them calls `wait` before.
+        """
         whole = {
             name: rows[name] if name in rows else HostRows(one.fields, one.storage.path)
             for name, one in self.tables.items()
         }
-        return HomeContents(whole, {}, collections.deque(maxlen=_SAVES))
+        saves: collections.deque[Save] = collections.deque(maxlen=_SAVES)
+        return {"_rows": whole, "_departures": {}, "saves": saves}
 
-    def exchange(self, new: HomeContents) -> HomeContents:
-        """Take other contents, once rows on their way have arrived; return those from before."""
+    def wait(self) -> None:
+        """Wait until all rows that were sent home have arrived, or were lost there."""
         with self._lock:
-            waiting = [one.arrived for one in self._departures.values()]
-        concurrent.futures.wait(waiting)
-        with self._lock:
-            old = HomeContents(self._rows, self._departures, self.saves)
-            self._rows, self._departures, self.saves = new
-        return old
+            waiting = [*self._departures.values()]
+        for one in waiting:
+            one.wait()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed.storage.host_rows import HostRows
 
 _numbers = itertools.count(-1, -1)
@@ -71,17 +70,16 @@ class Replacement:
         """
         ids, rows = self._make()
         old, found = self._home.read(ids)
-        with SignalsDeferred():  # it is written, and known to be
-            self._home.write(ids, rows)
-            self._before = NewRows(ids, old), found, self._home.replaced
-            self._home.replaced = self.number
+        # `undo` may follow an interrupt that has come anywhere below.
+        self._before = NewRows(ids, old), found, self._home.replaced
+        self._home.write(ids, rows)
+        self._home.replaced = self.number
 
     def undo(self) -> None:
         """Bring back the rows from before `write`, if it has written; ids without one have none."""
-        with SignalsDeferred():
-            if self._before is not None:
-                (ids, old), found, number = self._before
-                self._home.write(ids[found], old, np.flatnonzero(found))
-                self._home.remove(ids[~found])
-                # Last, so that who reads a number, then rows, has no newer rows than it says.
-                self._before, self._home.replaced = None, number
+        if self._before is not None:
+            (ids, old), found, number = self._before
+            self._home.write(ids[found], old, np.flatnonzero(found))
+            self._home.remove(ids[~found])
+            # Last, so that who reads a number, then rows, has no newer rows than it says.
+            self._before, self._home.replaced = None, number

@@ -21,7 +21,7 @@ import numpy as np
 
 from tpu_embed._checks import check_choice, is_int, message, warn_user
 from tpu_embed._types import Array, PyTree
-from tpu_embed.kernels.varying import as_varying, varying_axes
+from tpu_embed.kernels.tracing import as_varying, varying_axes
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 
 AxisName = str | Sequence[str]

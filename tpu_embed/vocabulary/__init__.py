@@ -27,6 +27,7 @@ from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
 from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
 from tpu_embed.vocabulary.statistics import QUANTILES, describe_keys
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
+from tpu_embed.vocabulary.timeline import Pin
 from tpu_embed.vocabulary.vocabularies import Vocabularies
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "MapStates",
     "Moves",
     "NewOwners",
+    "Pin",
     "QUANTILES",
     "RowMoves",
     "Taken",

@@ -43,6 +43,11 @@ class GroupedMap:
         return max(one.step for one in self._maps)
 
     @property
+    def steps(self) -> set[int]:
+        """The steps that the groups are at: one, but after an interrupt."""
+        return {one.step for one in self._maps}
+
+    @property
     def counters(self) -> dict[str, int]:
         """Totals of all groups, see `VocabularyMap.counters`."""
         counts = [one.counters for one in self._maps]

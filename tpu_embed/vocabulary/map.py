@@ -78,6 +78,11 @@ class VocabularyMap:
             return self._map.step
 
     @property
+    def steps(self) -> set[int]:
+        """The step, as `GroupedMap` has one per group."""
+        return {self.step}
+
+    @property
     def earliest(self) -> int:
         """The earliest step that `rewind` and `state` reach."""
         with self._lock:

@@ -105,6 +105,11 @@ class TableMaps:
         return max(map_.step for map_ in self._to_rows.values())
 
     @property
+    def steps(self) -> set[int]:
+        """The steps that maps are at: one, but after an interrupt."""
+        return set().union(*(map_.steps for map_ in self._every()))
+
+    @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """By table, how many keys it has, and how many it can have."""
         tables = self._tables.items()

@@ -18,6 +18,7 @@ looked up in a state; and the rows of keys as they were at a step. Nothing here 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -28,12 +29,23 @@ from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.table_maps import Moves
 
-SHARE = (
+SHARE_MAPS = (
     "engines that use each other's states or batches share their maps: EmbeddingEngine(…, "
     "vocabularies=other.vocabularies); a batch from before a load is placed again"
 )
 FOREVER = 2**31 - 1
 """The last step of a batch whose rows are never taken from their keys."""
+
+
+class Pin:
+    """A step whose rows can be found while this is held.
+
+    Attributes:
+      step: see above.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
 
 class Timeline:
@@ -57,7 +69,7 @@ class Timeline:
         self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
         self._placed: dict[int, Moves] = {}  # after `admitted`
         self._past: dict[int, Moves] = {}  # up to `admitted`, after the first pin
-        self._pins: dict[int, int] = {}  # steps by turn
+        self._pins: weakref.WeakSet[Pin] = weakref.WeakSet()
         self.admitted = 0
         self.first_history = self.history = self._following = new_history()
 
@@ -65,6 +77,11 @@ class Timeline:
     def nbytes(self) -> int:
         """The bytes of the host's memory that are in proportion to the rows."""
         return sum(array.nbytes for array in self._changed.values())
+
+    @property
+    def placed(self) -> int:
+        """The step of the batch that was placed last."""
+        return max(self._placed, default=self.admitted)
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -89,13 +106,16 @@ class Timeline:
         Returns:
           What the maps did for it.
         """
-        moves = self._past[step] = self._placed.pop(step)
+        moves = self._placed[step]
         for name, taken in moves.taken.items():
             self._changed[name][taken.evicted_rows] = step
             self._changed[name][taken.new_rows] = step
         for name, owners in moves.owners.items():
             self._changed[name][owners.rows[owners.rows >= 0]] = step
-        self.admitted, self.history = step, self._following
+        placed = {at: one for at, one in self._placed.items() if at != step}
+        past = {**self._past, step: moves}
+        # One call of C, which no interrupt cuts in two; what is above may be done again.
+        vars(self).update(_placed=placed, _past=past, admitted=step, history=self._following)
         self._forget_past()
         return moves
 
@@ -106,7 +126,7 @@ class Timeline:
           step: the step of the newest state then.
           history: its history; what is placed from then on belongs to a new one.
         """
-        made = copy.copy(self)  # pins are those of turns, whichever maps they look at
+        made = copy.copy(self)  # with the pins, whichever maps they look at
         made._following = new_history()
         made.admitted, made.history = step, history
         made._placed, made._past = {}, {}
@@ -115,24 +135,20 @@ class Timeline:
 
     # -- rows at a step ------------------------------------------------------------------------
 
-    def pin(self, turn: int) -> int:
-        """Return `admitted`, and keep what is needed to find its rows later."""
-        self._pins[turn] = self.admitted
-        return self.admitted
-
-    def unpin(self, turn: int) -> None:
-        """Forget a pin, if there is one."""
-        self._pins.pop(turn, None)
-        self._forget_past()
+    def pin(self) -> Pin:
+        """Return `admitted`, and keep what is needed to find its rows while that is held."""
+        pin = Pin(self.admitted)
+        self._pins.add(pin)
+        return pin
 
     def _forget_past(self) -> None:
-        first = min(self._pins.values(), default=self.admitted)
+        first = min((pin.step for pin in self._pins), default=self.admitted)
         self._past = {step: moves for step, moves in self._past.items() if step > first}
 
     def known(self, step: int) -> int:
         """Return a step, or `admitted` if what was done after the step is not known any more."""
         reached = all(at in self._past for at in range(step + 1, self.admitted + 1))
-        return min(step, self.admitted + len(self._placed)) if reached else self.admitted
+        return min(step, self.placed) if reached else self.admitted
 
     def after(self, step: int) -> list[Moves]:
         """Return what the maps did after a step, the latest first."""
@@ -173,7 +189,7 @@ class Timeline:
             _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
         if history != steps.history:
             expected = "one placed since the maps were loaded, by an engine that shares them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
@@ -203,7 +219,7 @@ class Timeline:
         assert steps is not None, "a training batch has them"
         if history not in (self.history, self._following):
             expected = "a state of these maps, as they are loaded now"
-            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE)
+            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE_MAPS)
         if steps.first != step + 1 or step != self.admitted:
             expected = f"the batch of step {step + 1}, which the state comes to next"
             got = f"the one of step {steps.first}"
@@ -218,7 +234,7 @@ class Timeline:
         if history != self.history or not self._holds(keys):
             expected = "one placed since the maps were rewound or loaded, by an engine that shares "
             expected += "them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE)
+            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
         return steps
 
     def is_current(self, steps: ValidSteps, keys: BatchKeys) -> bool:
@@ -238,8 +254,7 @@ class Timeline:
     def _knows(self, now: tuple[int, int]) -> bool:
         """Return whether a state is, was or will be one of these maps, as they are loaded now."""
         step, history = now
-        reached = step <= self.admitted + len(self._placed)
-        return reached and history == self.history_of(step)
+        return step <= self.placed and history == self.history_of(step)
 
     def _untouched(self, first: int, last: int, keys: BatchKeys) -> bool:
         """Return whether no row of a batch was given or taken in (first, last], if it is known."""

@@ -19,22 +19,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import jax
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed.kernels.vocabulary_reference import MapState
-from tpu_embed.processes import Turns
+from tpu_embed.processes import Order
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.loads import MapContents, MapLoad, load_together
+from tpu_embed.vocabulary.loads import MapLoad, exchange, load_together
 from tpu_embed.vocabulary.observers import Observers
 from tpu_embed.vocabulary.reports import KeyReports, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
-from tpu_embed.vocabulary.timeline import FOREVER, SHARE, Timeline
+from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
 
 
 class Vocabularies(KeyReports):
@@ -52,7 +50,7 @@ class Vocabularies(KeyReports):
     Attributes:
       tables: the tables, by name.
       lookahead, homes: see above.
-      turns: the order in which training batches are placed.
+      order: the order in which training batches are placed.
       observers: of what the maps do.
       lock: while a thread holds it, no map changes.
     """
@@ -61,7 +59,7 @@ class Vocabularies(KeyReports):
         self, tables: Sequence[LivingTable], lookahead: int, homes: Homes | None = None
     ) -> None:
         self.lookahead, self.homes = lookahead, homes
-        self.turns = Turns(with_others=jax.process_count() > 1)
+        self.order = Order()
         homes_of = {} if homes is None else homes.tables
         groups = {name: one.row_groups for name, one in homes_of.items()}
         maps, timeline = TableMaps(tables, lookahead, groups), Timeline(tables, lookahead)
@@ -161,6 +159,7 @@ class Vocabularies(KeyReports):
           the keys.
         """
         with self.lock:
+            self._check_whole()
             step = self.placed if step is None else self._timeline.known(step)
             after = self._timeline.after(step)
             found = {n: self._maps.find(name, some, after) for n, (name, some) in keys.items()}
@@ -183,19 +182,14 @@ class Vocabularies(KeyReports):
         """Return ids, that of the shared row for those that are -1; see `TableMaps.shared`."""
         return self._maps.shared(name, ids)
 
-    def pin(self, turn: int) -> int:
-        """Return the admitted step, whose rows can be found until the turn's pin is taken out.
+    def pin(self) -> Pin:
+        """Return the admitted step, whose rows can be found while somebody holds what is returned.
 
-        Args:
-          turn: its number; a negative one for a turn that is not one of `turns`.
+        A `Prefetcher` of lookups takes one where the loop asks for a batch, so that the rows do not
+        depend on when its thread comes to place it.
         """
         with self.lock:
-            return self._timeline.pin(turn)
-
-    def unpin(self, turn: int) -> None:
-        """Take out the pin of a turn, if there is one."""
-        with self.lock:
-            self._timeline.unpin(turn)
+            return self._timeline.pin()
 
     def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Moves:
         """Take one training batch in all maps; see `TableMaps.take`.
@@ -212,6 +206,7 @@ class Vocabularies(KeyReports):
 
     def _step(self, take: Callable[[], Moves]) -> Moves:
         with self.lock:
+            self._check_whole()
             step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
                 expected, got = f"fewer than {FOREVER} training batches", f"{step + 1}"
@@ -220,6 +215,17 @@ class Vocabularies(KeyReports):
             self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
         return moves
+
+    def _check_whole(self) -> None:
+        """Check that all maps are at the step that the batches placed so far have led to.
+
+        Raises:
+          ValueError: Ctrl-C has cut a call that moves them.
+        """
+        if self._maps.steps != {self._timeline.placed}:
+            expected, got = "maps of one step", "maps that an interrupted call has left halfway"
+            remedy = "engine.vocabularies.rewind(state) forgets the batches placed since the state"
+            raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
 
     def incoming(self, moves: Moves, rooms: Mapping[str, Room]) -> dict[str, Incoming]:
         """Return the rows from home that a batch just taken brings, by table: read to the rooms."""
@@ -247,8 +253,8 @@ class Vocabularies(KeyReports):
             if step < self.admitted:
                 expected = f"a step of at least {self.admitted}, which is admitted"
                 raise ValueError(message("vocabularies", expected=expected, got=f"{step}"))
-            self._maps.rewind(step)
             self._timeline.undo(step)
+            self._maps.rewind(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
             self.observers.note_undone(step)
 
@@ -277,7 +283,7 @@ class Vocabularies(KeyReports):
         """
         if map_version(state) != self.now:
             expected = f"the newest state, of step {self.admitted} of these maps"
-            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE}"
+            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE_MAPS}"
             got = f"one of step {map_version(state)[0]}, of other maps, or from before a load"
             raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
 
@@ -292,10 +298,15 @@ class Vocabularies(KeyReports):
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
         with self.lock:
-            (*_, moves), before = self._timeline.after(step - 1), self._counted.pop(self.admitted)
+            (*_, moves), before = self._timeline.after(step - 1), self._counted[self.admitted]
             self._last = changes_of(moves, before, self._counted[step])
-            self.observers.note_admitted(step, self._timeline.note_admitted(step))
+            try:
+                self.observers.note_admitted(step, self._timeline.note_admitted(step))
+            except BaseException:
+                self.observers.note_loaded()  # interrupted, they have not followed this step
+                raise
             self._maps.forget(step)
+            self._counted = {at: counted for at, counted in self._counted.items() if at >= step}
 
     def rewind(self, state: Any) -> None:
         """Take the maps back to the step of a state: batches placed since are as if never placed.
@@ -306,15 +317,14 @@ class Vocabularies(KeyReports):
         Raises:
           ValueError: later batches were admitted into another state.
         """
-        self.turns.run_next(lambda: self._rewind(state))
+        self.order.run(lambda: self._rewind(state))
 
     def _rewind(self, state: Any) -> None:
         step, history = map_version(state)
-        with self.lock, SignalsDeferred():
+        with self.lock:
             first = 0, self._timeline.first_history
             if (step, history) == first and self.now != first:
-                self._exchange(self._made(self._maps.empty_states(history), {}))
-                self.observers.note_loaded()
+                exchange([self._load(self._maps.empty_states(history), {})])
                 return
             self.check_newest(state)
             self.undo(step)
@@ -361,12 +371,7 @@ class Vocabularies(KeyReports):
     def prepare_load(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> MapLoad:
         """Return maps, and rows at home, that can take the place of these; see `load_states`."""
         self._maps.check(states)
-        others = [self._made(states, rows or {})]
-
-        def exchange() -> None:
-            others[0] = self._exchange(others[0])
-
-        return MapLoad(self.turns, self.lock, exchange, self.observers)
+        return self._load(states, rows or {})
 
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
@@ -382,19 +387,14 @@ class Vocabularies(KeyReports):
         """The history of states without keys, as `init` makes them."""
         return self._timeline.first_history
 
-    def _made(self, states: MapStates, rows: Mapping[str, HostRows]) -> MapContents:
-        """Return what these maps are once they have other states."""
+    def _load(self, states: MapStates, rows: Mapping[str, HostRows]) -> MapLoad:
+        """Return these states, and rows at home, ready to take the place of those of now."""
         maps = self._maps.loaded(states)
         timeline = self._timeline.loaded(maps.step, states.history)
-        homes = None if self.homes is None else self.homes.contents_of(rows)
-        return MapContents(maps, timeline, {maps.step: maps.counters}, {}, homes)
-
-    def _exchange(self, new: MapContents) -> MapContents:
-        """Take other contents; return those from before."""
-        homes = None
-        with self.lock, SignalsDeferred():
-            if self.homes is not None and new.homes is not None:
-                homes = self.homes.exchange(new.homes)
-            old = MapContents(self._maps, self._timeline, self._counted, self._last, homes)
-            self._maps, self._timeline, self._counted, self._last, _ = new
-        return old
+        counted = {maps.step: maps.counters}
+        mine = {"_maps": maps, "_timeline": timeline, "_counted": counted, "_last": {}}
+        stores = [(vars(self), mine)]
+        if self.homes is not None:
+            stores.append((vars(self.homes), self.homes.contents_of(rows)))
+        wait = (lambda: None) if self.homes is None else self.homes.wait
+        return MapLoad(self.order, self.lock, wait, stores, self.observers)

@@ -14,7 +14,7 @@ from layout_cases import make_stack
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, optimizers
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.exchange import device_route
+from tpu_embed.core.exchange import route
 from tpu_embed.core.layout import make_axes
 from tpu_embed.kernels import dispatch
 
@@ -41,7 +41,7 @@ def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels, weighted):
         blocks, bags = blocks_of(rows), np.arange(N, dtype=np.int32) // 2
         gains = np.arange(N, dtype=np.float32) if weighted else None
         found = jax.jit(
-            lambda rows, blocks, bags, gains: device_route.sort_ids(
+            lambda rows, blocks, bags, gains: route.sort_ids(
                 rows, num_rows, blocks, BLOCKS, bags, gains
             )
         )(rows, blocks, bags, gains)
@@ -76,9 +76,7 @@ def test_the_owner_adds_in_batch_order(case, kernels):
         parcel[: rows.size] = rows
     with KERNELS[kernels]():
         sums = np.zeros((received.size, 1), np.float32)
-        merge = jax.jit(lambda given: device_route.route_merge(sums, None, given, stack, axes))(
-            received
-        )
+        merge = jax.jit(lambda given: route.route_merge(sums, None, given, stack, axes))(received)
     # By row, then by sender in batch order, then as sent; the place is where it arrived.
     terms = [
         (int(row), number, int(source) * size + i)

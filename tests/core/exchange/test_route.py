@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 from layout_cases import make_stack
 
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.exchange import device_route, route
+from tpu_embed.core.exchange import route
 from tpu_embed.core.layout import ROW_MULTIPLE, MeshAxes, Stack, make_axes, round_up
 from tpu_embed.kernels import reference
 from tpu_embed.kernels.operands import RowsToSum
@@ -113,8 +113,8 @@ def sums_by_row(stack, axes, rows, gradients, capacity):
         num_sums = stack.num_shards * capacity
         sums = reference.segment_sum(gradients[order], places[order], num_sums)
         received = route.send_sums(sums, stack, axes)
-        arrived = route.send_rows(device_route.only_mine(sent, stack, axes), stack, axes)
-        merged = route.merge(device_route.route_merge(*received, arrived, stack, axes))
+        arrived = route.send_rows(route.only_mine(sent, stack, axes), stack, axes)
+        merged = route.merge(route.route_merge(*received, arrived, stack, axes))
         return merged.row_ids, merged.sums
 
     lines = np.stack(sent), orders, np.stack(places), gradients

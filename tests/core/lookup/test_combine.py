@@ -13,7 +13,8 @@ from layout_cases import make_stack
 from tpu_embed import QuantizationConfig
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.lookup import combine, quantize, sum_gradients
+from tpu_embed.core.lookup import combine, sum_gradients
+from tpu_embed.core.lookup.sharded import quantize
 from tpu_embed.kernels import dispatch, reference
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 

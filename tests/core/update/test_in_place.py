@@ -13,7 +13,7 @@ from nn_models import bag_of
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, nn
 from tpu_embed import optimizers as o
-from tpu_embed.core.lookup import reads
+from tpu_embed.core.lookup import sharded
 from tpu_embed.core.update import in_place
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import abstract_batch, abstract_state
@@ -145,7 +145,7 @@ def test_nothing_of_a_trace_is_kept():
     state, batch = operands(engine)
     jax.jit(functools.partial(metric, engine)).trace(state, batch, batch)
     gc.collect()
-    assert not reads._READS
+    assert not sharded._READS
 
 
 # -- what cannot be in place -----------------------------------------------------------------------

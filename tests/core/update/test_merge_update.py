@@ -11,7 +11,7 @@ from sparsecore_interpreter import interpreted
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
-from tpu_embed.kernels import dispatch, sparsecore_sums
+from tpu_embed.kernels import dispatch
 from tpu_embed.kernels import sparsecore_rules as rules
 
 V, D, B = 40, 20, 16
@@ -57,7 +57,7 @@ def choose(calls, *operands, sparse=None, **others):
     return CHOOSE(*operands, sparse=sparse, **others)
 
 
-ROUNDING = {sparsecore_sums.sum_rounded_rows.__qualname__, "read_rows.<locals>.in_kernel"}
+ROUNDING = {"gather_sum.<locals>.in_kernel", "read_rows.<locals>.in_kernel"}
 KERNELS = ROUNDING | {"_apply.<locals>.to_partials.<locals>.at_once"}
 
 

@@ -12,7 +12,8 @@ from layout_cases import make_stack
 
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.update import StackShard, occurrences
+from tpu_embed.core.update import StackShard
+from tpu_embed.core.update.apply import CHUNK, apply_each
 
 V, D = 7, 2
 
@@ -23,7 +24,7 @@ def program(optimizer):
 
     def apply(table, slots, rows, gradients, rate):
         held = StackShard(table, slots)
-        return occurrences.apply_each(held, by_row(rows), gradients, stack, jnp.int32(1), rate)
+        return apply_each(held, by_row(rows), gradients, stack, jnp.int32(1), rate)
 
     return jax.jit(apply)
 
@@ -71,12 +72,12 @@ def test_few_rows_and_one_row(rows):
 
 
 def test_a_round_larger_than_a_chunk():
-    stack = make_stack([3 * occurrences.CHUNK], 1, dim=D, optimizer=o.SGD(1.0))
-    rows = np.tile(np.arange(2 * occurrences.CHUNK + 5, dtype=np.int32), 2)
+    stack = make_stack([3 * CHUNK], 1, dim=D, optimizer=o.SGD(1.0))
+    rows = np.tile(np.arange(2 * CHUNK + 5, dtype=np.int32), 2)
     values = np.arange(rows.size * D, dtype=np.float32).reshape(-1, D)
     held = StackShard(jnp.zeros((stack.num_rows, D)), {})
     ids, values = by_row(jnp.asarray(rows)), jnp.asarray(values)
-    done = occurrences.apply_each(held, ids, values, stack, jnp.int32(1), jnp.float32(1.0))
+    done = apply_each(held, ids, values, stack, jnp.int32(1), jnp.float32(1.0))
     expected = np.zeros((stack.num_rows, D), np.float32)
     np.add.at(expected, rows, -values)
     np.testing.assert_array_equal(done.table, expected)

@@ -25,14 +25,14 @@ def parts(count):
 
 
 def train(devices):
-    """Train; before each step another batch is placed by the loop itself, in between.
+    """Train; before each step the loop itself places a batch that is only looked up.
 
     Returns tables, slots and step; and labels.
     """
     engine, labels = make_engine(devices, "mod"), []
     state = engine.init(jax.random.key(0))
     for batch, label in Prefetcher(engine, parts(STEPS), depth=2):
-        engine.lookup(state, engine.place(draw(STEPS + int(state.step))))
+        engine.lookup(state, engine.place(draw(STEPS + int(state.step)), training=False))
         activations = engine.lookup(state, batch)
         state = engine.update_in_place(state, batch, gradients(activations))
         labels.append(list(label))

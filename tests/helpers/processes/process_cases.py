@@ -5,6 +5,8 @@ process, and returns plain values or NumPy arrays.
 """
 
 import functools
+import os
+import signal
 import sys
 import threading
 import time
@@ -19,9 +21,10 @@ from interrupt_cases import interrupt_the_wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, processes
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
+from tpu_embed.processes import departures
 from tpu_embed.touched import TouchedRows
 
 DEVICES, BATCH, STEPS = 8, 16, 3
@@ -228,21 +231,42 @@ def outliers():
     return rooms
 
 
-def leave(leaver, waits_on, *, silently=False):
-    """End one process while the others wait for it, in `place` or on a device."""
+def leave(leaver, how, where, directory):
+    """End one process while the others wait for it, in Python or on a device.
+
+    Args:
+      leaver: its number.
+      how: it ends: "raise", "exit", "kill" or "interrupt".
+      where: the others wait: "place", "admit", "save" or "device".
+      directory: for files.
+    """
+    from tpu_embed.io.checkpoint import save
+
     engine = make_engine(8, "mod")
+    state = engine.init(jax.random.key(0))
+    living = tpu_embed.TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
+    made = tpu_embed.EmbeddingEngine(FeatureConfig(living), o.SGD(0.5), mesh=mesh(8))
+    first = made.init(jax.random.key(0))
+    keys = np.arange(8 // jax.process_count())
+    first, _ = made.admit(first, made.place(keys))
     engine.place(draw(0))
+    jax.block_until_ready((state, first))
     if jax.process_index() == leaver:
-        raise SystemExit(0) if silently else ValueError("the data source is gone")
-    if waits_on == "place":
+        print("left at", time.time(), file=sys.stderr, flush=True)
+        if how == "raise":
+            raise ValueError("the data source is gone")
+        if how == "exit":
+            sys.exit(3)
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGINT)
+    if where == "place":
         engine.place(draw(1))
+    elif where == "admit":
+        made.admit(first, made.place(keys + 1))
+    elif where == "save":
+        save(f"{directory}/saved", engine, state)
     sharding = NamedSharding(mesh(8), PartitionSpec("d"))
     ones = np.ones(jax.local_device_count(), np.float32)
     jax.jit(jnp.sum)(jax.make_array_from_process_local_data(sharding, ones)).block_until_ready()
-
-
-def leave_silently(leaver):
-    leave(leaver, "place", silently=True)
 
 
 def interrupt():
@@ -257,9 +281,10 @@ def interrupt():
             print("interrupted", file=sys.stderr)
         engine.place(draw(1))
     else:
-        while processes.listen().left(ask=False) is None:
+        while departures.left(departures.client()) is None:
             time.sleep(0.05)
-        engine.place(draw(1))
+        engine.place(draw(1))  # the other process had given its part before it was interrupted
+        engine.place(draw(2))
 
 
 def guarded(devices):

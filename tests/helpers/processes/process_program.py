@@ -28,7 +28,8 @@ def main():
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:
         address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(address, processes, number, heartbeat_timeout_seconds=20)
+        seconds = {"heartbeat_timeout_seconds": 20, "shutdown_timeout_seconds": 10}
+        jax.distributed.initialize(address, processes, number, **seconds)
     results = [call(*arguments) for call, *arguments in pickle.loads(calls.read_bytes())]
     with tempfile.NamedTemporaryFile(dir=output.parent, delete=False) as file:
         pickle.dump(results, file)

@@ -12,7 +12,7 @@ from tpu_embed import DynamicVocabulary, TableConfig, nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows, restore_modules, save_modules
 from tpu_embed.io.checkpoint.module_checkpoint import Modules
-from tpu_embed.vocabulary import Vocabularies, map_version
+from tpu_embed.vocabulary import loads, map_version
 
 ROWS = {"films": 12, "tags": 6}
 
@@ -87,7 +87,7 @@ def test_interrupted_anywhere_a_restore_has_happened_wholly_or_not(stride, fille
     ends = []
     for at in range(1, 100_000, stride):
         fills[0]()
-        with Interrupt(in_filling, at, from_a_signal) as interrupt:
+        with Interrupt(in_filling, at, from_a_signal, only_signals=True) as interrupt:
             fills[1]()
         ends.append(found.index(contents(model)))
         if interrupt.seen < at:
@@ -95,13 +95,13 @@ def test_interrupted_anywhere_a_restore_has_happened_wholly_or_not(stride, fille
     assert ends == sorted(ends)  # first nothing has happened, from some point on all has
     assert ends[0] == 0
     assert ends[-1] == 1
-    assert len(ends) > 1000 / stride
+    assert len(ends) > 200 / stride
     for name, some in keys(8).items():
         getattr(model, name).engine.place({"ids": some})  # no turn was lost: this would wait for it
 
 
 FAILURES = {
-    "maps": (Vocabularies, "_exchange", 2),
+    "maps": (loads, "_store", 1),
     "tables": (nn.EmbeddingBag, "set_state", 2),
     "variables": (nnx.Param, "set_raw_value", 1),
     "other arrays": (nnx, "update", 1),

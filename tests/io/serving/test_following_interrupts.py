@@ -26,7 +26,7 @@ def published(tmp_path_factory):
 
 
 def in_following(code):
-    return code.co_filename.endswith(("io/serving/following.py", "tpu_embed/_changes.py"))
+    return code.co_filename.endswith("io/serving/following.py")
 
 
 def numbers(served):
@@ -67,4 +67,4 @@ def test_of_deltas(published):
             if served.version == before:
                 served.apply(delta)
             assert numbers(served) == {at}
-    assert 10 < hit < DELTAS, "every place of a call was reached"
+    assert 5 < hit < DELTAS, "every place of a call was reached"

@@ -12,7 +12,7 @@ import pytest
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import embedding_lookup, is_indexed_slices
-from tpu_embed.training.optimizer import Optimizer
+from tpu_embed.training import Optimizer
 
 V, D = 7, 2
 RNG = np.random.default_rng(3)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed.sparse import embedding_lookup
-from tpu_embed.training.autodiff import AggregationMethod, Tag, UnconnectedGradients, gradients, tag
+from tpu_embed.training import AggregationMethod, Tag, UnconnectedGradients, gradients, tag
 
 METHODS = [None, *AggregationMethod]
 

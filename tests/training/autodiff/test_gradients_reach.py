@@ -13,8 +13,14 @@ from reach_cases import CONNECTED, CUT, FORMS, KEPT, PAIRS, loss_of
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import embedding_lookup
-from tpu_embed.training.autodiff import AggregationMethod, Tag, gradients, tag
-from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer
+from tpu_embed.training import (
+    AggregationMethod,
+    CrossShardOptimizer,
+    Optimizer,
+    Tag,
+    gradients,
+    tag,
+)
 
 METHODS = [None, *AggregationMethod]
 ONE_BY_ONE = ("tree", "accumulate_n")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gradient_shapes import NAMES, POINT, SHAPES, STRUCTURE
 
-from tpu_embed.training.autodiff import gradients
+from tpu_embed.training import gradients
 
 MODULES = ("gradient_shapes", gradient_loops.__name__)
 

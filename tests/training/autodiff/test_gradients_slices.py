@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
-from tpu_embed.training.autodiff import AggregationMethod, gradients
+from tpu_embed.training import AggregationMethod, gradients
 
 W = jnp.array([3.0, 0.25, -2.0])
 METHODS = [None, *AggregationMethod]

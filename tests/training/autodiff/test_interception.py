@@ -12,13 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import FeatureConfig, TableConfig
-from tpu_embed.training.autodiff import (
+from tpu_embed.training import (
+    Optimizer,
     create_dummy_table_variables,
     get_gradients_through_compute_gradients,
     get_gradients_through_dummy_table_variables,
     hook,
 )
-from tpu_embed.training.optimizer import Optimizer
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

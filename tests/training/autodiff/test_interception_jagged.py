@@ -8,13 +8,13 @@ import pytest
 from jagged_cases import SOME, C, D, S, make
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
-from tpu_embed.training.autodiff import (
+from tpu_embed.training import (
+    Optimizer,
     create_dummy_table_variables,
     get_gradients_through_compute_gradients,
     get_gradients_through_dummy_table_variables,
     hook,
 )
-from tpu_embed.training.optimizer import Optimizer
 
 ITEM, USER = TableConfig(9, D, name="item"), TableConfig(7, 3, name="user")
 FEATURES = {

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.training.autodiff import (
+from tpu_embed.training import (
+    CrossShardOptimizer,
     get_gradients_through_compute_gradients,
     get_gradients_through_dummy_table_variables,
 )
-from tpu_embed.training.optimizer import CrossShardOptimizer
 
 S, B, V, D = 8, 16, 5, 2
 RNG = np.random.default_rng(12)

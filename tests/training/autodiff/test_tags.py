@@ -10,7 +10,7 @@ from gradient_cases import W, X, same, square
 from jax import lax
 
 from tpu_embed.sparse import embedding_lookup
-from tpu_embed.training.autodiff import Tag, gradients, tag
+from tpu_embed.training import Tag, gradients, tag
 
 
 def test_the_gradient_of_a_tag_is_total_and_cuts_no_path():

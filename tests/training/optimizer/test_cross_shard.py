@@ -33,9 +33,9 @@ from cross_shard_cases import (
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import optimizers as o
-from tpu_embed.kernels.varying import as_varying
+from tpu_embed.kernels.tracing import as_varying
 from tpu_embed.sparse import IndexedSlices, embedding_lookup, is_indexed_slices
-from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer, cross_shard
+from tpu_embed.training import CrossShardOptimizer, Optimizer, cross_shard
 from tpu_embed.training.replicas import make_replicas
 
 

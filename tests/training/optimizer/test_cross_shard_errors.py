@@ -26,7 +26,7 @@ from cross_shard_cases import (
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import embedding_lookup
-from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer, cross_shard
+from tpu_embed.training import CrossShardOptimizer, Optimizer, cross_shard
 
 
 @pytest.mark.parametrize("sizes", [{"r": S}, {"a": 2, "b": 4}], ids=["one axis", "two axes"])

@@ -15,7 +15,7 @@ import pytest
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import IndexedSlices
-from tpu_embed.training.optimizer import Optimizer
+from tpu_embed.training import Optimizer
 
 V, D = 7, 2
 RNG = np.random.default_rng(3)

@@ -10,7 +10,7 @@ import pytest
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import IndexedSlices
-from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer
+from tpu_embed.training import CrossShardOptimizer, Optimizer
 from tpu_embed.training.replicas import Replicas
 
 PARAMS = {"kernel": np.ones((3, 2), np.float32), "n": np.int32(1), "w": np.ones(2, np.float32)}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from tpu_embed import optimizers as o
-from tpu_embed.training.optimizer import CrossShardOptimizer, Optimizer
+from tpu_embed.training import CrossShardOptimizer, Optimizer
 
 D = 2
 PARAMS = {

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from tpu_embed._calls import Exchange
 from tpu_embed._checks import message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout, NewKeys, drawn_keys
@@ -61,10 +61,11 @@ class Admitter:
         traces = self._writer.traces + self._mover.traces
         return {} if self._vocabularies is None else {"admit": traces}
 
-    def admit(self, state: TableState, batch: Batch) -> tuple[TableState, Batch]:
-        """Make the rows of a batch's new keys new; see `EmbeddingEngine.admit`."""
-        if self._vocabularies is None:
-            return state, batch
+    def prepare(self, state: TableState, batch: Batch) -> Exchange[tuple[TableState, Batch]]:
+        """Check a state and a batch; return what makes the rows of the batch's new keys new."""
+        vocabularies = self._vocabularies
+        if vocabularies is None:
+            return Exchange(lambda _: (state, batch))
         if any(isinstance(leaf, Tracer) for leaf in (batch.packed, *state.tables.values())):
             expected, got = "a call outside a jit", "tracers"
             remedy = "admit the batch first, then give state and batch to the jitted function"
@@ -72,22 +73,29 @@ class Admitter:
         check_own(state, self._layout)
         steps, now = self._steps(batch), map_version(state)
         if not batch.keys.is_training:
-            self._vocabularies.check(now, steps, batch.keys)
+            vocabularies.check(now, steps, batch.keys)
             if batch.keys.tables is not None:
                 # The maps may have been loaded since: then a state from before keeps its history.
-                fresh = self._vocabularies.steps(now[0], training=False)._replace(history=now[1])
+                fresh = vocabularies.steps(now[0], training=False)._replace(history=now[1])
                 batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
-            return state, _with_visits(batch, np.asarray(self._numbers(state)))
-        steps = self._vocabularies.check_next(now, batch.keys)
+            looked_up = _with_visits(batch, np.asarray(self._numbers(state)))
+            return Exchange(lambda _: (state, looked_up))
+        steps = vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
         new, sent = self._complete(batch.keys)
-        with SignalsDeferred():  # tables are donated, and the maps are to know it
-            state = self._exchange(state, batch.keys, new, sent, steps.first)
-            self._vocabularies.note_admitted(steps.first)
         numbers = np.array(steps, np.int32)  # the host keeps nothing more of the batch
         admitted = dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
-        return dataclasses.replace(state, vocabulary=vocabulary), admitted
+
+        def exchange(call: Callable[..., Any]) -> tuple[TableState, Batch]:
+            new_state = self._exchange(state, keys, new, sent, steps.first, call)
+            if vocabularies.admitted < steps.first:
+                vocabularies.check_next(now, keys)  # maps may have been loaded since an interrupt
+                vocabularies.note_admitted(steps.first)
+                self._note_brought(keys)
+            return dataclasses.replace(new_state, vocabulary=vocabulary), admitted
+
+        return Exchange(exchange)
 
     def _complete(self, keys: BatchKeys) -> tuple[dict[str, NewKeys], dict[str, Sent]]:
         """Return what a batch brings to the devices; waits for rows on their way home.
@@ -121,21 +129,28 @@ class Admitter:
         new: Mapping[str, NewKeys],
         sent: Mapping[str, Sent],
         step: int,
+        call: Callable[..., Any],
     ) -> TableState:
-        """Return the state with the rows of new keys; those that they displace are sent home."""
+        """Return the state with the rows of new keys; those that they displace are sent home.
+
+        It may be done again with a `call` that returns what programs have returned before.
+        """
         homes = self._homes
         if homes is None:
-            return self._writer.write(state, new)
+            return self._writer.write(state, new, call=call)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
         mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
-        state, copies = self._mover.exchange(state, sent)
+        state, copies = self._mover.exchange(state, sent, call)
         rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
         homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
-        state = self._writer.write(state, new, most)
-        for name, incoming in keys.incoming.items():
-            homes.note_brought(name, incoming)
-        return state
+        return self._writer.write(state, new, most, call=call)
+
+    def _note_brought(self, keys: BatchKeys) -> None:
+        """Count the rows that a batch has brought from home."""
+        if self._homes is not None:
+            for name, incoming in keys.incoming.items():
+                self._homes.note_brought(name, incoming)
 
     def check(
         self, state: TableState, batch: Batch | TracedIds

@@ -109,8 +109,6 @@ def prepare_adoption(
     if state.vocabulary is not None:
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
-    # Wait for batches that are being placed here, not in `load`, where signals may be deferred.
-    maps.turns.run_next(lambda: None)
 
     def load() -> TableState:
         maps.load_states(states, homes)

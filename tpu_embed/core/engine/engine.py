@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
 from jax.sharding import Mesh
 
-from tpu_embed._calls import call
+from tpu_embed._calls import Exchange, call
 from tpu_embed._checks import check_int, refuse_pickle
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
@@ -34,7 +33,7 @@ from tpu_embed.core.layout import (
     make_layout,
 )
 from tpu_embed.core.lookup import activations_read, record_lookup, split_activations
-from tpu_embed.core.place import Intake, Turn
+from tpu_embed.core.place import Intake
 from tpu_embed.core.state import (
     TableState,
     check_not_donated,
@@ -171,21 +170,18 @@ class EmbeddingEngine(LogicalRows):
         checks whether its rows still belong to its keys. Tables and slots of the given state are
         gone then. Without living vocabularies it returns what it is given.
 
-        If Ctrl-C comes meanwhile, the batch was admitted or not: `vocabularies.admitted` tells. If
-        it was, its state is lost, as the call did not return it: restore a checkpoint.
+        If Ctrl-C comes meanwhile, the given state is either as before, and the call can be made
+        again, or its arrays are gone and every call refuses it: restore a checkpoint.
 
         Raises:
           ValueError: the batch is not the next one; or it is only looked up, and one of its
             rows belongs to another key by now. The state stays valid.
         """
-        return self._admitter.admit(state, self.intake.own(batch))
+        return self.prepare_admit(state, batch).run()
 
-    def next_turn(self, *, training: bool = True) -> Turn:
-        """Return the right to place the next batch, which any thread may use (see `Prefetcher`).
-
-        In a single process, no other batch waits for one that is drawn with `training=False`.
-        """
-        return self.intake.next_turn(training=training)
+    def prepare_admit(self, state: TableState, batch: Batch) -> Exchange[tuple[TableState, Batch]]:
+        """Check the arguments of `admit`; return what does it, and survives Ctrl-C."""
+        return self._admitter.prepare(state, self.intake.own(batch))
 
     def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
         """Return this process's ids as `place` checks them, keys as positions, without sending."""
@@ -319,20 +315,22 @@ class EmbeddingEngine(LogicalRows):
 
         Use it outside a jit. If it refuses an argument, as `update` does, the state stays valid.
         """
-        new = call(self.prepare_update(state, batch, activation_gradients, learning_rates))
-        return dataclasses.replace(new, vocabulary=state.vocabulary)
+        return self.prepare_update(state, batch, activation_gradients, learning_rates).run()
 
     def prepare_update(
         self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
-    ) -> Callable[[], TableState]:
-        """Check the arguments of `update_in_place`; return a function, to be called once.
-
-        The state that it returns has no `vocabulary`, which the update leaves as it is.
-        """
+    ) -> Exchange[TableState]:
+        """Check the arguments of `update_in_place`; return what does it, and survives Ctrl-C."""
         source, _ = self._admitter.check(state, self.intake.source(batch, None, None))
         operands = self._operands(state, source, gradients, learning_rates)
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
-        return functools.partial(self._programs.update_in_place, rows, rest, source, operands)
+        program = self._programs.update_in_place
+
+        def update(call: Callable[..., Any]) -> TableState:
+            new = call(program, rows, rest, source, operands)
+            return TableState(*new, vocabulary=state.vocabulary)
+
+        return Exchange(update)
 
     def _operands(
         self,

@@ -31,7 +31,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed._signals import SignalsDeferred
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
@@ -241,9 +240,7 @@ class LogicalRows:
             maps = self._maps_of("set_rows", name)
             refuse_traced("set_rows", state, values, keys)
             check_own(state, self.layout)
-            return maps.turns.run_next(
-                lambda: self._set_by_key(maps, state, name, keys, values, slot)
-            )
+            return maps.order.run(lambda: self._set_by_key(maps, state, name, keys, values, slot))
         check_own(state, self.layout)
         f = _field_of_rows(self.layout, name, slot)
         if not f.table.is_on_host:
@@ -460,19 +457,18 @@ class LogicalRows:
             number = None if at_home is None else at_home.number
             reached = maps.at(step)
             version = version_after(state, self.layout, *moves, reached, number)
-            with SignalsDeferred():  # what is at home changes, and the maps are to know it
-                raise_on_all(
-                    f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write()
-                )
-                if step > before:
-                    maps.note_admitted(step)
+            raise_on_all(f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write())
+            if step > before:
+                maps.note_admitted(step)
         except BaseException:
-            # A signal that was deferred is raised when the step is admitted already: then it stays.
+            # An interrupt may come when the step is admitted already: then it stays.
             if maps.admitted == before:
-                if at_home is not None:
-                    at_home.undo()  # an error in another process may come when it is written
-                if step > before:
-                    maps.undo(before)
+                try:
+                    if at_home is not None:
+                        at_home.undo()  # an error in another process may come when it is written
+                finally:  # where the disk is full, it may be for `undo`, too
+                    if step > before:
+                        maps.undo(before)
             raise
         return dataclasses.replace(written, vocabulary=version)
 

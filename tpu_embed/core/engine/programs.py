@@ -53,8 +53,9 @@ class Programs:
       lookup: `(tables, source, vocabulary) -> [F] activations`; of a batch with visits it takes the
         `vocabulary` of the state, else None.
       update: `(state, source, operands) -> state`.
-      update_in_place: `((tables, slots), (step, counters), source, operands) -> state`. Tables and
-        slots are donated; step and counters are not, so users can still read them.
+      update_in_place: `((tables, slots), (step, counters), source, operands) -> (tables, slots,
+        step, counters)`, which a `TableState` is made of. Tables and slots are donated; step and
+        counters are not, so users can still read them.
     """
 
     def __init__(self, layout: Layout, guard: Guard, vocabularies: Vocabularies | None) -> None:
@@ -101,9 +102,13 @@ class Programs:
         source.report(bad_ids, layout)
         return activations
 
-    def _update_rows(self, rows: Any, rest: Any, source: Batch, operands: Operands) -> TableState:
+    def _update_rows(
+        self, rows: Any, rest: Any, source: Batch, operands: Operands
+    ) -> tuple[Any, ...]:
         # The arguments are split because a jit donates whole arguments: `rows` is, `rest` is not.
-        return self._update(TableState(*rows, *rest), source, operands)
+        # The result is a plain tuple for the sake of `Exchange`.
+        new = self._update(TableState(*rows, *rest), source, operands)
+        return new.tables, new.slots, new.step, new.counters
 
     def _update(
         self, state: TableState, source: Batch | TracedIds, operands: Operands

@@ -17,7 +17,7 @@ For example, S = 2 shards of R = 10 rows, and a replica with the rows 13 4 -1 13
     row        0 1 2 2       the distinct row of each sorted id
     places     0 1 2         in a send buffer of C = 2 rows per shard: shard * C + rank
 
-`device_route.py` gives the same numbers where the ids are known only on the device.
+`route.py` gives the same numbers where the ids are known only on the device.
 
 Input: NumPy arrays of physical rows. Output: NumPy arrays of positions.
 """

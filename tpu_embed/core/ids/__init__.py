@@ -9,14 +9,11 @@ from tpu_embed.core.ids.feature_ids import (
     dense_shape,
     part_of_feature,
 )
-from tpu_embed.core.ids.flat_ids import check_coordinates, check_row_splits, shift_rows
-from tpu_embed.core.ids.gains import gains_in_program, host_gains
-from tpu_embed.core.ids.hashing import hash_ids
-from tpu_embed.core.ids.host_ids import host_ids
-from tpu_embed.core.ids.keys import batch_order, give_rows, looked_up, split_keys
+from tpu_embed.core.ids.gains import gains_in_program, host_gains, is_real
+from tpu_embed.core.ids.host_ids import check_coordinates, check_row_splits, host_ids, shift_rows
+from tpu_embed.core.ids.keys import batch_order, give_rows, hash_ids, looked_up, split_keys
 from tpu_embed.core.ids.padding import collect_leaves, count_rows, pad_batch, rebuild_nest
 from tpu_embed.core.ids.structure import Structure
-from tpu_embed.core.ids.weights import is_real
 
 __all__ = [
     "FeatureRules",

@@ -32,7 +32,7 @@ def describe(layout: Layout) -> dict[str, Any]:
         "learning_rates": [_name(rate) for rate in callables],
         "features": {feature.path: feature.table.name for feature in layout.features},
         "devices": mesh.size,
-        "hosts": len({device.process_index for device in mesh.devices.flat}),
+        "hosts": len(layout.axes.processes),
         "platform": mesh.devices.flat[0].platform,
         "mesh": {name: int(size) for name, size in mesh.shape.items()},
         "batch_axes": list(layout.axes.batch_axes),

@@ -101,10 +101,15 @@ class MeshAxes:
         return jax.process_index()
 
     @functools.cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that have devices of the mesh."""
+        return frozenset(device.process_index for device in self.mesh.devices.flat)
+
+    @functools.cached_property
     def one_process(self) -> bool:
         """Whether one process has all devices, so that its host knows the whole batch."""
         if isinstance(self.mesh, Mesh):
-            return len({device.process_index for device in self.mesh.devices.flat}) == 1
+            return len(self.processes) == 1
         # A plan's mesh has no devices yet.
         return self.mesh.size <= CHIPS_PER_HOST
 

@@ -1,11 +1,6 @@
 """Ids in, activations out: fetch rows from their shards and combine the rows of each bag."""
 
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.combine import (
-    combine,
-    quantize,
-    sum_gradients,
-)
 from tpu_embed.core.lookup.jagged import (
     ARRAYS,
     Jagged,
@@ -15,12 +10,16 @@ from tpu_embed.core.lookup.jagged import (
     split_activations,
     take_part,
 )
-from tpu_embed.core.lookup.reads import activations_read, record_lookup, record_read
 from tpu_embed.core.lookup.sharded import (
+    activations_read,
     by_feature,
+    combine,
     lookup,
     not_differentiable,
+    record_lookup,
+    record_read,
     row_splits,
+    sum_gradients,
 )
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "lookup",
     "not_differentiable",
     "put_part",
-    "quantize",
     "record_lookup",
     "record_read",
     "row_splits",

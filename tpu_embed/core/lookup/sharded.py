@@ -5,6 +5,17 @@ that own their rows, rows travel back, and the rows of each bag become one activ
 the host has not routed, nobody knows how many go to which shard. So every shard gets all of them,
 and adds up the rows that it owns; these sums travel back, and are added up.
 
+A bag is a list of ids that one example has for one feature. With gains a (`core/ids/gains.py`) and
+rows w, its activation is Σ a w. If the activation has gradient g, the row of each id has gradient
+a g.
+
+An update that writes into a table's own memory must come after every lookup of the old rows. XLA
+derives that order from data dependencies alone. If the gradients do not depend on the activations
+(the loss is linear in them, or a second lookup only feeds a metric), nothing tells XLA that the
+lookup comes first, and it copies the whole table to be safe. So lookups of traced tables are noted
+(`record_lookup`), and the update adds a zero to its row ids that is computed from the activations
+(`kernels/tracing.py`).
+
 Input: the stored tables and the ids of all stacks. Output: one array of activations per feature,
 with the batch dimension sharded.
 """
@@ -12,6 +23,7 @@ with the batch dimension sharded.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +32,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import refuse_derivatives
-from tpu_embed._types import Array
+from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.core.batch import (
     Batch,
     LocalIds,
@@ -30,11 +42,61 @@ from tpu_embed.core.batch import (
     view_stacks,
 )
 from tpu_embed.core.exchange import collectives, route
-from tpu_embed.core.layout import Layout, Stack
+from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.lookup import segments
-from tpu_embed.core.lookup.combine import combine
 from tpu_embed.core.lookup.jagged import Jagged
+from tpu_embed.kernels import dispatch, rounded, storage
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
+
+
+def quantize(rows: Array, stack: Stack) -> Array:
+    """Round rows `[N, D]` to the buckets of the stack's `QuantizationConfig`, if it has one."""
+    config = stack.quantization
+    if config is None:
+        return rows
+    # With 5 buckets in [-1, 1], step is 0.5 and rows become -1, -0.5, 0, 0.5 or 1.
+    step = (config.upper - config.lower) / (config.num_buckets - 1)
+    clipped = jnp.clip(rows, config.lower, config.upper)
+    return jnp.floor((clipped - config.lower) / step + 0.5) * step + config.lower
+
+
+def combine(rows: RowsToSum, layout: SumLayout, stack: Stack) -> tuple[Array, ...]:
+    """Return the activations of a stack's features, `[bags, D]` each.
+
+    Args:
+      rows: the fetched rows of the ids, and the bag and the gain of each.
+      layout: the bags (`StackView.sum_layout`).
+      stack: the stack.
+    """
+    # Rows are quantized before they are weighted and summed. There is one row per id then, so
+    # the source becomes the N quantized rows with the index 0 … N - 1 (absent ids get -1).
+    if stack.quantization is not None:
+        source, index = rows.source, rows.index
+        found = storage.widened(dispatch.gather_rows(source, index))
+        positions = jax.lax.iota(index.dtype, index.shape[0])
+        absent = (index < 0) | (index >= source.shape[0])
+        index = jnp.where(absent, jnp.asarray(PADDING_ID, positions.dtype), positions)
+        rows = rows._replace(source=quantize(found, stack), index=index, packed=None)
+    return dispatch.gather_sum(rows, layout)
+
+
+def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True) -> Array:
+    """Return sums of the gradients of rows, `[num_sums, D]`.
+
+    If the exchange rounds sums, these are rounded, and in the format of `sent_sums_format`.
+
+    Args:
+      rows: the gradients of bags, and which of them is added to which sum, in order.
+      num_sums: the number of sums.
+      stack: the stack.
+      filled: whether sums of no gradients must be zeros; see `SumLayout`.
+    """
+    layout = SumLayout((num_sums,), filled=filled)
+    if stack.exchange_dtype is not None:
+        return rounded.gather_sum(rows, layout, sent_sums_format(stack))
+    (sums,) = dispatch.gather_sum(rows, layout)
+    return sums
+
 
 not_differentiable = refuse_derivatives(
     "lookup",
@@ -170,3 +232,63 @@ def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Arr
         # Along an axis that does not split the batch, all devices have the same bags.
         rest = tuple(name for name in stack.shard_axes if name not in sources)
         return tuple(jnp.split(collectives.psum(summed, rest), view.starts[1:-1]))
+
+
+_READS: dict[int, tuple[weakref.ref, list[weakref.ref]]] = {}
+"""`id` of a traced table -> the table, and the activations that were looked up in it.
+
+Both are weak references, so a trace that has ended leaves nothing here. An activation that has been
+garbage-collected is not used by the program, so the update need not wait for it."""
+
+
+def record_lookup(
+    tables: Mapping[str, Array], activations: Sequence[Array], layout: Layout
+) -> None:
+    """Remember what was looked up in traced tables; outside a trace there is nothing to order.
+
+    Args:
+      tables: `TableState.tables`.
+      activations: what the lookup returned, one array per feature.
+      layout: the engine's layout.
+    """
+    for feature, activation in zip(layout.features, activations, strict=True):
+        record_read(tables[layout.stacks[feature.stack].name], activation)
+
+
+def record_read(table: Array, result: Array) -> None:
+    """Remember what was computed from a traced table; outside a trace there is nothing to order.
+
+    Args:
+      table: one of `TableState.tables`.
+      result: numbers that were computed from it, at least one.
+    """
+    if not isinstance(table, Tracer):
+        return
+    number = id(table)
+    # Python may give the `id` of a table that is gone to a new one, so its entry goes with it.
+    if number not in _READS:
+        forget = _READS.pop
+        _READS[number] = weakref.ref(table, lambda _: forget(number)), []
+    _READS[number][1].append(weakref.ref(result))
+
+
+def activations_read(tables: Mapping[str, Array], replicas: int) -> dict[str, list[Array]]:
+    """Return, by stack, what this trace has looked up in its table, or searched, so far.
+
+    Args:
+      tables: `TableState.tables`.
+      replicas: how many parts the first axis of each of these arrays can be split into.
+    """
+    return {name: _alive(table, replicas) for name, table in tables.items()}
+
+
+def _alive(table: Any, replicas: int) -> list[Array]:
+    """Return the results of one table that still exist and belong to the table's trace."""
+    _, found = _READS.get(id(table), (None, []))
+    read = [one for reference in found if (one := reference()) is not None]
+    of_trace = [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
+    # Of a search for 3 queries on 2 replicas, one number is enough to wait for.
+    return [
+        one if one.shape[0] % replicas == 0 else jnp.full(replicas, one.reshape(-1)[0])
+        for one in of_trace
+    ]

@@ -4,13 +4,11 @@ from tpu_embed.core.place.intake import Intake
 from tpu_embed.core.place.keys import give_rows_of
 from tpu_embed.core.place.packing import natural_spec, pack_line
 from tpu_embed.core.place.router import exact_spec
-from tpu_embed.core.place.turn import Turn
 from tpu_embed.core.place.visits import NOBODY
 
 __all__ = [
     "NOBODY",
     "Intake",
-    "Turn",
     "exact_spec",
     "give_rows_of",
     "natural_spec",

@@ -10,46 +10,16 @@ processes use.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from tpu_embed._checks import message
-from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.batch import BatchSpec, Routed
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.rooms import decode_spec
-from tpu_embed.processes import (
-    WAIT_SECONDS,
-    Conversation,
-    Monologue,
-    Turns,
-    check_all_have_a_batch,
-    exchange_bytes,
-)
-
-
-class Alone(Monologue):
-    """What `Agreement` is where there is one process: everybody agrees.
-
-    Attributes:
-      alone: True.
-      turns: an order that no other process waits for.
-    """
-
-    def __init__(self) -> None:
-        self.turns = Turns(with_others=False)
-
-    def agree(self, wanted: BatchSpec, *, exact: bool) -> tuple[BatchSpec, bool]:
-        """Return what is wanted; see `Agreement.agree`."""
-        return wanted, exact
-
-    def share(self, arrays: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
-        """Return the only arrays."""
-        return [arrays]
+from tpu_embed.processes import Conversation
 
 
 class Agreement(Conversation):
@@ -60,17 +30,16 @@ class Agreement(Conversation):
 
     Args:
       layout: the engine's layout. Engines with the same tables and features on all processes form
-        one conversation.
+        one conversation for each kind of batch.
+      routed: what of these batches is routed.
 
     Attributes:
-      alone: False.
-      turns: the order of calls, the same in all processes; all engines of one conversation share
-        it.
+      alone, order: see `Conversation`.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, routed: Routed) -> None:
         tables = [(t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables]
-        known = repr((tables, [feature.path for feature in layout.features]))
+        known = repr((tables, [feature.path for feature in layout.features], routed))
         # The name must be the same on all processes, so it is made of what they declare alike.
         super().__init__(f"tpu_embed/{zlib.crc32(known.encode()):08x}")
         self._last: BatchSpec | None = None
@@ -89,23 +58,25 @@ class Agreement(Conversation):
             batches, or the wanted specs have no union; raised by every process.
           RuntimeError: a process did not come within `WAIT_SECONDS`, or ended.
         """
+        if self.alone:
+            return wanted, exact
         # Silence means "what was agreed last is enough for me".
         new = exact or wanted != self._last
-        news = json.dumps({"spec": wanted, "exact": exact}, default=vars) if new else None
-        said = self.exchange(news)
-        check_all_have_a_batch(said)
-        specs = {process: decode_spec(one["spec"]) for process, one in said.items()}
+        said = self.exchange((wanted, exact) if new else None)
+        specs = {process: spec for process, (spec, _) in said.items()}
         # Key -1 holds the last agreed spec, for the processes that sent nothing.
         if self._last is not None and len(specs) < jax.process_count():
             specs[-1] = self._last
-        exact = any(one["exact"] for one in said.values())
+        exact = any(one for _, one in said.values())
         self._last = _union(specs, exact=exact)
         return self._last, exact
 
     def share(self, arrays: Sequence[np.ndarray]) -> list[Sequence[np.ndarray]]:
         """Return the arrays `[n]` that all processes give, by process.
 
-        A batch for which this is called is placed in two rounds: this one, then `agree`.
+        A batch for which this is called is placed in two rounds: this one, then `agree`. They
+        cannot be one: the room that a part needs depends on the rows of its keys, and what rows
+        unknown keys get depends on those of all parts.
 
         Args:
           arrays: as many in every process.
@@ -113,29 +84,10 @@ class Agreement(Conversation):
         Raises:
           ValueError, TypeError, RuntimeError: as for `agree`.
         """
-        # A line of JSON says how to take the bytes of the arrays apart that follow.
-        head = json.dumps({"arrays": [(one.dtype.str, one.nbytes) for one in arrays]})
-        news = b"".join([head.encode(), b"\n", *(one.tobytes() for one in arrays)])
-        said = exchange_bytes("place", self.name, news, WAIT_SECONDS)
-        heads = _heads(said)
-        check_all_have_a_batch(heads)
-        parts = []
-        for process in sorted(said):
-            at, part = said[process].index(b"\n") + 1, []
-            for dtype, size in heads[process]["arrays"]:
-                part.append(np.frombuffer(said[process][at : at + size], dtype))
-                at += size
-            parts.append(part)
-        return parts
-
-    def exchange(self, news: str | None) -> dict[int, Any]:
-        text = None if news is None else news.encode()
-        return _heads(exchange_bytes("place", self.name, text, WAIT_SECONDS))
-
-
-def _heads(said: dict[int, bytes]) -> dict[int, Any]:
-    """Return the first line of each message of a round: a JSON value, which may be all of it."""
-    return {process: json.loads(one.partition(b"\n")[0]) for process, one in said.items()}
+        if self.alone:
+            return [arrays]
+        said = self.exchange({"arrays": arrays})
+        return [one["arrays"] for one in said.values()]
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:

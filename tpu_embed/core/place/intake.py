@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from tpu_embed._checks import message
@@ -22,11 +21,11 @@ from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.core.batch import Batch, BatchSpec, Routed, TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.agreement import Agreement
 from tpu_embed.core.place.keys import KeyedBatches
 from tpu_embed.core.place.router import Router
-from tpu_embed.core.place.turn import Turn
-from tpu_embed.vocabulary import Vocabularies
+from tpu_embed.processes import Order
+from tpu_embed.vocabulary import Pin, Vocabularies
 
 
 class Intake:
@@ -38,7 +37,7 @@ class Intake:
       vocabularies: the maps of its living vocabularies; None without them.
 
     Attributes:
-      agreement: with the other processes.
+      agreements: with the other processes, by what of a batch is routed.
       vocabularies: see above.
     """
 
@@ -52,12 +51,15 @@ class Intake:
             part_of_feature(one.config, self._replicas, layout.axes.replicas)
             for one in layout.features
         ]
-        self.agreement = Agreement(layout) if jax.process_count() > 1 else Alone()
+        self.agreements: dict[Routed, Agreement] = {
+            "update": Agreement(layout, "update"),
+            "lookup": Agreement(layout, "lookup"),
+        }
         self._keyed = None
         if vocabularies is not None:
-            self._keyed = KeyedBatches(layout, vocabularies, self.agreement)
+            self._keyed = KeyedBatches(layout, vocabularies, self.agreements)
         # By the size of the small tables of lookups; 0 for batches without them.
-        self._routers = {0: Router(layout, self.agreement)}
+        self._routers = {0: Router(layout, self.agreements)}
 
     def place(
         self,
@@ -70,11 +72,46 @@ class Intake:
         """Validate a batch on the host, route it and send it; see `EmbeddingEngine.place`."""
         if isinstance(features, Batch):
             return self.own(features, weights, spec)
-        return self.next_turn(training=training).place(features, weights, spec)
+        return self.place_ids(features, weights, spec, training=training)
 
-    def next_turn(self, *, training: bool = True) -> Turn:
-        """Return the turn to place the next batch; see `EmbeddingEngine.next_turn`."""
-        return Turn(self, training=training)
+    def place_ids(
+        self,
+        features: PyTree,
+        weights: PyTree | None = None,
+        spec: BatchSpec | None = None,
+        *,
+        training: bool,
+        step: int | None = None,
+    ) -> Batch:
+        """Place a batch that was not placed before.
+
+        Args:
+          features, weights, spec, training: see `EmbeddingEngine.place`.
+          step: of living vocabularies, whose rows a batch that is only looked up gets. None: the
+            step that is admitted now.
+        """
+        if not training and step is None:
+            step = 0 if self.vocabularies is None else self.vocabularies.admitted
+        of_step = None if training else step
+        order = self.order(training=training)
+        if order is None:
+            return self.place_now(features, weights, spec, of_step)
+        return order.run(lambda: self.place_now(features, weights, spec, of_step))
+
+    def order(self, *, training: bool) -> Order | None:
+        """Return the order in which batches are placed; None where any order will do.
+
+        With one process, that is where no map learns. Engines that share maps share their order.
+        """
+        routed: Routed = "update" if training else "lookup"
+        if training and self.vocabularies is not None:
+            return self.vocabularies.order
+        agreement = self.agreements[routed]
+        return None if agreement.alone else agreement.order
+
+    def pin(self) -> Pin | None:
+        """Return the step that is admitted now, whose rows can be found while this is held."""
+        return None if self.vocabularies is None else self.vocabularies.pin()
 
     def place_now(
         self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
@@ -98,7 +135,7 @@ class Intake:
                 got, remedy = type(spec).__name__, "batch.spec of a placed batch is one"
                 raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
             spec = dataclasses.replace(spec, routed=routed)
-        with self.agreement.refusals():
+        with self.agreements[routed].refusals():
             if step is not None:
                 features, weights, left_out = self._filled(features, weights)
             hosts = self.host_ids(features, weights)
@@ -113,7 +150,7 @@ class Intake:
     def _router(self, rows: int) -> Router:
         """Return the router of batches whose small tables have this many rows on each shard."""
         if rows not in self._routers:
-            router = Router(self._layout.visiting(rows), self.agreement)
+            router = Router(self._layout.visiting(rows), self.agreements)
             self._routers.setdefault(rows, router)  # another thread may have made one
         return self._routers[rows]
 
@@ -144,7 +181,7 @@ class Intake:
         return self._routers[0].rooms.copy() if jagged else None
 
     def expect(self, shapes: Any) -> None:
-        """Give the next batches shapes that `shapes`, or a turn, had; see `shapes.py`.
+        """Give the next batches shapes that `shapes` returned; see `rooms.py`.
 
         Raises:
           ValueError: it is something else.

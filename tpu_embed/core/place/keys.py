@@ -21,7 +21,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID
-from tpu_embed.core.batch import BatchSpec
+from tpu_embed.core.batch import BatchSpec, Routed
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, split_keys
 from tpu_embed.core.layout import (
     Agreed,
@@ -32,7 +32,7 @@ from tpu_embed.core.layout import (
     most_per_shard,
     rooms_in,
 )
-from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.agreement import Agreement
 from tpu_embed.core.place.visits import NOBODY, Guests, visit
 from tpu_embed.storage import Incoming
 from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, Moves, ValidSteps, Vocabularies
@@ -47,13 +47,17 @@ class KeyedBatches:
     Args:
       layout: the engine's layout.
       vocabularies: the maps.
-      agreement: with the other processes.
+      agreements: with the other processes, by what of a batch is routed.
     """
 
     def __init__(
-        self, layout: Layout, vocabularies: Vocabularies, agreement: Agreement | Alone
+        self,
+        layout: Layout,
+        vocabularies: Vocabularies,
+        agreements: Mapping[Routed, Agreement],
     ) -> None:
-        self._layout, self._vocabularies, self._agreement = layout, vocabularies, agreement
+        self._layout, self._vocabularies = layout, vocabularies
+        self._learning, self._finding = agreements["update"], agreements["lookup"]
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes)
         self._tables = {table.name: table for _, table in layout.living}
         self._features = {
@@ -71,17 +75,17 @@ class KeyedBatches:
           hosts: the ids of every feature, of this process's part of the batch.
         """
         vocabularies, said = self._vocabularies, []
-        with self._agreement.refusals():
+        with self._learning.refusals():
             _, known = self._find(hosts, None)
             found = {f: one.ids for f, one in known.items()}
             splits = {f: split_keys(hosts[f], ids) for f, ids in found.items()}
             for features in self._features.values():
                 rows = np.concatenate([splits[f].known for f in features])
-                said.append(rows if self._agreement.alone else np.unique(rows))
+                said.append(rows if self._learning.alone else np.unique(rows))
                 for f in features:
                     said += [splits[f].keys, self._global_examples(hosts[f], splits[f].examples)]
         before = vocabularies.placed
-        parts = [iter(part) for part in self._agreement.share(said)]
+        parts = [iter(part) for part in self._learning.share(said)]
         batch, orders, ends = {}, {}, {}
         for name, features in self._features.items():
             rows = np.concatenate([next(part) for part in parts]).astype(np.int64)
@@ -94,8 +98,8 @@ class KeyedBatches:
             orders[name] = batch_order(places) if len(keys) > 1 else slice(None)
             ends[name] = np.cumsum([some.size for some in keys])
             batch[name] = rows, np.concatenate(keys)[orders[name]]
-        moves = vocabularies.take(batch)
         try:
+            moves = vocabularies.take(batch)
             for name, features in self._features.items():
                 # Keys that were known have kept their rows; of the others some have one now.
                 given = moves.of_keys(name).rows
@@ -124,8 +128,8 @@ class KeyedBatches:
         vocabularies, homes = self._vocabularies, self._vocabularies.homes
         arrivals = arrivals_of(self._layout.stacks, homes, moves.taken)
         rooms = rooms_in(arrivals, homes, moves.taken)
-        with self._agreement.refusals():
-            if homes is not None and not self._agreement.alone:
+        with self._learning.refusals():
+            if homes is not None and not self._learning.alone:
                 homes.check()  # here all processes hear of a row that one of them has lost
             incoming = vocabularies.incoming(moves, rooms)
         tables = {
@@ -140,7 +144,7 @@ class KeyedBatches:
     def _agree(self, moves: Moves, incoming: Mapping[str, Incoming]) -> dict[str, Agreed] | None:
         """Return what all processes have to know of the rows that each of them brings."""
         homes, stacks = self._vocabularies.homes, self._layout.stacks
-        if self._agreement.alone or homes is None:
+        if self._learning.alone or homes is None:
             return None
         # Two numbers a stack: does a row come from home, and how many rows are drawn for a shard?
         mine = []
@@ -154,7 +158,7 @@ class KeyedBatches:
                 row_groups, owners = homes.tables[name].row_groups, moves.owners.get(name)
                 rows[name] = drawn_keys(row_groups, moves.taken[name], found, owners).rows
             mine += [comes, most_per_shard(stack, rows)]
-        said = self._agreement.share([np.array(mine, np.int64)])
+        said = self._learning.share([np.array(mine, np.int64)])
         pairs = np.max([one for (one,) in said], axis=0).reshape(-1, 2)
         names = [one.name for one in stacks if one.is_on_host]
         return {
@@ -173,7 +177,7 @@ class KeyedBatches:
         Raises:
           ValueError: the processes are at different steps.
         """
-        with self._agreement.refusals():
+        with self._finding.refusals():
             steps, known = self._find(hosts, step)
         found = {f: one.rows for f, one in known.items()}
         rows, homes = self._by_table(found), self._vocabularies.homes
@@ -186,7 +190,7 @@ class KeyedBatches:
             name: [(keys, known[f].rows) for f, keys in mine.items()]
             for name, mine in guests.items()
         }
-        if not self._agreement.alone:
+        if not self._finding.alone:
             rows, every = self._of_all(steps.first, rows, every)
         visited = None if homes is None else visit(self._layout, homes, guests, every)
         fields, make = {}, None
@@ -195,7 +199,7 @@ class KeyedBatches:
             found |= small
             # If batches before it are still to be admitted, its rows come when it is admitted.
             if steps.first <= self._vocabularies.admitted:
-                with self._agreement.refusals():
+                with self._finding.refusals():
                     fields["visits"] = make()
         tables = {
             name: KeyedRows(each, None, visits=make is not None and name in guests)
@@ -231,7 +235,7 @@ class KeyedBatches:
             every, at = map(np.concatenate, zip(*pairs, strict=True))
             keys, first = np.unique(every, return_index=True)
             mine += [keys, at[first]]
-        parts = [iter(part) for part in self._agreement.share(mine)]
+        parts = [iter(part) for part in self._finding.share(mine)]
         steps = sorted({int(next(part)[0]) for part in parts})
         if len(steps) > 1:
             expected, got = "as many batches admitted in every process", f"steps {steps}"
@@ -268,7 +272,7 @@ class KeyedBatches:
 
     def _global_examples(self, host: HostIds, local: np.ndarray) -> np.ndarray:
         """Return the numbers in the global batch of examples of this process."""
-        if self._agreement.alone:
+        if jax.process_count() == 1:
             return local
         # With 2 examples per replica, and replicas 4 and 6 here: examples 0 1 2 3 are 8 9 12 13.
         size = self._local_size(host)

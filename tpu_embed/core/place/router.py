@@ -9,7 +9,7 @@ Input: validated ids, with rows in the place of keys. Output: a `Batch`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from tpu_embed._checks import message
 from tpu_embed.core.batch import Batch, BatchSpec, Routed
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
-from tpu_embed.core.place.agreement import Agreement, Alone
+from tpu_embed.core.place.agreement import Agreement
 from tpu_embed.core.place.packing import natural_spec
 from tpu_embed.core.place.rooms import Rooms
 from tpu_embed.core.place.write_lines import sort_stacks, with_capacities, write_lines
@@ -44,14 +44,14 @@ class Router:
 
     Args:
       layout: the engine's layout.
-      agreement: with the other processes.
+      agreements: with the other processes, by what of a batch is routed.
 
     Attributes:
       rooms: the specs of earlier batches.
     """
 
-    def __init__(self, layout: Layout, agreement: Agreement | Alone) -> None:
-        self._layout, self._agreement = layout, agreement
+    def __init__(self, layout: Layout, agreements: Mapping[Routed, Agreement]) -> None:
+        self._layout, self._agreements = layout, agreements
         self.rooms = Rooms(layout)
 
     def route(self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed) -> Batch:
@@ -67,7 +67,7 @@ class Router:
           ValueError: the batch does not fit the requested spec; the message says which it fits. Or
             this process has no device of the mesh.
         """
-        layout, axes, agreement = self._layout, self._layout.axes, self._agreement
+        layout, axes, agreement = self._layout, self._layout.axes, self._agreements[routed]
         replicas = axes.local_parts(axes.batch_axes)
         with agreement.refusals():
             if not replicas.size:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tpu_embed._calls import call
 from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.layout import (
@@ -42,7 +41,7 @@ from tpu_embed.core.state.table_state import (
     write_parts,
 )
 from tpu_embed.kernels import dispatch, storage
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels.tracing import zero_after
 from tpu_embed.storage import Homes, HomeTable, Room, RowField, RowGroups
 
 
@@ -158,7 +157,7 @@ class RowMover:
                 shard,
                 mesh=axes.mesh,
                 in_specs=(held, split),
-                out_specs=split if function is _collect else (split, held),
+                out_specs=split if function is _collect else (split, tuple(held)),
                 check_vma=False,
             )(held_arrays, rows)
 
@@ -195,11 +194,16 @@ class RowMover:
         return sent
 
     def exchange(
-        self, state: TableState, sent: Mapping[str, Sent]
+        self, state: TableState, sent: Mapping[str, Sent], call: Callable[..., Any]
     ) -> tuple[TableState, dict[str, Fields]]:
         """Return the state with rows from home, and what was in the places of all that were sent.
 
         Tables and slots are donated. Rows that did not come from home stay as they are.
+
+        Args:
+          state: the state.
+          sent: what `send` returned.
+          call: that of an `Exchange`.
 
         Returns:
           The state, and the copies by stack.
@@ -254,10 +258,10 @@ def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:
     }
 
 
-def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, StackShard]:
+def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple[Any, ...]]:
     """Return copies as `_collect` does, and this device's shard with the rows that were sent."""
     copies = _collect(stack, held, sent.places)
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
     values = {part: field[0] for part, field in sent.fields.items()}
-    return copies, write_parts(held, rows, values, stack)
+    return copies, tuple(write_parts(held, rows, values, stack))  # plain, for `Exchange`

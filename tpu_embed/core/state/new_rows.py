@@ -108,7 +108,12 @@ class NewRowWriter:
         }
 
     def write(
-        self, state: TableState, new: Mapping[str, NewKeys], most: Mapping[str, int] = _NONE
+        self,
+        state: TableState,
+        new: Mapping[str, NewKeys],
+        most: Mapping[str, int] = _NONE,
+        *,
+        call: Callable[..., Any] = call,
     ) -> TableState:
         """Return the state with the rows of new keys made new; tables and slots are donated.
 
@@ -119,6 +124,7 @@ class NewRowWriter:
           new: the new keys by table, the same in all processes; of tables on the host, those that
             this process draws.
           most: by stack of tables on the host, the most rows that a process draws for a shard.
+          call: that of an `Exchange`, or one that stores nothing.
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
@@ -175,20 +181,21 @@ class NewRowWriter:
 
     def _write(
         self, stack: Stack, held: StackShard, key: dict[str, Array], parcels: Array
-    ) -> StackShard:
+    ) -> tuple[Any, ...]:
         self.traces += 1  # this line runs once per trace, not once per step
         axes = self._layout.axes
         specs = stack_specs(stack, axes)
 
-        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> StackShard:
+        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> tuple[Any, ...]:
             rows = open_rows(parcels[0, :2], stack)
-            return write_parts(held, rows, _draw_parts(stack, key, parcels[0]), stack)
+            drawn = _draw_parts(stack, key, parcels[0])
+            return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
 
         return jax.shard_map(
             device,
             mesh=axes.mesh,
             in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
-            out_specs=specs,
+            out_specs=tuple(specs),
             check_vma=False,
         )(held, key, parcels)
 

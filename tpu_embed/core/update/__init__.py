@@ -1,15 +1,13 @@
 """Activation gradients in, new rows out: sum the gradients of each row, apply the optimizer."""
 
 from tpu_embed.core.update.apply import StackShard
-from tpu_embed.core.update.gradients import check_trainable, checked_gradients
-from tpu_embed.core.update.guard import Guard, OnBadGradient
+from tpu_embed.core.update.gradients import Guard, OnBadGradient, check_trainable, checked_gradients
 from tpu_embed.core.update.in_place import (
     LOOKUP,
     UPDATE,
     check_in_place,
     named,
     note_copies,
-    unwarned,
 )
 from tpu_embed.core.update.sharded import Operands, update
 
@@ -25,6 +23,5 @@ __all__ = [
     "checked_gradients",
     "named",
     "note_copies",
-    "unwarned",
     "update",
 ]

@@ -5,8 +5,14 @@ grow with the vocabulary. There are two ways. Kernels for CPUs and SparseCores k
 by name; they sum gradients, apply the rule and write in one pass. Everywhere else XLA reads,
 applies and writes; the rule is then compiled by itself, on a number of rows padded to a multiple of
 `ROW_MULTIPLE`, so that its bits are the same in every program. Tables that stand as plain arrays in
-a user's parameter tree have no stack; `update_parameter_rows` of `training/optimizer/rows.py`
-updates those.
+a user's parameter tree have no stack; `update_parameter_rows` of `training/update.py` updates
+those.
+
+Without gradient accumulation, a row is updated once for every occurrence of its id (`apply_each`).
+If an id occurs three times in a batch, the rule runs three times on its row, in order of sums. To
+do many rows at a time, occurrences are taken in rounds: round k has the k-th occurrence of every
+row that has one, so the rows of a round are all different. A round is applied in chunks of fixed
+size. The work is proportional to the number of occurrences, plus one chunk per round.
 
 Input: this device's shard of a stack, and distinct local rows with summed gradients (for the
 compiled kernel: rows with gradients that are not summed yet). Output: the shard with those rows and
@@ -22,7 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._types import PADDING_ID, Array, ArrayLike
-from tpu_embed.core.exchange import RowSums, collectives
+from tpu_embed.core.batch import LocalIds
+from tpu_embed.core.exchange import RowSums, collectives, route
 from tpu_embed.core.layout import (
     NUMBERS_SLOT,
     ROW_MULTIPLE,
@@ -35,10 +42,15 @@ from tpu_embed.core.layout import (
     table_crcs,
 )
 from tpu_embed.core.state import StackShard, rule_slots, slot_format
-from tpu_embed.kernels import cpu, dispatch, sparsecore_update, stochastic, storage
+from tpu_embed.kernels import cpu, dispatch, sparsecore_rules, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
-from tpu_embed.kernels.operands import GradientLayout, RowGradients
-from tpu_embed.kernels.rules import CompiledRule
+from tpu_embed.kernels.operands import (
+    CompiledRule,
+    GradientLayout,
+    RowGradients,
+    RowsToSum,
+    SumLayout,
+)
 from tpu_embed.kernels.stochastic import Rounding
 
 
@@ -60,7 +72,7 @@ def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> Compil
     sums_format = sent_sums_format(stack)
     # A word has two numbers of bfloat16.
     width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
-    return rule if sparsecore_update.takes(rule, width, sums_format.dtype.itemsize < 4) else None
+    return rule if sparsecore_rules.takes(rule, width, sums_format.dtype.itemsize < 4) else None
 
 
 def merge_and_apply(
@@ -75,6 +87,8 @@ def merge_and_apply(
       rule: what `compiled_rule` returned.
       step: int32 `[]`, t.
     """
+    from tpu_embed.kernels import sparsecore_update  # Pallas takes long to import
+
     shapes, row_format = rule_slots(stack), stack.row_format
     formats = {name: slot_format(stack, shapes[name]) for name in rule.slots}
     segments, index, sums = given.segments, given.index, given.packed
@@ -241,3 +255,65 @@ def every_row(sums: RowSums, stack: Stack) -> RowSums:
         jnp.pad(rows, (0, missing), constant_values=PADDING_ID),
         jnp.pad(dense, ((0, missing), (0, 0))),
     )
+
+
+CHUNK = 4 * ROW_MULTIPLE
+"""Rows that are updated at a time."""
+
+
+def apply_each(
+    held: StackShard,
+    ids: LocalIds,
+    gradients: Array,
+    stack: Stack,
+    step: Array,
+    learning_rate: ArrayLike,
+) -> StackShard:
+    """Return the shard after one update per occurrence.
+
+    Args:
+      held: this device's shard.
+      ids: sorted by row, in the order of sums; their rows are local ones.
+      gradients: of the bags, `[bags, D]`.
+      stack: the stack.
+      step: int32 `[]`, t, the same for all occurrences.
+      learning_rate: scalar.
+    """
+    ordered = _by_round(ids, stack)
+    count = jnp.sum(ordered[1].index < stack.num_rows, dtype=jnp.int32)
+    # Padded by one chunk, so that a slice that starts at the last occurrence stays inside.
+    # What is beyond it belongs to no round, whatever its numbers.
+    ordered = jax.tree.map(lambda x: jnp.pad(x, (0, CHUNK)), ordered)
+    one_each = jax.lax.iota(jnp.int32, CHUNK)
+
+    def one_chunk(carry: tuple[Array, StackShard]) -> tuple[Array, StackShard]:
+        start, held = carry
+        number, here = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, CHUNK), ordered
+        )
+        # Apply the entries of the first one's round, and start the next chunk after them: rounds
+        # (0, 0, 0, 1, 1) in chunks of 4 are applied as (0, 0, 0), then (1, 1).
+        now = (number == number[0]) & (start + one_each < count)
+        rows = RowsToSum(gradients, here.bags, one_each, here.gains)
+        (values,) = dispatch.gather_sum(rows, SumLayout((CHUNK,)))
+        chosen = RowSums(jnp.where(now, here.index, PADDING_ID), values)
+        updated = apply_rule(held, chosen, stack, step, learning_rate)
+        return start + jnp.sum(now, dtype=jnp.int32), updated
+
+    return jax.lax.while_loop(lambda carry: carry[0] < count, one_chunk, (jnp.int32(0), held))[1]
+
+
+def _by_round(ids: LocalIds, stack: Stack) -> tuple[Array, LocalIds]:
+    """Return occurrences in the order in which they are applied: by round, then by row.
+
+    Returns:
+      int32 `[M]`, the round of each; the occurrences, with R for absent rows, which come last.
+    """
+    # Rows (3, 7, 7, 7): their runs start at 0 and 1, so the rounds are position - start = (0, 0, 1,
+    # 2): each row's occurrences, counted.
+    rows = jnp.where(ids.index < 0, stack.num_rows, ids.index)
+    positions = jnp.arange(rows.size, dtype=jnp.int32)
+    starts = jax.lax.cummax(jnp.where(route.changes(rows), positions, 0))
+    rounds = jnp.where(rows < stack.num_rows, positions - starts, rows.size)
+    leaves, structure = jax.tree.flatten((rounds, LocalIds(rows, ids.bags, ids.gains)))
+    return structure.unflatten(jax.lax.sort(leaves, num_keys=2, is_stable=True))

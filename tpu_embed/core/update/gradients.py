@@ -3,23 +3,35 @@
 A user gives one gradient per feature, in the shape of its activations. An update works stack by
 stack, on one gradient vector per bag.
 
-Input: one gradient per feature. Output: checked arrays; then, for one stack on one device, one
+One NaN that reaches a table spoils its rows for good. So the gradients can be checked before
+anything is summed (`Guard`): a step with a bad gradient is then skipped and counted, or is an
+error.
+
+Input: one gradient per feature. Output: checked arrays; which features have a gradient that is not
+finite on any device, the same answer on every device; then, for one stack on one device, one
 `[bags, D]` array per feature.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
+from tpu_embed import _checks
 from tpu_embed._checks import check_live, message, warn_user
 from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array
-from tpu_embed.core.batch import BatchSpec, StackView
+from tpu_embed._types import Array, Tracer
+from tpu_embed.core.batch import Batch, BatchSpec, StackView, TracedIds
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.lookup import Jagged, segments
+from tpu_embed.core.lookup import Jagged, row_splits, segments
 
 
 def check_trainable(what: str, layout: Layout) -> None:
@@ -104,3 +116,157 @@ def stack_gradients(
             given, _ = segments.pad(row_splits[f][0], given[0], own.bags)
         arrays.append(given.reshape(shape))
     return tuple(arrays)
+
+
+OnBadGradient = Literal["allow", "skip", "error"]
+
+REFUSED = "refused_batches"
+"""The key in `TableState.counters` of the number of steps that were skipped, because the state was
+not one in which their batch may be looked up (`ValidSteps`)."""
+
+COUNTER = "bad_gradients"
+"""The key in `TableState.counters` of the number of bad gradients."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """What an engine does about activation gradients that are not finite.
+
+    Attributes:
+      policy: "allow", "skip" or "error".
+      layout: the engine's layout.
+
+    Raises:
+      ValueError: an unknown policy.
+    """
+
+    policy: OnBadGradient
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        _checks.check_choice("on_bad_gradient", self.policy, get_args(OnBadGradient))
+
+    def new_counters(self) -> dict[str, Array]:
+        """Return the `counters` of a new `TableState`, all zero."""
+        by_feature = jnp.zeros(len(self.layout.features), jnp.int32)
+        own = {} if self.policy == "allow" else {COUNTER: by_feature}
+        if self.layout.living:
+            own[REFUSED] = jnp.int32(0)
+        counters = {"bad_ids": by_feature, "overflows": jnp.int32(0), **own}
+        return self.layout.axes.reshard(counters, ())
+
+    def counted(
+        self,
+        counters: Mapping[str, Array],
+        bad_ids: Array,
+        bad: Array | None,
+        refused: Array | None,
+    ) -> dict[str, Array]:
+        """Return the counters with one step's numbers added.
+
+        Args:
+          counters: the counters of the state before the step.
+          bad_ids: int32 `[F]`, the bad ids of this step.
+          bad: what `find` returned.
+          refused: bool `[]`, whether the batch was not in order; None: it was.
+        """
+        step = {"bad_ids": bad_ids, COUNTER: bad, REFUSED: refused}
+        numbers = {name: n.astype(jnp.int32) for name, n in step.items() if n is not None}
+        # A restored state may come from an engine with another policy: a counter that it lacks
+        # starts at 0, and one that this policy does not use is kept.
+        return {**counters, **{name: counters.get(name, 0) + n for name, n in numbers.items()}}
+
+    def find(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> Array | None:
+        """Return which features' gradients are not finite, bool `[F]`; None under "allow".
+
+        Args:
+          gradients: one leaf per feature; None is zero.
+          source: the ids that they are for.
+        """
+        if self.policy == "allow":
+            return None
+        return not_finite(gradients, _splits(source, self.layout), self.layout)
+
+    def refuse(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> None:
+        """Under "error" and outside a jit, wait for the gradients and refuse bad ones.
+
+        Args:
+          gradients: one leaf per feature; None is zero.
+          source: the ids that they are for.
+
+        Raises:
+          ValueError: some are not finite; the message names the features and their tables.
+        """
+        if self.policy != "error":
+            return
+        found = _not_finite_program(gradients, _splits(source, self.layout), self.layout)
+        # A tracer is not known yet: then the step is skipped, and `report` tells checkify.
+        if isinstance(found, Tracer) or not np.any(found):
+            return
+        named = [self._name(f) for f in np.flatnonzero(found).tolist()]
+        what = f"activation gradient of {', '.join(named)}"
+        remedy = 'nothing was updated; give another, or set on_bad_gradient="skip"'
+        got = "NaN or infinity"
+        raise ValueError(_checks.message(what, expected="finite numbers", got=got, remedy=remedy))
+
+    def report(self, bad: Array | None) -> None:
+        """Under "error" and inside a jit, report bad gradients to `checkify`, if the user uses it.
+
+        Args:
+          bad: what `find` returned.
+        """
+        if bad is None or self.policy != "error":
+            return
+        for f in range(len(self.layout.features)):
+            # checkify formats the text with str.format, so braces in a feature's path are doubled.
+            what = f"activation gradient of {self._name(f)}: NaN or infinity"
+            _checks.check_in_program(~bad[f], what.replace("{", "{{").replace("}", "}}"))
+
+    def _name(self, f: int) -> str:
+        feature = self.layout.features[f]
+        return f"feature {feature.path!r} of table {feature.table.name!r}"
+
+
+def _splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
+    """Return the row splits of jagged features, which say where their gradients end."""
+    jagged = any(shape.capacity is not None for shape in source.spec.feature_shapes)
+    return row_splits(source, layout) if jagged else {}
+
+
+def not_finite(
+    gradients: Sequence[Array | None], splits: Mapping[int, Array], layout: Layout
+) -> Array:
+    """Return which features' gradients contain NaN or infinity on any device, bool `[F]`.
+
+    Gradients of tables without an optimizer do not count, because they are not applied; nor does
+    what stands beyond the last row of a jagged feature.
+
+    Args:
+      gradients: one leaf per feature, with the batch dimension sharded; None is zero.
+      splits: the row splits `[S, B / S + 1]` of every jagged feature.
+      layout: the engine's layout.
+    """
+    axes = layout.axes
+    batch = axes.spec(axes.batch_axes)
+
+    def is_bad(f: int, gradient: Array | None, splits: Mapping[int, Array]) -> Array:
+        stack = layout.stacks[layout.features[f].stack]
+        if gradient is None or stack.optimizer is None:
+            return jnp.asarray(False)
+        # Cast first: a finite float64 gradient may be infinite in the float32 that the table uses.
+        finite = jnp.isfinite(gradient.astype(stack.compute_dtype))
+        if f in splits:
+            finite |= ~Jagged(gradient, splits[f]).valid[..., None]
+        return ~jnp.all(finite)
+
+    def device(gradients: Sequence[Array | None], splits: Mapping[int, Array]) -> Array:
+        with jax.named_scope("guard"):
+            bad = [is_bad(f, gradient, splits) for f, gradient in enumerate(gradients)]
+            return collectives.any_device(jnp.stack(bad), axes.mesh)
+
+    return jax.shard_map(
+        device, mesh=axes.mesh, in_specs=batch, out_specs=PartitionSpec(), check_vma=False
+    )(*axes.reshard((list(gradients), splits), axes.batch_axes))
+
+
+_not_finite_program = partial(jax.jit, static_argnames="layout")(not_finite)

@@ -4,17 +4,28 @@ The whole update is one `shard_map`. On each device, stack after stack, the acti
 become partial sums per row, the partial sums travel to the shards that own the rows, and there they
 are added up, passed through the optimizer's rule, and the new rows are written.
 
+Floating-point sums depend on their order, and the result must not depend on the number of devices.
+So the global batch is split into G contiguous blocks. A row's gradients are summed feature after
+feature within each block; these partial sums are added in the order of the blocks.
+
+Where the host has routed a batch, the device that has a block's examples makes the partial sums and
+sends each to its row's owner. Of ids that it has not routed, every owner gets all ids and all
+gradients of bags, and makes the sums of its own rows: that moves a gradient per bag, not per id.
+
 Input: the arrays of a state, the ids of all stacks, and one gradient per feature. Output: new
 arrays, in the memory of the old ones if those are donated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import PADDING_ID, Array
@@ -23,13 +34,16 @@ from tpu_embed.core.batch import (
     LocalIds,
     StackView,
     TracedIds,
+    gather,
+    gather_ids,
     view_stacks,
 )
-from tpu_embed.core.exchange import RowSums, collectives, route
-from tpu_embed.core.layout import Layout
+from tpu_embed.core.exchange import RowSums, collectives, number_runs, route
+from tpu_embed.core.layout import Layout, Stack, sent_sums_format
+from tpu_embed.core.lookup import sum_gradients
 from tpu_embed.core.state import StackShard, rule_slots, state_specs
-from tpu_embed.core.update import occurrences
 from tpu_embed.core.update.apply import (
+    apply_each,
     apply_rule,
     compiled_rule,
     every_row,
@@ -38,20 +52,215 @@ from tpu_embed.core.update.apply import (
     sum_and_apply,
 )
 from tpu_embed.core.update.gradients import stack_gradients
-from tpu_embed.core.update.sums import (
-    Splits,
-    bags_to_merge,
-    exchange_sums,
-    gather_all,
-    gradients_to_sort,
-    partials_for_kernel,
-    psum_sums,
-    sort_own_ids,
-    sum_own_rows,
-)
-from tpu_embed.kernels import dispatch
-from tpu_embed.kernels.operands import GradientLayout, RowGradients
-from tpu_embed.kernels.waits import zero_after
+from tpu_embed.kernels import dispatch, storage
+from tpu_embed.kernels.operands import GradientLayout, RowGradients, RowsToSum
+from tpu_embed.kernels.tracing import zero_after
+
+Gradients = Sequence[Array]
+"""The gradients of a stack's bags on one device, `[bags, D]` per feature."""
+
+Splits = Mapping[int, Array]
+"""The row splits `[1, B/S + 1]` of every jagged feature."""
+
+
+def gather_all(
+    ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits
+) -> tuple[LocalIds, Gradients]:
+    """Return the ids and gradients of all devices, of ids that the host has not routed.
+
+    The ids are local rows of this device's shard, and their blocks are known; the gradients are one
+    array. On one device they are its own, but for the blocks.
+    """
+    ids = ids._replace(blocks=_blocks(ids, view, splits))
+    # One device has all ids and all rows: nothing is sent, and gradients stay by feature.
+    if view.is_local:
+        return ids, gradients
+    names = view.layout.axes.batch_axes
+    with jax.named_scope("route"):
+        every = gather(jnp.concatenate(gradients), names)
+        return gather_ids(ids, view, names), (every,)
+
+
+def sort_own_ids(ids: LocalIds, view: StackView) -> LocalIds:
+    """Return gathered ids sorted by row and block; R stands for the rows of others."""
+    assert ids.blocks is not None, "gathered ids have them"
+    with jax.named_scope("dedup"):
+        blocks = ids.blocks, view.layout.blocks
+        given = ids.rows, view.stack.num_rows, *blocks, ids.bags, ids.gains
+        return LocalIds(*route.sort_ids(*given))
+
+
+def sum_own_rows(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
+    """Return the partial sums of gathered ids."""
+    stack, num_rows, ids = view.stack, view.stack.num_rows, sort_own_ids(ids, view)
+    with jax.named_scope("dedup"):
+        run, rows = number_runs(ids.index, num_rows, ids.blocks)
+        # A sum is of one row and one block, and of an id at least. Rows 3 7 7 9 in the blocks 0 0 1
+        # 0 have the sums 0 1 2 3, and these the rows 3 7 7 9.
+        most = min(ids.index.size, num_rows * view.layout.blocks)
+        segments = jnp.where(ids.index < num_rows, run, most)
+        given = RowsToSum(jnp.concatenate(gradients), ids.bags, segments, ids.gains)
+        sums = sum_gradients(given, most, stack, filled=False)
+    with jax.named_scope("merge"):
+        return _unpacked(route.merge_sorted(sums, rows[:most], None, num_rows), stack)
+
+
+def exchange_sums(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
+    """Make the partial sums of a batch that the host has routed, and send them to the owners."""
+    stack, axes = view.stack, view.layout.axes
+    with jax.named_scope("dedup"):
+        size = stack.num_shards * view.parcel_size
+        sums = sum_gradients(_routed(ids, gradients), size, stack, filled=False)
+    if view.is_local:  # nothing is sent, but sums are rounded as if it were
+        assert ids.merged is not None, "one device knows the whole batch"
+        return _unpacked(RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index), stack)
+    with jax.named_scope("route"):
+        sums, packed = route.send_sums(sums, stack, axes)
+        if ids.merged is not None:
+            return RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index, packed)
+        assert ids.sent is not None, "the host tells the rows that it sends"
+        rows = route.send_rows(route.only_mine(ids.sent, stack, axes), stack, axes)
+    with jax.named_scope("merge"):
+        return route.route_merge(sums, packed, rows, stack, axes)
+
+
+def _routed(ids: LocalIds, gradients: Gradients) -> RowsToSum:
+    """Return the gradients of bags, and their sums, of a batch that the host has routed."""
+    assert ids.sum_index is not None, "the batch was placed for an update"
+    assert ids.sum_segments is not None, "the host tells both"
+    return RowsToSum(jnp.concatenate(gradients), ids.sum_index, ids.sum_segments, ids.sum_gains)
+
+
+def _unpacked(given: RowSums, stack: Stack) -> RowSums:
+    """Return partial sums that stay where they were made, perhaps rounded."""
+    if stack.exchange_dtype is None:
+        return given
+    packed = given.sums if stack.packing == "words" else None
+    return given._replace(sums=sent_sums_format(stack).unpack(given.sums), packed=packed)
+
+
+def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits) -> RowSums:
+    """Return all R rows of a small replicated stack with their whole gradients.
+
+    Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
+    is exact, because only the device that has a block's examples contributes numbers other than
+    zero. Then the blocks are added in order. Rows without ids are `PADDING_ID`.
+    """
+    # A cell for every block and row, b * R + r for row r in block b: no batch needs more. If the
+    # devices do not divide G, a block may end on the next device, and a cell is the sum of two:
+    # still the same in any order.
+    stack, blocks, axes = view.stack, view.layout.blocks, view.layout.axes.batch_axes
+    rows = stack.num_rows
+    with jax.named_scope("psum"):
+        if ids.sum_segments is None:
+            cells = _blocks(ids, view, splits) * rows + ids.rows.astype(jnp.int32)
+            cells = jnp.where(ids.rows < 0, blocks * rows, cells)
+            cells, _, (bags, gains) = dispatch.sort_with(cells, (ids.bags, ids.gains))
+            ids = ids._replace(sum_index=bags, sum_segments=cells, sum_gains=gains)
+        given = _routed(ids, gradients)
+        touched = ids.merged
+        if touched is None:
+            # A row without ids must stay absent: with a zero gradient it would still decay or move.
+            cells = given.segments
+            own = dispatch.occurs(jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows)
+            counts = collectives.psum(own.astype(jnp.int32), axes)
+            numbers = jnp.arange(rows, dtype=stack.index_dtype)
+            touched = jnp.where(counts > 0, numbers, PADDING_ID)
+            missing = (0, view.num_merged - rows)
+            touched = jnp.pad(touched, missing, constant_values=PADDING_ID)
+        sums = sum_gradients(given, blocks * rows, stack)
+        sums = collectives.psum(sums, axes).reshape(blocks, rows, stack.dim)
+        zero = jnp.zeros_like(sums[0])
+        total = jax.lax.fori_loop(0, blocks, lambda b, total: total + sums[b], zero)
+        return RowSums(touched, jnp.pad(total, ((0, touched.shape[0] - rows), (0, 0))))
+
+
+def bags_to_merge(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSums:
+    """Return the gradients of the bags of gathered ids, as if each were a partial sum.
+
+    A row's gradients are then added one by one, so they must have no gains.
+    """
+    ids = sort_own_ids(ids, view)
+    # Rows 3 7 7 of the bags 2 0 5: the gradients 2, 0 and 5 are added to the sums 0, 1 and 1.
+    bags = jnp.concatenate(gradients)
+    return route.merge_sorted(bags, ids.index, ids.bags, view.stack.num_rows)
+
+
+def gradients_to_sort(
+    ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits
+) -> tuple[RowGradients, GradientLayout]:
+    """Return the gradients of gathered ids, for a kernel that sorts and sums them itself.
+
+    It sums feature after feature, so the ids and gradients of several devices are put in order.
+    """
+    row_ids, bags, gains = ids.rows, ids.bags, ids.gains
+    if not view.is_local:
+        n, own = view.layout.axes.replicas, view
+        view = dataclasses.replace(own, spec=dataclasses.replace(own.spec, replicas=1))
+        gradients = _by_feature(gradients[0], own.counts, n)
+        # Of bags a0 a1 | b0 and a2 a3 | b1 on two devices: a0 a1 a2 a3 | b0 b1, and their ids
+        # alike.
+        if own.widths:
+            sizes, bags = np.multiply(own.widths, own.counts).tolist(), view.dense_bags()
+            row_ids, gains = jax.tree.map(
+                lambda x: jnp.concatenate(_by_feature(x, sizes, n)), (row_ids, gains)
+            )
+    given = RowGradients(row_ids, bags, gains, tuple(gradients))
+    if view.layout.blocks > 1:
+        starts = [view.block_starts(number, splits) for number in range(len(view.features))]
+        static = all(isinstance(one, np.ndarray) for one in starts)
+        joined = jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
+        given = given._replace(blocks=joined)
+    return given, GradientLayout(view.counts, view.stack.exchange_dtype is not None)
+
+
+def _by_feature(values: Array, sizes: Sequence[int], n: int) -> tuple[Array, ...]:
+    """Return what n devices have, one after the other, feature after feature.
+
+    Args:
+      values: `[n N, …]`.
+      sizes: how many of the N are of each feature.
+      n: the number of devices.
+    """
+    each = values.reshape(n, -1, *values.shape[1:])
+    parts = jnp.split(each, np.cumsum(sizes)[:-1], axis=1)
+    return tuple(part.reshape(-1, *values.shape[1:]) for part in parts)
+
+
+def _blocks(ids: LocalIds, view: StackView, splits: Splits) -> Array:
+    """Return the block of the global batch that each id's example is in, int32 `[N]`."""
+    axes, num_blocks = view.layout.axes, view.layout.blocks
+    if ids.blocks is not None:
+        return ids.blocks
+    replica, numbers = collectives.axis_index(axes.batch_axes), np.arange(axes.replicas)
+    first = numbers * num_blocks // axes.replicas  # of each replica's blocks
+    if view.blocks_per_device == 1:
+        return jnp.full_like(ids.bags, jnp.asarray(first, jnp.int32)[replica])
+    if not view.widths or any(shape.has_places for shape in view.shapes):
+        # One device: the host numbers the blocks of such ids of others. The blocks of each feature
+        # begin at G bags, ascending; if j of all features' are not after a bag, it is in block
+        # (j - 1) % G.
+        firsts = [
+            jnp.append(jnp.int32(start), view.block_starts(number, splits))
+            for number, start in enumerate(view.starts[:-1])
+        ]
+        at = jnp.searchsorted(jnp.concatenate(firsts), ids.bags, side="right")
+        return ((at - 1) % num_blocks).astype(jnp.int32)
+    later, parts = np.arange(1, view.blocks_per_device), []
+    # Features of one size are alike: [features, ids].
+    each = zip(view.sizes, view.shapes, strict=True)
+    for (size, count, width), some in itertools.groupby(
+        each, key=lambda pair: (pair[0], pair[1].bags, pair[1].width)
+    ):
+        # Where the later blocks of each replica begin among its examples, [replicas, K - 1]: with
+        # 10 examples in 4 blocks on one device 3 5 8.
+        starts = -(-(first[:, None] + later) * size * axes.replicas // num_blocks)
+        mine = jnp.asarray(starts - numbers[:, None] * size, jnp.int32)[replica]
+        ids_each = count * (width or 0)
+        example = jnp.arange(size * ids_each, dtype=jnp.int32) // max(1, ids_each)
+        block = jnp.sum(example[:, None] >= mine[None], axis=1, dtype=jnp.int32)
+        parts.append(jnp.tile(block, len(list(some))))
+    return jnp.asarray(first, jnp.int32)[replica] + jnp.concatenate(parts)
 
 
 class Operands(NamedTuple):
@@ -156,10 +365,10 @@ def _apply(
     rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(view.number))
     rule = compiled_rule(stack, step, rate)
     gradients = stack_gradients(operands.gradients, splits, view)
-    # An update must wait for what was looked up (`lookup/reads.py`), for which the first number of
-    # each activation does. Whatever needs the ids waits for these numbers here. Otherwise a TPU's
-    # compiler reads them when it writes the rows, and keeps whole activations until then. An empty
-    # activation has no number, and nothing was read for it.
+    # An update must wait for what was looked up (`lookup/sharded.py`), for which the first number
+    # of each activation does. Whatever needs the ids waits for these numbers here. Otherwise a
+    # TPU's compiler reads them when it writes the rows, and keeps whole activations until then. An
+    # empty activation has no number, and nothing was read for it.
     firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
     ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
@@ -224,7 +433,9 @@ def _apply(
     if view.routes_update:
         # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
         def adds_up(held: StackShard, given: RowSums) -> StackShard:
-            return in_kernel(held, *partials_for_kernel(given))
+            sums = storage.widened(given.sums)  # M sums are M bags of one id each
+            by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
+            return in_kernel(held, by_row, GradientLayout(sums.shape[:1]))
 
         received = exchange_sums(ids, gradients, view)
         native = adds_up if native else None
@@ -235,7 +446,7 @@ def _apply(
         ids, each = sort_own_ids(every[0], view), jnp.concatenate(every[1])
         with jax.named_scope("rule"):
             ids = ids._replace(index=to_apply(ids.index))
-            return occurrences.apply_each(held, ids, each, stack, step, rate)
+            return apply_each(held, ids, each, stack, step, rate)
 
     def sorts(held: StackShard) -> StackShard:
         return in_kernel(held, *gradients_to_sort(*every, view, splits))

@@ -347,22 +347,21 @@ class Modules:
             vocabularies = self.layers[path].engine.vocabularies
             if vocabularies is not None and one.maps is not None:
                 loads.append(vocabularies.prepare_load(one.maps, one.homes))
-        load_together(loads, lambda: self._set(values, found))
-
-    def _set(self, values: Sequence[Any], found: Mapping[str, FoundTables]) -> None:
-        """Set the values of holders, and the states of layers; or none, if one fails."""
         before = [_value(holder) for _, holder in self.holders]
         own = [one for path in found for one in self.layers[path].state_variables]
         owned = [one.get_raw_value() for one in own]
-        try:
+
+        def fill() -> None:
             self._set_values(values)
             for path, one in found.items():
                 self.layers[path].set_state(one.state)
-        except BaseException:
+
+        def undo() -> None:
             self._set_values(before)
             for variable, value in zip(own, owned, strict=True):
                 variable.set_raw_value(value)
-            raise
+
+        load_together(loads, fill, undo)
 
     def _set_values(self, values: Sequence[Any]) -> None:
         for (keys, holder), value in zip(self.holders, values, strict=True):

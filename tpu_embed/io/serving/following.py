@@ -30,6 +30,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, final
@@ -37,7 +38,6 @@ from typing import Any, NamedTuple, TypeVar, final
 import jax
 import numpy as np
 
-from tpu_embed._changes import Changes
 from tpu_embed._checks import check_int, message
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
@@ -52,6 +52,8 @@ from tpu_embed.processes import gather_from_all, raise_on_all
 from tpu_embed.touched import TouchedRows, Version, check_record
 
 _T = TypeVar("_T")
+_LOOK_SECONDS = 0.001
+"""How often `apply` looks whether the calls that use a copy have ended."""
 _NAME = re.compile("([0-9]{8})-(delta|full)")
 
 
@@ -338,7 +340,8 @@ class FollowingModel:
         # The copy that answers, and the other one; None while that is written, or was not to the
         # end. Both at once, so that there is nothing between two assignments.
         self._copies: tuple[_Copy, _Copy | None] = first, second
-        self._applying, self._changed = threading.Lock(), Changes()
+        self._applying = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may need it in the thread that has it
 
     @property
     def version(self) -> Version | None:
@@ -386,13 +389,14 @@ class FollowingModel:
             if prepared is None:  # an older delta, of tables by row number
                 return self.version
             spare = spare or _Copy(answering.model.with_own_tables())
-            self._changed.wait_for(lambda: not spare.calls)
+            while spare.calls:
+                time.sleep(_LOOK_SECONDS)
             self._copies = answering, None
             if spare.missed is not None:
                 spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
             spare.model = spare.model.with_prepared(prepared)
             answering.missed = prepared
-            with self._changed.lock:
+            with self._lock:
                 self._copies = spare, answering
             return self.version
 
@@ -445,7 +449,7 @@ class FollowingModel:
         with self._applying:
             self._copies = self._copies[0], None  # the memory of the other one is free
             first, second = (_Copy(model.with_own_tables()) for _ in range(2))
-            with self._changed.lock:
+            with self._lock:
                 self._copies = first, second
             self._followed = followed
         return followed
@@ -464,15 +468,14 @@ class FollowingModel:
 
     def _begin(self, call: _Call) -> ServedModel:
         """Return the model that answers a call; it stays as it is until the call has ended."""
-        with self._changed.lock:
+        with self._lock:
             copy = self._copies[0]
             copy.calls.add(weakref.ref(call, self._end))
             return copy.model
 
     def _end(self, call: weakref.ref[_Call]) -> None:
         """End a call, unless that has been done."""
-        with self._changed.lock:
+        with self._lock:
             for copy in self._copies:
                 if copy is not None:
                     copy.calls.discard(call)
-            self._changed.notify_all()

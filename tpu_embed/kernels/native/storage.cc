@@ -1,6 +1,6 @@
 // Stores of rows, for callers that are not C++.
 //
-// Plain C functions, which `row_store_native.py` calls through ctypes. The caller checks all sizes.
+// Plain C functions, which `host_native.py` calls through ctypes. The caller checks all sizes.
 // A function that may want memory returns 0 if it had it, -1 if not, and the system's error number
 // if a file could not grow; the store is then as it was.
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Maps from keys to rows, for callers that are not C++.
 //
-// Plain C functions, which `vocabulary_native.py` calls through ctypes. The caller checks all
+// Plain C functions, which `host_native.py` calls through ctypes. The caller checks all
 // sizes, and that no two calls for one map overlap, `find` excepted. Functions return false if there
 // was not enough memory; the map is then as it was.
 #include <algorithm>

@@ -21,7 +21,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.sparse import full, tapped
-from tpu_embed.training.autodiff.gradients import checked_loss, gradients, value_and_gradients
+from tpu_embed.training.autodiff import checked_loss, gradients, value_and_gradients
 
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros in the shape of the activations."""

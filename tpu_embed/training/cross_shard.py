@@ -20,9 +20,9 @@ from tpu_embed._checks import message
 from tpu_embed._types import PyTree
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.sparse import is_indexed_slices
-from tpu_embed.training.optimizer.declared import DeclaredOptimizer, SumsItself, summed_twice
-from tpu_embed.training.optimizer.optimizer import Optimizer, TreeOptimizer, checked_name
+from tpu_embed.training.optimizer import Optimizer, TreeOptimizer, checked_name
 from tpu_embed.training.replicas import AxisName, Reduction, make_replicas
+from tpu_embed.training.update import DeclaredOptimizer, SumsItself, summed_twice
 
 Groups = Iterable[Iterable[int]]
 

@@ -22,14 +22,18 @@ from jax.tree_util import KeyPath, keystr
 from tpu_embed._checks import message
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
-from tpu_embed.optimizers._optax_calls import init_state
 from tpu_embed.optimizers.base import TableOptimizer
+from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
-from tpu_embed.training.optimizer.declared import DeclaredOptimizer, summed_twice
-from tpu_embed.training.optimizer.slots import State, take_apart
-from tpu_embed.training.optimizer.update import check_gradients, check_update, update_parameters
-from tpu_embed.training.paths import Leaves, Path, leaves_of, listed
+from tpu_embed.training.paths import Leaves, Path, State, leaves_of, listed, take_apart
 from tpu_embed.training.replicas import AxisName, Reduction, Replicas, make_replicas
+from tpu_embed.training.update import (
+    DeclaredOptimizer,
+    check_gradients,
+    check_update,
+    summed_twice,
+    update_parameters,
+)
 
 GradientsAndVariables = list[tuple[Any, KeyPath]]
 """Pairs of an array, an `IndexedSlices` or None, and the path of a parameter."""

@@ -1,0 +1,87 @@
+"""The order in which one process places batches, reads maps from a checkpoint, and the like.
+
+Within one process any order is as good as another, so threads wait for each other. Several
+processes place every batch together. If two threads did so, nothing would say which of them comes
+first in the other processes, and one process's part of a batch would meet the others' parts of
+another one. So there the second thread is refused, in all processes, until the first is done:
+
+    the user's loop       starts a Prefetcher         places: RuntimeError      closes it, places
+    its thread                places   places   places
+
+Input: what threads want to do. Output: it is done, one after the other; or a RuntimeError.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from tpu_embed._checks import message
+
+_T = TypeVar("_T")
+
+
+class Order:
+    """Lets threads act one after the other, or one alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._worker: Any = None
+        self._is_cut = False
+
+    def let(self, worker: Any) -> None:
+        """With several processes, refuse all other threads until this one, not started yet, ends.
+
+        Args:
+          worker: a thread, with an attribute `stopped`: whether it is about to end.
+
+        Raises:
+          RuntimeError: another one has not ended.
+        """
+        if jax.process_count() > 1:
+            self.run(lambda: setattr(self, "_worker", worker))
+
+    def run(self, act: Callable[[], _T]) -> _T:
+        """Return `act()`, which no other thread does anything beside; it may call this, too.
+
+        Raises:
+          RuntimeError: with several processes: another thread is in the middle of its own; or one
+            was interrupted, so this process has left out what the others have done.
+        """
+        if jax.process_count() == 1:
+            with self._lock:
+                return act()
+        worker = self._worker
+        beside = worker is not threading.current_thread() and worker and worker.is_alive()
+        if beside and worker.stopped:
+            worker.join()
+            beside = False
+        got = ""
+        if self._is_cut:
+            got = "one that was interrupted; end all processes, and start again"
+        elif beside:
+            got = "one beside a Prefetcher that has not ended; close it first"
+        elif not self._lock.acquire(blocking=False):
+            got = "one beside another thread's; place in one thread"
+        if got:
+            expected = "calls one after the other, each to its end"
+            raise RuntimeError(message("place", expected=expected, got=got))
+        try:
+            return act()
+        except Exception:
+            raise
+        except BaseException:
+            self._is_cut = True
+            raise
+        finally:
+            self._lock.release()
+
+
+@functools.cache
+def order_of(name: str) -> Order:
+    """Return the order of a conversation, the same for all who take part in it here."""
+    return Order()
