@@ -17,7 +17,6 @@ or when they are read.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 import glob
@@ -51,51 +50,8 @@ Parts = Mapping[str, Any]
 """Size and CRC-32 by key, of what a process has put into a bucket; of what it shares, the place."""
 
 
-class Committer(abc.ABC):
-    """How something appears in a place; one process calls what changes anything."""
-
-    @abc.abstractmethod
-    def root(self, token: str) -> Place:
-        """Return where parts are written, under a token that nobody else uses."""
-
-    @abc.abstractmethod
-    def begin(self, root: Place) -> None:
-        """Make room for the parts."""
-
-    @abc.abstractmethod
-    def finish(self, root: Place, parts: Sequence[Parts]) -> None:
-        """Have it appear, given what all processes have put there.
-
-        Raises:
-          FileExistsError: another writer was first.
-        """
-
-    @abc.abstractmethod
-    def abandon(self, root: Place) -> None:
-        """Remove what has been written, after an error."""
-
-    @abc.abstractmethod
-    def find(self) -> Place | None:
-        """Return where its parts are read; None if it is not there."""
-
-    @abc.abstractmethod
-    def remove(self) -> None:
-        """Remove it, so that an interrupted removal leaves no half of it."""
-
-    @abc.abstractmethod
-    def names(self) -> list[str]:
-        """Return the names of what has appeared inside of the place."""
-
-    @abc.abstractmethod
-    def sweep(self, name: str | None = None) -> None:
-        """Remove what unfinished writers have left inside of the place: of one name, or all.
-
-        In a bucket, all are those whose names are numbers: others may be about to export there.
-        """
-
-
-def committer(place: Place) -> Committer:
-    """Return how something appears in a place."""
+def committer(place: Place) -> _OnDisk | _InBucket:
+    """Return how something appears in a place; one process calls what changes anything."""
     return _InBucket(place) if isinstance(place, Bucket) else _OnDisk(place)
 
 
@@ -131,60 +87,74 @@ def download(root: Bucket, folder: Path) -> Path:
     temporary = how.root("")
     files.make_directory(folder)
     with files.locked(folder / ".lock"):  # other processes wait, and find it there
-        if how.find() is None:
-            _download(root, how, temporary)
+        if how.find() is not None:
+            return place
+        how.begin(temporary)
+        try:
+            for key in root.parts or ():
+                file = temporary / key.removeprefix(f"{root.key}/")
+                files.make_directory(file.parent)
+                with files.create(file) as opened:
+                    for some in dataclasses.replace(root, key=key).blocks():
+                        opened.write(some)
+            how.finish(temporary, [])
+        except BaseException:
+            how.abandon(temporary)
+            raise
     return place
-
-
-def _download(root: Bucket, how: _OnDisk, temporary: Path) -> None:
-    how.begin(temporary)
-    try:
-        for key in root.parts or ():
-            file = temporary / key.removeprefix(f"{root.key}/")
-            files.make_directory(file.parent)
-            with files.create(file) as opened:
-                for some in dataclasses.replace(root, key=key).blocks():
-                    opened.write(some)
-        how.finish(temporary, [])
-    except BaseException:
-        how.abandon(temporary)
-        raise
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _OnDisk(Committer):
+class _OnDisk:
+    """How something appears in a place of a disk."""
+
     place: Path
 
     def root(self, token: str) -> Path:
+        """Return where parts are written, under a token that nobody else uses."""
         return self.place.with_name(f"{self.place.name}{UNFINISHED}")
 
     def begin(self, root: Any) -> None:
+        """Make room for the parts."""
         files.make_directory(self.place.parent)
-        committer(self.place.parent).sweep(self.place.name)
+        _OnDisk(self.place.parent).sweep(self.place.name)
         root.mkdir()
 
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
+        """Have it appear, given what all processes have put there.
+
+        Raises:
+          FileExistsError: another writer was first.
+        """
         files.sync_directories(root)
         files.rename(root, self.place)
 
     def abandon(self, root: Any) -> None:
+        """Remove what has been written, after an error."""
         shutil.rmtree(root, ignore_errors=True)
 
     def find(self) -> Path | None:
+        """Return where its parts are read; None if it is not there."""
         return self.place if self.place.exists() else None
 
     def remove(self) -> None:
-        committer(self.place.parent).sweep(self.place.name)
+        """Remove it, so that an interrupted removal leaves no half of it."""
+        _OnDisk(self.place.parent).sweep(self.place.name)
         left = self.place.with_name(f"{self.place.name}{UNFINISHED}-removed")
         files.rename(self.place, left)
         shutil.rmtree(left)
 
     def names(self) -> list[str]:
+        """Return the names of what has appeared inside of the place."""
         inside = self.place.iterdir() if self.place.is_dir() else ()
         return sorted(one.name for one in inside if one.is_dir() and UNFINISHED not in one.name)
 
     def sweep(self, name: str | None = None) -> None:
+        """Remove what unfinished writers have left inside of the place: of one name, or all.
+
+        In a bucket, all are those whose names are numbers: others may be about to export there.
+        """
         patterns = [f"*{UNFINISHED}*"]
         if name is not None:  # also what `directory.written` has left
             start = glob.escape(name)
@@ -210,17 +180,19 @@ def _swept(root: Place) -> str:
 
 @final
 @dataclasses.dataclass(frozen=True)
-class _InBucket(Committer):
+class _InBucket:
+    """As `_OnDisk`, with a commit in place of the renaming."""
+
     place: Bucket
 
     def root(self, token: str) -> Bucket:
         return self._beside(f"{self.place.name}~{token}", written={})
 
     def begin(self, root: Place) -> None:
-        self._begun(root).put(b"")
+        self._mark(root.name).put(b"")
 
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
-        if self._mark(root.name) in (None, _SWEEPING):
+        if self._mark(root.name).get() in (None, _SWEEPING):
             if self._commit.exists():
                 text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
                 raise FileExistsError(text)
@@ -237,12 +209,12 @@ class _InBucket(Committer):
             del root.written[self._commit.key]
             raise
         # Who sweeps changes the mark, then looks for a commit: one of the two sees the other.
-        marks = {one: self._mark(one) for one in _roots(value)}
+        marks = {one: self._mark(one).get() for one in _roots(value)}
         if _SWEEPING in marks.values() or marks[root.name] is None:
             self._commit.remove()
             raise OSError(_swept(root))
         with contextlib.suppress(OSError):  # a later save removes what is left
-            self._begun(root).remove()
+            self._mark(root.name).remove()
             # Other writers of this name have lost, so what they have left is no use any more.
             _InBucket(self.place.parent).sweep(self.place.name)
 
@@ -280,7 +252,7 @@ class _InBucket(Committer):
             name = None if self.place.name.isdecimal() else self.place.name
             roots = [one for one in sorted(every) if _is_of(one, name)]
         for root in roots:  # where this is interrupted, a later save goes on
-            (self._beside(_BEGUN) / root).put(_SWEEPING)
+            self._mark(root).put(_SWEEPING)
         self._commit.remove()
         for root in roots:
             self._clear(root)
@@ -295,7 +267,7 @@ class _InBucket(Committer):
 
     def _clear(self, root: str) -> None:
         """Remove the parts of a writer, but for those that a commit names; its mark goes last."""
-        mark = self._beside(_BEGUN) / root
+        mark = self._mark(root)
         mark.put(_SWEEPING)
         beside, names = _InBucket(self.place.parent), [self.place.name]
         if self.place.name.isdecimal():  # only these share
@@ -311,18 +283,13 @@ class _InBucket(Committer):
             self._beside(root).remove(one[len(start) :] for one in named if one.startswith(start))
         mark.remove()
 
-    def _mark(self, root: str) -> bytes | None:
-        try:
-            return (self._beside(_BEGUN) / root).read_bytes()
-        except FileNotFoundError:
-            return None
+    def _mark(self, root: str) -> Bucket:
+        """Return the object that says that a writer has begun."""
+        return self._beside(f"{_BEGUN}/{root}")
 
     @property
     def _commit(self) -> Bucket:
         return self._beside(f"{_COMMITS}/{self.place.name}.json")
-
-    def _begun(self, root: Place) -> Bucket:
-        return self._beside(f"{_BEGUN}/{root.name}")
 
     def _beside(self, name: str, **noted: Any) -> Bucket:
         bare = dataclasses.replace(self.place.parent / name, parts=None, written=None)

@@ -63,14 +63,12 @@ def read_with_crc(
         expected, got = "a JSON object", f"{error}"
         raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy)) from error
     schema.check(path, whole, schema.mapping(schema.anything), remedy)
-    if whole.get("format") != version:
-        expected, got = f"{version}", reprlib.repr(whole.get("format"))
-        remedy = "read it with the tpu_embed that wrote it, or write it again"
-        raise ValueError(message(f"{path}: format", expected=expected, got=got, remedy=remedy))
-    for what, is_it in (("crc32", checksum), ("kind", kind)):
-        if whole.get(what) != is_it:
-            expected, got = f"{is_it!r}", reprlib.repr(whole.get(what))
-            text = message(f"{path}: {what}", expected=expected, got=got, remedy=remedy)
+    other = "read it with the tpu_embed that wrote it, or write it again"
+    wanted = ("format", version, other), ("crc32", checksum, remedy), ("kind", kind, remedy)
+    for what, expected, advice in wanted:
+        if whole.get(what) != expected:
+            got = reprlib.repr(whole.get(what))
+            text = message(f"{path}: {what}", expected=f"{expected!r}", got=got, remedy=advice)
             raise ValueError(text)
     value = {key: part for key, part in whole.items() if key not in _ENVELOPE}
     schema.check(path, value, form, remedy)

@@ -309,20 +309,18 @@ def read_arrays(
         raise ValueError(message(what, expected=f"{dict(forms)}", got=f"{said}", remedy=remedy))
     arrays = {}
     for part, one in described.items():
-        if isinstance(root, Bucket):  # what its commit says of it was compared
-            data = files.read(root / _array_file(name, part), remedy)
-            arrays[part] = np.load(BytesIO(data), allow_pickle=False)
-            continue
         path = check_file(root, _array_file(name, part), one, remedy, whole=whole)
-        arrays[part] = _mapped(path, *forms[part], remedy)
+        arrays[part] = _array(path, *forms[part], remedy)
     return arrays
 
 
-def _mapped(path: Path, dtype: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:
-    """Return the array of a file, memory-mapped."""
+def _array(path: Any, dtype: str, shape: tuple[int, ...], remedy: str) -> np.ndarray:
+    """Return the array of a file, memory-mapped unless it is in a bucket."""
     expected = f"{dtype} of shape {shape}"
+    file = BytesIO(files.read(path, remedy)) if isinstance(path, Bucket) else path
     try:
-        array = np.lib.format.open_memmap(path, mode="r")
+        is_read = isinstance(file, BytesIO)
+        array = np.load(file) if is_read else np.lib.format.open_memmap(file, mode="r")
         got = f"{array.dtype} of shape {array.shape}"
     except Exception as error:  # NumPy parses the header as Python
         got = f"no array ({error})"

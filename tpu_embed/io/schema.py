@@ -48,14 +48,16 @@ def anything(value: Any) -> None:
     """Accept any value."""
 
 
-def text(value: Any) -> Problem | None:
-    """Accept a string."""
-    return None if isinstance(value, str) else _problem("a string", value)
+def accept(expected: str, fits: Callable[[Any], Any]) -> Form:
+    """Return the schema of a value that a function accepts."""
+    return lambda value: None if fits(value) else _problem(expected, value)
 
 
-def flag(value: Any) -> Problem | None:
-    """Accept true or false."""
-    return None if isinstance(value, bool) else _problem("true or false", value)
+text = accept("a string", lambda value: isinstance(value, str))
+"""Accepts a string."""
+
+flag = accept("true or false", lambda value: isinstance(value, bool))
+"""Accepts true or false."""
 
 
 def dtype(value: Any) -> Problem | None:
@@ -70,22 +72,18 @@ def dtype(value: Any) -> Problem | None:
 
 def integer(least: int = 0, most: int = INT64_MAX) -> Form:
     """Return the schema of an integer in a range, both ends included."""
-
-    def form(value: Any) -> Problem | None:
-        fits = is_int(value) and least <= value <= most
-        return None if fits else _problem(f"an integer from {least} to {most}", value)
-
-    return form
+    return accept(
+        f"an integer from {least} to {most}",
+        lambda value: is_int(value) and least <= value <= most,
+    )
 
 
 def choice(*values: Any) -> Form:
     """Return the schema of a value that is one of these strings or numbers."""
-
-    def form(value: Any) -> Problem | None:
-        fits = any(type(value) is type(one) and value == one for one in values)
-        return None if fits else _problem(" | ".join(repr(one) for one in values), value)
-
-    return form
+    return accept(
+        " | ".join(map(repr, values)),
+        lambda value: any(type(value) is type(one) and value == one for one in values),
+    )
 
 
 def optional(form: Form) -> Form:

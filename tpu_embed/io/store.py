@@ -101,7 +101,12 @@ class Bucket:
 
     def exists(self) -> bool:
         """Return whether there is an object of this name; what a commit names is not asked for."""
-        return self.key in self.parts if self.parts is not None else self._get() is not None
+        return self.key in self.parts if self.parts is not None else self.get() is not None
+
+    def get(self) -> bytes | None:
+        """Return the bytes of the object, whatever a commit says of it; None if there is none."""
+        found = wait(self._store.read(self.key), self)
+        return found.value if found.state == "value" else None
 
     def read_bytes(self) -> bytes:
         """Return the bytes of the object.
@@ -120,7 +125,7 @@ class Bucket:
         Raises:
           FileNotFoundError, OSError: as for `read_bytes`, perhaps after all of them.
         """
-        (size, _, *count), store = (self.parts or {})[self.key], self._store
+        (size, crc32, *count), store = (self.parts or {})[self.key], self._store
         if count:
             reads = (store.read(self._piece(n)) for n in range(count[0]))
         else:
@@ -132,14 +137,9 @@ class Bucket:
             waiting.extend(itertools.islice(reads, 1))
             found = [found[0] + len(some), zlib.crc32(some, found[1])]
             yield some
-        self._check(found)
-
-    def _check(self, found: list[int]) -> None:
-        """Compare size and CRC-32 of the object with what a commit says of it."""
-        said = [*(self.parts or {})[self.key][:2]]
-        if found != said:
-            expected, got = f"size and CRC-32 {said}, as its commit says", f"{found}"
-            raise OSError(message(f"{self}", expected=expected, got=got))
+        if found != [size, crc32]:
+            expected = f"size and CRC-32 {[size, crc32]}, as its commit says"
+            raise OSError(message(f"{self}", expected=expected, got=f"{found}"))
 
     def put(self, data: bytes, *, new: bool = False) -> None:
         """Write the object.
@@ -155,12 +155,12 @@ class Bucket:
         condition = {"if_equal": _NEW} if new else {}
         stamp = wait(self._store.write(self.key, data, **condition), self)
         # An answer may be lost, and the request is repeated: then our own bytes are there.
-        if new and not stamp.generation and self._get() != data:
+        if new and not stamp.generation and self.get() != data:
             remedy = "one writer per directory: give another one, or another step"
             text = message(f"{self}", expected="none", got="one of another writer", remedy=remedy)
             raise FileExistsError(text)
         if self.written is not None:
-            self.written[self.key] = _sum(data)
+            self.written[self.key] = [len(data), zlib.crc32(data)]
 
     def names(self) -> list[str]:
         """Return the names of the objects in this place, sorted."""
@@ -192,10 +192,11 @@ class Bucket:
         scheme, _, bucket = self.bucket.partition("://")
         spec: dict[str, Any] = {"driver": DRIVERS[scheme], "bucket": bucket}
         if scheme == "s3":
-            names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
-            endpoint = next((os.environ[name] for name in names if os.environ.get(name)), None)
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-            given = {"endpoint": endpoint, "aws_region": region}
+            get = os.environ.get
+            given = {
+                "endpoint": get("AWS_ENDPOINT_URL_S3") or get("AWS_ENDPOINT_URL"),
+                "aws_region": get("AWS_REGION") or get("AWS_DEFAULT_REGION"),
+            }
             spec |= {name: value for name, value in given.items() if value}
         return spec
 
@@ -216,10 +217,6 @@ class Bucket:
 
     def _piece(self, number: int) -> str:
         return f"{self.key}@{number}"
-
-    def _get(self) -> bytes | None:
-        found = wait(self._store.read(self.key), self)
-        return found.value if found.state == "value" else None
 
     def begin_piece(self, number: int, data: bytes) -> ts.Future:
         """Begin to write a piece of the file."""
@@ -321,7 +318,3 @@ def wait(future: ts.Future, place: Place) -> Any:
     except Exception as error:
         got = f"{error}"
     raise OSError(message(f"{place}", expected="an answer", got=got, remedy=_REMEDY))
-
-
-def _sum(data: bytes) -> list[int]:
-    return [len(data), zlib.crc32(data)]

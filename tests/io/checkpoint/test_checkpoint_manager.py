@@ -1,5 +1,6 @@
 """Numbered checkpoints: which are saved and kept, and what happens when a save fails."""
 
+import concurrent.futures
 import shutil
 import threading
 from pathlib import Path
@@ -217,7 +218,7 @@ def test_as_many_as_are_to_stay_do_after_a_wait_was_interrupted(tmp_path, monkey
         monkeypatch.setattr(tables, "write", later)
         manager.save(3, small_state(3))
         with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "join", interrupted)
+            patch.setattr(concurrent.futures, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.wait()
         may_write.set()

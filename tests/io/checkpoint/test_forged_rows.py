@@ -29,8 +29,7 @@ def copy(tmp_path):
 
 def described(copy):
     """Return what is read of rows by id, before the first row is."""
-    _, whole = manifest.read_bound(copy / "tables.json", manifest._FORM)
-    return tables.read_by_id(copy, whole)
+    return tables.read_by_id(copy, *manifest.read_bound(copy / "tables.json", manifest._FORM))
 
 
 def renamed(value):

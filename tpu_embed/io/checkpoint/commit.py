@@ -148,18 +148,6 @@ def write_checkpoint(path: Any, prepare: Callable[..., Mapping[str, Begin]]) -> 
         begin_checkpoint(place, prepare)()
 
 
-def remove(path: Place) -> None:
-    """Remove a checkpoint; the first process does."""
-    if jax.process_index() == 0:
-        committer(path).remove()
-
-
-def sweep(directory: Place) -> None:
-    """Remove what unfinished saves have left; the first process does."""
-    if jax.process_index() == 0:
-        committer(directory).sweep()
-
-
 def find_checkpoint(path: Any) -> Place:
     """Return where the parts of a checkpoint are read; all processes call this.
 

@@ -293,14 +293,11 @@ def write_record(root: Place, checkpoint: str, saved: SavedRecord) -> None:
     process = jax.process_index()
     mine = root / f"{process}"
     (mine / "tables").mkdir(parents=True)
-    tables = {
-        name: {
-            "files": directory.write_arrays(mine, name, {p: getattr(one, p) for p in _DTYPES}),
-            "lost_since": one.lost_since,
-            "shared": one.shared,
-        }
-        for name, one in saved.tables.items()
-    }
+    tables = {}
+    for name, one in saved.tables.items():
+        rest = one._asdict()
+        arrays = {part: rest.pop(part) for part in _DTYPES}
+        tables[name] = {"files": directory.write_arrays(mine, name, arrays), **rest}
     described = {
         "processes": jax.process_count(),
         "version": saved.version._asdict(),
@@ -324,19 +321,15 @@ def read_record(root: Place, checkpoint: str) -> SavedRecord:
 
 
 def _read_marks(root: Place, checkpoint: str, process: int) -> SavedRecord:
-    found = read_bound(root / _RECORD.format(process), _RECORD_FORM, checkpoint)[1]
-    tables = {name: _marks(root / f"{process}", name, one) for name, one in found["tables"].items()}
+    found, tables = read_bound(root / _RECORD.format(process), _RECORD_FORM, checkpoint)[1], {}
+    for name, table in found["tables"].items():
+        described, forms = table.pop("files"), {}
+        for part, dtype in _DTYPES.items():
+            first = "lost" if part.startswith("lost") else "keys"
+            forms[part] = dtype, (directory.count_of(described, first),)
+        arrays = directory.read_arrays(root / f"{process}", name, described, forms, REMEDY)
+        kept = {part: np.array(array) for part, array in arrays.items()}  # not the files
+        tables[name] = SavedMarks(**kept, **table)
     moments = Version(**found["version"]), Version(**found["start"])
     ancestors = tuple(Version(**one) for one in found["ancestors"])
     return SavedRecord(*moments, ancestors, dict(found["known"]), tables)
-
-
-def _marks(root: Place, name: str, table: Mapping[str, Any]) -> SavedMarks:
-    described = table["files"]
-    forms: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for part, dtype in _DTYPES.items():
-        first = "lost" if part.startswith("lost") else "keys"
-        forms[part] = dtype, (directory.count_of(described, first),)
-    arrays = directory.read_arrays(root, name, described, forms, REMEDY)
-    kept = {part: np.array(array) for part, array in arrays.items()}  # not the files
-    return SavedMarks(**kept, lost_since=table["lost_since"], shared=table["shared"])

@@ -19,10 +19,8 @@ Input: an engine and its state. Output: files; or rows by table, and rows writte
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
-import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,32 +30,38 @@ import jax
 import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed.core.rows import Rows, blocks_of, pieces
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.checkpoint.row_files import (
+    RowArray,
+    RowReader,
+    column,
+    write_all,
+    write_column,
+)
 from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Bucket, Place
-from tpu_embed.storage import HostRows, RowField, RowGroups, Save
-from tpu_embed.vocabulary import MapState
+from tpu_embed.storage import VALUES, RowField, RowGroups, Save
 
 FILE = "host_rows.{}.json"
 """The name of what a process says of its rows."""
 
 
-def _inside(value: Any) -> schema.Problem | None:
-    """Accept the name of a segment, a path below the rows of its table that leads nowhere else."""
-    inside = isinstance(value, str) and ".." not in value.split("/")
-    return None if inside else ("", "the name of a segment, without '..'", reprlib.repr(value))
+_INSIDE = schema.accept(
+    "the name of a segment, without '..'",
+    lambda value: isinstance(value, str) and ".." not in value.split("/"),
+)
+"""Accepts a path below the rows of a table that leads nowhere else."""
 
-
-def _beside(value: Any) -> schema.Problem | None:
-    """Accept the name of a root in a bucket, beside that of the checkpoint."""
-    beside = isinstance(value, str) and "/" not in value and value != ".."
-    return None if beside else ("", "the name of a root, without '/'", reprlib.repr(value))
-
+_BESIDE = schema.accept(
+    "the name of a root, without '/'",
+    lambda value: isinstance(value, str) and "/" not in value and value != "..",
+)
+"""Accepts the name of a root in a bucket, beside that of the checkpoint."""
 
 _FORM = schema.mapping(
     schema.record(
@@ -70,8 +74,8 @@ _FORM = schema.mapping(
         ),
         segments=schema.sequence(
             schema.either(
-                schema.record(name=_inside, rows=schema.integer(1), root=_beside),
-                schema.record(name=_inside, rows=schema.integer(1)),
+                schema.record(name=_INSIDE, rows=schema.integer(1), root=_BESIDE),
+                schema.record(name=_INSIDE, rows=schema.integer(1)),
             )
         ),
     )
@@ -82,7 +86,6 @@ _MOST_SEGMENTS = 64
 Checksums = dict[str, dict[str, int]]
 """Of files: directory relative to that of the tables -> file name -> checksum."""
 
-Rows = Mapping[str, np.ndarray]
 Block = tuple[np.ndarray, Rows]
 """Some ids, uint64 `[n]`, and their rows, `[n, …]` by field."""
 
@@ -93,7 +96,7 @@ class NewSegment(NamedTuple):
     Attributes:
       name: its name.
       ids: uint64 `[n]`.
-      blocks: the same ids in blocks of `block_rows`, with their rows.
+      blocks: the same ids in blocks of the files, with their rows.
     """
 
     name: str
@@ -101,8 +104,7 @@ class NewSegment(NamedTuple):
     blocks: Iterable[Block]
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedRows:
+class SavedRows(NamedTuple):
     """What is written for one table.
 
     Attributes:
@@ -210,19 +212,35 @@ def _prepare_table(
     row_groups = engine.storage.tables[name].row_groups
     mine = row_groups.are_saved(held.keys)
     held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
+
+    def changed(mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return which rows have changed: of `held`, bool `[k]`, and the ids of others.
+
+        Those that were written at home since a mark, or were in a batch since a step.
+        """
+        ids = home.ids(mark)
+        # `set_rows` writes rows at home, too, whichever are on the devices.
+        on_devices = (held.last_seen >= step) | np.isin(held.keys, ids, assume_unique=True)
+        # Of a row that is on the devices, what is at home is old.
+        at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
+        return on_devices, at_home[row_groups.are_saved(at_home)]
+
     old = [] if base is None or name not in base.described else base.described[name]["segments"]
-    mark, step = 1, 0
+    since = 1, 0  # all rows
     if base is not None and old:
         # A row that was updated since was in a batch since, or in one that still was to be updated.
-        mark, step = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
-    on_devices, at_home = _changed(home, held, row_groups, mark, step)
+        since = base.save.marks[name], base.save.step - engine.vocabularies.lookahead
+    on_devices, at_home = changed(*since)
     rows = len(home) + int((~home.contains(held.keys)).sum())
     written = sum(one["rows"] for one in old) + on_devices.sum() + at_home.size
     if old and (written > 2 * rows or len(old) >= _MOST_SEGMENTS):
-        old, (on_devices, at_home) = [], _changed(home, held, row_groups, 1, 0)
-    size = block_rows(home.fields)
+        old, (on_devices, at_home) = [], changed(1, 0)
+    # The blocks of files, whatever the number of rows.
+    size = column(Path(), 2**31, row_dtype(home.fields)).block
     keys, places = held.keys[on_devices], held.rows[on_devices]
-    blocks: Iterable[Block] = _device_blocks(engine, state, name, keys, places, size)
+    blocks: Iterable[Block] = (
+        (keys[at], engine.held_rows(state, name, places[at])) for at in pieces(keys.size, size)
+    )
     if copied:
         blocks = [*blocks]
     label = f"{file_name(checkpoint)}-{jax.process_index()}"
@@ -231,41 +249,6 @@ def _prepare_table(
         NewSegment(f"{label}-home", at_home, home.snapshot(at_home).blocks(size)),
     ]
     return SavedRows(home.fields, row_groups, old, [one for one in made if one.ids.size])
-
-
-def _changed(
-    home: HostRows, held: MapState, row_groups: RowGroups, mark: int, step: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return which rows have changed: of those on the devices, bool `[k]`, and the ids of others.
-
-    Args:
-      home: the rows at home.
-      held: the k keys that have a row on the devices.
-      row_groups: which ids this process saves.
-      mark: of rows that were written at home since.
-      step: rows on the devices that no batch has had since have not changed.
-    """
-    ids = home.ids(mark)
-    # `set_rows` writes rows at home, too, whichever are on the devices.
-    on_devices = held.last_seen >= step
-    on_devices |= np.isin(held.keys, ids, assume_unique=True)
-    # Of a row that is on the devices, what is at home is old.
-    at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
-    return on_devices, at_home[row_groups.are_saved(at_home)]
-
-
-def _device_blocks(
-    engine: EmbeddingEngine,
-    state: TableState,
-    name: str,
-    keys: np.ndarray,
-    rows: np.ndarray,
-    size: int,
-) -> Iterator[Block]:
-    """Yield keys and their rows on the devices, in blocks of a size."""
-    for first in range(0, keys.size, size):
-        part = slice(first, first + size)
-        yield keys[part], engine.held_rows(state, name, rows[part])
 
 
 def _write(
@@ -285,18 +268,19 @@ def _write(
         segments = []
         for one in saved.old:
             assert base is not None, "it has old segments"
-            for place in _places(name, one["name"]):
+            start = _place(name, one["name"])
+            for place in (f"{start}/ids", f"{start}/rows"):
                 checksums[place] = base.checksums[place]
                 if isinstance(directory, Path):
                     _link(base.save.path / place, directory / place)
             if isinstance(directory, Bucket):
                 one = {"root": base.save.path.parent.name} | one
                 assert directory.written is not None, "it is being written"
-                rows = _directory_of(directory, one) / _place(name, one["name"])
+                rows = _directory_of(directory, one) / start
                 directory.written[rows.key] = []
             segments.append(one)
         for one in saved.new:
-            checksums |= _write_segment(directory, name, saved.fields, one)
+            checksums |= _write_segment(directory, name, row_dtype(saved.fields), one)
             segments.append({"name": one.name, "rows": one.ids.size})
         described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
     write_bound(directory / FILE.format(jax.process_index()), checkpoint, described)
@@ -318,21 +302,19 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str,
     return {"owners": row_groups.num_owners, "saved": sorted(row_groups.saved), "fields": described}
 
 
-def _write_segment(
-    directory: Place, table: str, fields: Mapping[str, RowField], segment: NewSegment
-) -> Checksums:
+def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSegment) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
-    ids, rows = _arrays(directory, table, segment.name, segment.ids.size, _width(fields))
-    writer, first = RowWriter(rows, 1), 0
-    for some, values in segment.blocks:
-        n = some.size
-        parts = [np.ascontiguousarray(values[f]).view(np.uint8).reshape(n, -1) for f in fields]
-        # [n, 1, w]: an array of one shard
-        writer.write((slice(first, first + n), slice(0, 1)), np.concatenate(parts, 1)[:, None])
-        first += n
-    assert first == segment.ids.size, "the blocks are those of the ids"
-    of_ids, of_rows = _places(table, segment.name)
-    return {of_ids: write_column(ids, segment.ids), of_rows: writer.finish()}
+
+    def as_bytes(rows: Rows) -> np.ndarray:
+        whole = np.empty(len(rows[VALUES]), dtype)
+        for name in rows:
+            whole[name] = rows[name]
+        return whole.view(np.uint8).reshape(len(whole), -1)
+
+    arrays = _arrays(directory, table, segment.name, segment.ids.size, dtype)
+    (of_ids, ids), (of_rows, rows) = arrays.items()
+    blocks = (as_bytes(some) for _, some in segment.blocks)
+    return {of_ids: write_all(ids, segment.ids), of_rows: write_column(rows, blocks)}
 
 
 def _link(old: Any, new: Any) -> None:
@@ -374,50 +356,21 @@ def read(
       ValueError: a file is damaged, or belongs to another place.
     """
     for one in described:
+        forms = ((part["name"], part["dtype"], tuple(part["shape"])) for part in one["fields"])
+        dtype = np.dtype([*forms])
         for segment in one["segments"]:
-            yield from _read_segment(directory, table, one["fields"], segment, checksums)
+            where, n = _directory_of(directory, segment), segment["rows"]
+            arrays = _arrays(where, table, segment["name"], n, dtype).items()
+            of_ids, of_rows = (RowReader(array, checksums.get(at, {})) for at, array in arrays)
+            for some in blocks_of(range(n), of_rows.array.block):
+                rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
+                ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
+                yield ids, {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
 
 
-def _read_segment(
-    directory: Place,
-    table: str,
-    described: Iterable[Mapping[str, Any]],
-    segment: Mapping[str, Any],
-    checksums: Checksums,
-) -> Iterator[Block]:
-    """Yield the rows of one segment, block by block."""
-    fields = {
-        one["name"]: RowField(tuple(one["shape"]), np.dtype(one["dtype"])) for one in described
-    }
-    where, n = _directory_of(directory, segment), segment["rows"]
-    arrays = _arrays(where, table, segment["name"], n, _width(fields))
-    places = _places(table, segment["name"])
-    pairs = zip(arrays, places, strict=True)
-    of_ids, of_rows = (RowReader(array, checksums.get(place, {})) for array, place in pairs)
-    for first in range(0, segment["rows"], of_rows.array.block):
-        last = min(first + of_rows.array.block, segment["rows"])
-        whole, at, rows = of_rows.read(range(first, last)), 0, {}
-        for name, field in fields.items():
-            part = np.ascontiguousarray(whole[:, at : at + field.nbytes])
-            rows[name] = part.view(field.dtype).reshape(last - first, *field.shape)
-            at += field.nbytes
-        yield np.ascontiguousarray(of_ids.read(range(first, last))).reshape(-1), rows
-
-
-def block_rows(fields: Mapping[str, RowField]) -> int:
-    """Return the rows of a block: that of the files, whatever their number."""
-    return RowArray(Path(), 1, 2**31, True, (_width(fields),), np.dtype(np.uint8)).block
-
-
-def _width(fields: Mapping[str, RowField]) -> int:
-    """Return w, the bytes of a row."""
-    return sum(field.nbytes for field in fields.values())
-
-
-def _places(table: str, segment: str) -> tuple[str, str]:
-    """Return the directories of ids and rows of a segment, relative to that of the tables."""
-    start = _place(table, segment)
-    return f"{start}/ids", f"{start}/rows"
+def row_dtype(fields: Mapping[str, RowField]) -> np.dtype:
+    """Return the dtype of a whole row: one field after the other, without gaps."""
+    return np.dtype([(name, one.dtype, one.shape) for name, one in fields.items()])
 
 
 def _place(table: str, segment: str) -> str:
@@ -426,11 +379,11 @@ def _place(table: str, segment: str) -> str:
 
 
 def _arrays(
-    directory: Place, table: str, segment: str, n: int, w: int
-) -> tuple[RowArray, RowArray]:
-    """Return the arrays of ids and rows of a segment of n rows."""
-    ids, rows = (directory / place for place in _places(table, segment))
-    return (
-        RowArray(ids, 1, n, True, (), np.dtype(np.uint64)),
-        RowArray(rows, 1, n, True, (w,), np.dtype(np.uint8)),
-    )
+    directory: Place, table: str, segment: str, n: int, dtype: np.dtype
+) -> dict[str, RowArray]:
+    """Return the arrays of ids and rows of a segment of n rows, by their directories."""
+    ids, rows = (f"{_place(table, segment)}/{part}" for part in ("ids", "rows"))
+    return {
+        ids: column(directory / ids, n, np.uint64),
+        rows: column(directory / rows, n, np.uint8, (dtype.itemsize,)),
+    }

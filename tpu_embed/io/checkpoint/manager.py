@@ -9,6 +9,7 @@ Input: states or modules, step after step. Output: numbered directories, or the 
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import functools
 import re
 import threading
@@ -24,13 +25,7 @@ from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files
-from tpu_embed.io.checkpoint.commit import (
-    Begin,
-    begin_checkpoint,
-    find_checkpoint,
-    remove,
-    sweep,
-)
+from tpu_embed.io.checkpoint.commit import Begin, begin_checkpoint, find_checkpoint
 from tpu_embed.io.checkpoint.engine_checkpoint import (
     Restored,
     check_engine_or_name_others,
@@ -49,26 +44,9 @@ _NUMBER = re.compile("0|[1-9][0-9]*")
 _T = TypeVar("_T")
 
 
-class _Save(threading.Thread):
-    """A save in the background.
-
-    Attributes:
-      error: what it has raised and nobody has been told yet.
-      ended: whether it has.
-    """
-
-    def __init__(self, save: Callable[[], None]) -> None:
-        super().__init__(target=save, name="tpu_embed_save")
-        self.error: BaseException | None = None
-        self.ended = threading.Event()
-
-    def run(self) -> None:
-        try:
-            super().run()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.ended.set()
+def _in_the_first(what: str, path: Place, function: Callable[[], None]) -> None:
+    """Call a function in the first process; an error in it is raised in all, as `raise_on_all`."""
+    raise_on_all(what, path, (lambda: None) if jax.process_index() else function)
 
 
 class _NumberedCheckpoints(abc.ABC):
@@ -101,7 +79,7 @@ class _NumberedCheckpoints(abc.ABC):
         self._every = check_int("every", every, minimum=1)
         self._keep = None if keep is None else check_int("keep", keep, minimum=1)
         self._pinned: int | None = None
-        self._saving: _Save | None = None
+        self._saving: concurrent.futures.Future[None] | None = None
         self._open()
         # Counts a save that is still being written.
         self._last = max(self._steps_on_all("CheckpointManager"), default=None)
@@ -111,24 +89,21 @@ class _NumberedCheckpoints(abc.ABC):
 
         Two directories of the same path are told apart by the steps in them.
         """
-        what, seen = "CheckpointManager", ""
+        what, directory, seen = "CheckpointManager", self._directory, ""
 
         def look() -> str:
-            there = isinstance(self._directory, Bucket) or self._directory.is_dir()
+            there = isinstance(directory, Bucket) or directory.is_dir()
             return f"steps {self.all_steps()}" if there else "no directory"
 
-        def made() -> None:
-            if jax.process_index() == 0 and isinstance(self._directory, Path):
-                files.make_directory(self._directory)
-
-        check_same(what, f"{self._directory}")
-        raise_on_all(what, self._directory, made)
+        check_same(what, f"{directory}")
+        if isinstance(directory, Path):
+            _in_the_first(what, directory, lambda: files.make_directory(directory))
         # Another run may save while the processes look one after the other: try three times.
         for _ in range(3):
-            seen = raise_on_all(what, self._directory, look)
+            seen = raise_on_all(what, directory, look)
             if len(set(gather_from_all(what, seen))) == 1:
                 return
-        check_same(f"{what} {self._directory}", seen)
+        check_same(f"{what} {directory}", seen)
 
     @abc.abstractmethod
     def save(self, step: int, *content: Any, force: bool = False) -> bool:
@@ -163,17 +138,19 @@ class _NumberedCheckpoints(abc.ABC):
                 raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
             if step == last or not due:
                 return False
-            raise_on_all("sweep", self._directory, lambda: sweep(self._directory))
+            _in_the_first("sweep", self._directory, committer(self._directory).sweep)
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
             def saved() -> None:
                 write()
-                raise_on_all("remove", self._directory, lambda: self._remove_old(pinned))
+                _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
-                self._saving = _Save(saved)
-                self._saving.start()
+                # The thread ends with the save, for which the interpreter waits at its end.
+                writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
+                self._saving = writer.submit(saved)
+                writer.shutdown(wait=False)
             else:
                 saved()
             return True
@@ -183,7 +160,7 @@ class _NumberedCheckpoints(abc.ABC):
         if self._keep is not None:
             for step in self.all_steps()[: -self._keep]:
                 if step != pinned:
-                    remove(self._directory / f"{step}")
+                    committer(self._directory / f"{step}").remove()
 
     def _restore_numbered(self, step: int | None, read: Callable[[Any], _T]) -> _T:
         """Return what a function reads from a checkpoint; wait for a save that is under way.
@@ -214,7 +191,7 @@ class _NumberedCheckpoints(abc.ABC):
         self.wait()
         path = self._path_of(step, self._steps_on_all("remove"))
         with self._lock:
-            raise_on_all("remove", path, lambda: remove(path))
+            _in_the_first("remove", path, committer(path).remove)
 
     def pin(self, step: int | None) -> None:
         """Have later saves leave this checkpoint there, whatever `keep` says.
@@ -256,12 +233,11 @@ class _NumberedCheckpoints(abc.ABC):
         Raises:
           Exception: an error in writing it.
         """
-        if self._saving is not None:
-            self._saving.join()
-            self._saving.ended.wait()  # Python 3.11 does not join again after an interrupt
-            error, self._saving.error = self._saving.error, None
-            if error is not None:
-                raise error
+        if (saving := self._saving) is not None:
+            concurrent.futures.wait([saving])
+            if self._saving is saving:  # an error is raised once
+                self._saving = None
+                saving.result()
 
     def close(self) -> None:
         """Wait for the save that is under way.

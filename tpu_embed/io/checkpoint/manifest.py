@@ -25,7 +25,6 @@ from tpu_embed.core.state import (
     Field,
     TableState,
     fields,
-    matched_counters,
     rule_slots,
     slot_shapes,
 )
@@ -132,6 +131,7 @@ class SavedTables:
     """The description of saved tables, checked against what is wanted.
 
     Attributes:
+      checkpoint: the name of the checkpoint.
       manifest: the whole manifest.
       tables: its entries for the tables that are to be read.
       checksums: the checksum of every file: directory of the field -> file name -> checksum.
@@ -139,6 +139,7 @@ class SavedTables:
       maps: those of living vocabularies; None if the engine has none.
     """
 
+    checkpoint: str
     manifest: dict[str, Any]
     tables: dict[str, Any]
     checksums: dict[str, dict[str, int]]
@@ -151,15 +152,6 @@ class SavedTables:
         None if it was not saved, or if it is a slot of another optimizer.
         """
         return _on_disk(self.tables, f)
-
-    def counters(self, engine: EmbeddingEngine) -> dict[str, np.ndarray]:
-        """Return the saved values of the engine's counters, 0 where none was saved.
-
-        A counter with one number per feature is matched by feature path.
-        """
-        forms = jax.eval_shape(engine.init, jax.random.key(0)).counters
-        found, paths = self.manifest["counters"], self.manifest["features"]
-        return matched_counters(found, paths, forms, engine.layout)
 
 
 def write(
@@ -219,7 +211,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
         raise refuse(f"table {name!r}", expected, got, remedy)
     found_maps = maps.read(directory, checkpoint, checksums, engine, refuse, saved_tables=tables)
     lacking = [_lacks_rows(f, tables, wanted, refuse) for f in fields(engine.layout)]
-    return SavedTables(manifest, tables, checksums, not any(lacking), found_maps)
+    return SavedTables(checkpoint, manifest, tables, checksums, not any(lacking), found_maps)
 
 
 def read_described(

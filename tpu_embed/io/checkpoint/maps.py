@@ -25,7 +25,7 @@ from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import TableState, open_key, random_key
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, write_column
+from tpu_embed.io.checkpoint.row_files import RowReader, column, write_all
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.vocabulary import (
@@ -108,20 +108,20 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     return described, maps
 
 
-def write(directory: Place, checkpoint: str, saved: SavedMaps) -> dict[str, dict[str, int]]:
+def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict[str, int]]:
     """Write the maps; one process does. Return the checksums of files, by directory.
 
     Args:
-      directory: that of the tables.
       checkpoint: the name of the checkpoint.
       saved: what `prepare` returned.
+      directory: that of the tables.
     """
     checksums, (described, states) = {}, saved
     for name, state in states.items():
         for field in _ARRAYS:
             values, place = getattr(state, field), _place(name, field)
-            array = _array(directory, name, field, values.size)
-            checksums[place] = write_column(array, values)
+            array = column(directory / place, values.size, _dtype(field))
+            checksums[place] = write_all(array, values)
     write_bound(directory / _FILE, checkpoint, described)
     return checksums
 
@@ -229,7 +229,8 @@ def read_state(
     for field in _ARRAYS:
         size = saved["waiting" if field.startswith("waiting") else "keys"]
         place = _place(name, field)
-        reader = RowReader(_array(directory, name, field, size), checksums.get(place, {}))
+        array = column(directory / place, size, _dtype(field))
+        reader = RowReader(array, checksums.get(place, {}))
         arrays[field] = np.ascontiguousarray(reader.read(range(size))).reshape(-1)
     counters = np.array(saved["counters"], np.int64)
     return MapState(**arrays, step=np.array(step, np.int64), counters=counters)
@@ -240,6 +241,5 @@ def _place(name: str, field: str) -> str:
     return f"{file_name(name)}/map/{field}"
 
 
-def _array(directory: Place, name: str, field: str, size: int) -> RowArray:
-    dtype = np.dtype(np.uint64 if field.endswith("keys") else np.int64)
-    return RowArray(directory / _place(name, field), 1, size, True, (), dtype)
+def _dtype(field: str) -> type:
+    return np.uint64 if field.endswith("keys") else np.int64

@@ -25,7 +25,7 @@ import collections
 import dataclasses
 import functools
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,38 +141,46 @@ def restore_modules(
     """
     root, leave_out = find_checkpoint(path), tuple(leave_out)
 
+    def stays(path: str) -> bool:
+        return not trees.is_left_out(path, leave_out)
+
+    def of_several(shared: Sequence[Sequence[str]]) -> list[list[str]]:
+        kept = ([*filter(stays, paths)] for paths in shared)
+        return sorted(paths for paths in kept if len(paths) > 1)
+
     def prepared() -> tuple[str, Modules, dict[str, Wanted], dict[str, Any]]:
-        whole = take_apart(modules)
+        whole, wanted = take_apart(modules), {}
         checkpoint, on_disk = read_paths(root / LAYERS)
-        leaves = trees.read_leaves(root / VARIABLES, checkpoint)
-        _check_left_out(root, leave_out, {*on_disk, *leaves, *whole.layers, *whole.arrays()})
-        chosen, wanted = whole.without(leave_out), {}
-        for name, layer in chosen.layers.items():
+        leaves, arrays = trees.read_leaves(root / VARIABLES, checkpoint), whole.arrays()
+        _check_left_out(root, leave_out, {*on_disk, *leaves, *whole.layers, *arrays})
+        for name in filter(stays, whole.layers):
             # New rows are made from the key and the name of their table. Tables of different
             # layers may have the same name, so each layer gets a key of its own.
             own = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
-            bound = f"{checkpoint}/{name}"
-            wanted[name] = Wanted(layer.engine, own, convert, layer=name, checkpoint=bound)
-        arrays = chosen.abstract_arrays()
+            bound, engine = f"{checkpoint}/{name}", whole.layers[name].engine
+            wanted[name] = Wanted(engine, own, convert, layer=name, checkpoint=bound)
+        # An array that was never placed gets a sharding over every device of the first layer.
+        axes = [one.engine.layout.axes for one in wanted.values()] or [make_axes(None, None)]
+        everywhere = axes[0].sharding(())
+        arrays = {p: trees.abstract_leaf(arrays[p], everywhere) for p in filter(stays, arrays)}
         trees.check_leaves("modules", arrays)
-        here = [layer for layer in on_disk if not trees.is_left_out(layer, leave_out)]
         differences = [
-            *_layer_differences(root / LAYERS, here, wanted),
+            *_layer_differences(root / LAYERS, [*filter(stays, on_disk)], wanted),
             *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
         ]
         lists = schema.sequence(schema.sequence(schema.text))
-        saved = chosen.shared_of(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
-        if saved != (shared := chosen.shared_of(whole.shared)):
+        saved = of_several(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
+        if saved != (shared := of_several(whole.shared)):
             what = "layers and variables of several paths"
             differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
         if differences:
             remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
             remedy += "takes paths, or those above them"
             raise MismatchError(f"checkpoint {root}", differences, remedy)
-        return checkpoint, chosen, wanted, arrays
+        return checkpoint, whole, wanted, arrays
 
     items = (LAYERS, VARIABLES, POSITION)
-    checkpoint, chosen, wanted, arrays = open_checkpoint(
+    checkpoint, whole, wanted, arrays = open_checkpoint(
         root, items, prepared, writer="save_modules"
     )
     found = {name: tables.read(directory_of(root, name), one) for name, one in wanted.items()}
@@ -182,9 +190,9 @@ def restore_modules(
         return variables, read_position(root / POSITION, checkpoint)
 
     variables, position = raise_on_all("restore", root, others)
-    chosen.fill(found, variables)
-    for name, layer in chosen.layers.items():
-        host_rows.go_on_from(layer.engine, directory_of(root, name), found[name].checkpoint)
+    whole.fill(found, variables)
+    for name, one in wanted.items():
+        host_rows.go_on_from(one.engine, directory_of(root, name), found[name].checkpoint)
     return position
 
 
@@ -296,126 +304,83 @@ Keys = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A variable, or an array that a module holds without one.
-
-    Attributes:
-      keys: the keys from the modules to it.
-      holder: the variable, or the array itself.
-    """
-
-    keys: Keys
-    holder: Any
-
-    @property
-    def value(self) -> Any:
-        """The value of the variable: an array, or any pytree of arrays."""
-        return self.holder.get_raw_value() if self.in_variable else self.holder
-
-    @property
-    def in_variable(self) -> bool:
-        """Whether the holder is a variable."""
-        return isinstance(self.holder, nnx.Variable)
-
-    def arrays(self) -> dict[str, Any]:
-        """Return the arrays in the value, by path."""
-        pairs, _ = jax.tree_util.tree_flatten_with_path({_path(self.keys): self.value})
-        return {trees.name_of(keys): array for keys, array in pairs}
-
-    def with_arrays(self, by_path: Mapping[str, Any]) -> Any:
-        """Return the value with new arrays; arrays that are not given stay."""
-        arrays = [by_path.get(path, array) for path, array in self.arrays().items()]
-        return jax.tree.unflatten(jax.tree.structure(self.value), arrays)
-
-
-@dataclasses.dataclass(frozen=True)
 class Modules:
     """Modules split into layers and other arrays.
 
     Attributes:
       by_name: the modules.
       layers: the objects that hold the state of an engine, by path.
-      leaves: all other variables and arrays.
+      holders: all other variables, and arrays that a module holds without one, with the keys from
+        the modules to each.
       shared: the paths of each layer or variable that has several, sorted.
-      leave_out: paths; arrays at or below them are left out.
     """
 
     by_name: dict[str, Any]
     layers: dict[str, EngineLayer]
-    leaves: list[_Leaf]
+    holders: list[tuple[Keys, Any]]
     shared: list[list[str]]
-    leave_out: tuple[str, ...] = ()
 
     def arrays(self) -> dict[str, Any]:
         """Return all arrays except those of layers, by path; Python numbers become arrays."""
-        found: dict[str, Any] = {}
-        for leaf in self.leaves:
-            found |= leaf.arrays()
-        return {
-            path: _number(array)
-            for path, array in found.items()
-            if not trees.is_left_out(path, self.leave_out)
-        }
-
-    def abstract_arrays(self) -> dict[str, Any]:
-        """Return shapes and shardings of what `arrays` returns.
-
-        An array that was never placed gets a sharding over every device of the first layer.
-        """
-        meshes = [layer.engine.layout.axes for layer in self.layers.values()]
-        everywhere = (meshes[0] if meshes else make_axes(None, None)).sharding(())
-        return {path: trees.abstract_leaf(one, everywhere) for path, one in self.arrays().items()}
-
-    def shared_of(self, shared: Sequence[Sequence[str]]) -> list[list[str]]:
-        """Return lists of paths without those that are left out, where several remain."""
-        kept = [[p for p in paths if not trees.is_left_out(p, self.leave_out)] for paths in shared]
-        return sorted(paths for paths in kept if len(paths) > 1)
-
-    def without(self, leave_out: tuple[str, ...]) -> Modules:
-        """Return the modules without the layers and arrays at or below some paths."""
-        layers = {
-            p: layer for p, layer in self.layers.items() if not trees.is_left_out(p, leave_out)
-        }
-        return dataclasses.replace(self, layers=layers, leave_out=leave_out)
+        return {path: _number(array) for path, array in _arrays(self.holders)}
 
     def fill(self, found: Mapping[str, FoundTables], arrays: Mapping[str, Any]) -> None:
-        """Set the states of layers, their maps, and all arrays, in place: all of them or none.
+        """Set the states of layers, their maps, and other arrays, in place: all of them or none.
 
         An interrupt comes before that or after it.
 
         Args:
-          found: states and maps of layers, by path.
-          arrays: all other arrays, by path.
+          found: states and maps of layers, by path; others stay as they are.
+          arrays: other arrays, by path; those that are not given stay as they are.
         """
+
+        def new(keys: Any, array: Any) -> Any:
+            return arrays.get(trees.name_of(keys), array)
+
         # All values and maps are made before the first is set, so that an error changes nothing.
-        values = [leaf.with_arrays(arrays) for leaf in self.leaves]
+        values = [
+            jax.tree.map_with_path(new, {_path(keys): _value(holder)})[_path(keys)]
+            for keys, holder in self.holders
+        ]
         loads = []
-        for path, layer in self.layers.items():
-            maps, vocabularies = found[path].maps, layer.engine.vocabularies
-            if vocabularies is not None and maps is not None:
-                loads.append(vocabularies.prepare_load(maps, found[path].homes))
-        before = [leaf.value for leaf in self.leaves]
-        own = [one for layer in self.layers.values() for one in layer.state_variables]
+        for path, one in found.items():
+            vocabularies = self.layers[path].engine.vocabularies
+            if vocabularies is not None and one.maps is not None:
+                loads.append(vocabularies.prepare_load(one.maps, one.homes))
+        before = [_value(holder) for _, holder in self.holders]
+        own = [one for path in found for one in self.layers[path].state_variables]
         owned = [one.get_raw_value() for one in own]
 
         def fill() -> None:
-            self._set_leaves(values)
-            for path, layer in self.layers.items():
-                layer.set_state(found[path].state)
+            self._set_values(values)
+            for path, one in found.items():
+                self.layers[path].set_state(one.state)
 
         def undo() -> None:
-            self._set_leaves(before)
+            self._set_values(before)
             for variable, value in zip(own, owned, strict=True):
                 variable.set_raw_value(value)
 
         load_together(loads, fill, undo)
 
-    def _set_leaves(self, values: Sequence[Any]) -> None:
-        for leaf, value in zip(self.leaves, values, strict=True):
-            if leaf.in_variable:
-                leaf.holder.set_raw_value(value)
+    def _set_values(self, values: Sequence[Any]) -> None:
+        for (keys, holder), value in zip(self.holders, values, strict=True):
+            if isinstance(holder, nnx.Variable):
+                holder.set_raw_value(value)
             else:
-                nnx.update(self.by_name, nnx.from_flat_state({leaf.keys: value}))
+                nnx.update(self.by_name, nnx.from_flat_state({keys: value}))
+
+
+def _value(holder: Any) -> Any:
+    """Return the value of a variable, which is any pytree of arrays; an array as it is."""
+    return holder.get_raw_value() if isinstance(holder, nnx.Variable) else holder
+
+
+def _arrays(holders: Iterable[tuple[Keys, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays in the values of holders, with their paths."""
+    for keys, holder in holders:
+        for path, array in jax.tree.leaves_with_path({_path(keys): _value(holder)}):
+            yield trees.name_of(path), array
 
 
 def take_apart(modules: Mapping[str, Any]) -> Modules:
@@ -434,21 +399,21 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     # The variables of layers are saved as tables: only the others become leaves.
     own = {id(variable) for layer in layers.values() for variable in layer.state_variables}
     flat = nnx.to_flat_state(nnx.state(by_name))
-    leaves = [_Leaf(keys, holder) for keys, holder in flat if id(holder) not in own]
-    for leaf in leaves:
-        replaceable = nnx.Pytree | nnx.State | dict | list  # what is in a tuple cannot be replaced
-        if not (leaf.in_variable or isinstance(objects[leaf.keys[:-1]], replaceable)):
+    holders = [(keys, holder) for keys, holder in flat if id(holder) not in own]
+    replaceable = nnx.Pytree | nnx.State | dict | list  # what is in a tuple cannot be replaced
+    for keys, holder in holders:
+        if not (isinstance(holder, nnx.Variable) or isinstance(objects[keys[:-1]], replaceable)):
             got, remedy = "an array in a tuple", "hold it in an nnx.Variable"
             expected = "arrays that can be replaced"
-            what = f"modules: {_path(leaf.keys)!r}"
+            what = f"modules: {_path(keys)!r}"
             raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-    paths = [*layers, *(path for leaf in leaves for path in leaf.arrays())]
+    paths = [*layers, *(path for path, _ in _arrays(holders))]
     for path, count in collections.Counter(paths).items():
         if count > 1:
             what, remedy = f"modules: {path!r}", "name attributes and keys without '/'"
             expected = "one of this path"
             raise ValueError(message(what, expected=expected, got=f"{count}", remedy=remedy))
-    return Modules(by_name, layers, leaves, _shared(by_name))
+    return Modules(by_name, layers, holders, _shared(by_name))
 
 
 def _shared(by_name: Mapping[str, Any]) -> list[list[str]]:

@@ -22,9 +22,10 @@ import collections
 import dataclasses
 import itertools
 import json
+import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import numpy as np
 import tensorstore as ts
 
 from tpu_embed._checks import message
-from tpu_embed.core.rows import BLOCK, Grid, Ids
+from tpu_embed.core.rows import BLOCK, Grid, Ids, pieces
 from tpu_embed.io import files
 from tpu_embed.io.store import Bucket, Place, wait
 
@@ -87,11 +88,9 @@ class RowArray:
     @property
     def block(self) -> int:
         """Rows of a shard that are written or read at a time; at most `BLOCK` bytes in all."""
-        return max(1, min(self.rows_per_shard, self._rows_of_block()))
-
-    def _rows_of_block(self) -> int:
-        width = int(np.prod(self.row, dtype=np.int64)) * self.dtype.itemsize
-        return BLOCK // max(1, width * (self.shards if self.alternate else 1))
+        side_by_side = self.shards if self.alternate else 1
+        width = math.prod(self.row) * self.dtype.itemsize * side_by_side
+        return max(1, min(self.rows_per_shard, BLOCK // max(1, width)))
 
     def create(self, shards_together: int) -> ts.TensorStore:
         """Make the array; every process may call this.
@@ -102,9 +101,8 @@ class RowArray:
         # A chunk is what one process writes at a time, so that no two write to the same file.
         chunk = (self.block, shards_together) if self.alternate else (1, self.block)
         grid = {"name": "regular", "configuration": {"chunk_shape": (*chunk, *self.row)}}
-        metadata = self._metadata() | {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
-        options = {"open": True, "create": True, "store_data_equal_to_fill_value": True}
-        return self._opened({"metadata": metadata} | options)
+        chunks = {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
+        return self._opened(chunks, open=True, create=True, store_data_equal_to_fill_value=True)
 
     def open(self) -> ts.TensorStore:
         """Open the array for reading.
@@ -113,7 +111,7 @@ class RowArray:
           ValueError: the array does not exist, or has another shape or dtype.
         """
         try:
-            return self._opened({"metadata": self._metadata()})
+            return self._opened({})
         except ValueError as error:
             expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
             got = _described(self.path / _METADATA)
@@ -121,15 +119,12 @@ class RowArray:
             text = message(f"{self.path}", expected=expected, got=got, remedy=remedy)
             raise ValueError(text) from error
 
-    def _metadata(self) -> dict[str, Any]:
-        codecs = _CODECS[: 1 if isinstance(self.path, Bucket) else 2]
-        return {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs}
-
-    def _opened(self, options: dict[str, Any]) -> ts.TensorStore:
-        kvstore, above = {"driver": "file", "path": f"{self.path}/"}, None
+    def _opened(self, chunks: Mapping[str, Any], **options: bool) -> ts.TensorStore:
+        kvstore, above, codecs = {"driver": "file", "path": f"{self.path}/"}, None, _CODECS
         if isinstance(self.path, Bucket):
-            kvstore, above = self.path.spec, self.path.context
-        spec = {"driver": "zarr3", "kvstore": kvstore, **options}
+            kvstore, above, codecs = self.path.spec, self.path.context, _CODECS[:1]
+        metadata = {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs, **chunks}
+        spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, **options}
         # A context of its own: what one restore has read is not what another one gets.
         return wait(ts.open(spec, context=ts.Context({}, above)), self.path)
 
@@ -182,18 +177,30 @@ class RowWriter:
             self._checksums[name] = _stored_sum(path, _rows_bytes(self._store))
 
 
-def write_column(array: RowArray, rows: np.ndarray) -> dict[str, int]:
-    """Write all rows of an alternating array of one shard; return the checksums by file name.
+def column(path: Place, n: int, dtype: Any, row: tuple[int, ...] = ()) -> RowArray:
+    """Return an array `[n, 1, …]`: of one shard, whose rows count as alternating."""
+    return RowArray(path, 1, n, True, row, np.dtype(dtype))
+
+
+def write_column(array: RowArray, blocks: Iterable[np.ndarray]) -> dict[str, int]:
+    """Write all rows of a column; return the checksums of its files by file name.
 
     Args:
-      array: the array to make.
-      rows: `[n, …]`.
+      array: the array to make; see `column`.
+      blocks: rows `[k, …]` in order, `array.block` of them in each but the last.
     """
-    writer = RowWriter(array, 1)
-    for first in range(0, len(rows), array.block):
-        part = rows[first : first + array.block]
-        writer.write((slice(first, first + len(part)), slice(0, 1)), part[:, None])
+    writer, first = RowWriter(array, 1), 0
+    for rows in blocks:
+        last = first + len(rows)
+        writer.write((slice(first, last), slice(0, 1)), rows[:, None])
+        first = last
+    assert first == array.rows_per_shard, "the blocks are all rows"
     return writer.finish()
+
+
+def write_all(array: RowArray, rows: np.ndarray) -> dict[str, int]:
+    """Write all rows of a column, `[n, …]`; return the checksums of its files by file name."""
+    return write_column(array, (rows[at] for at in pieces(len(rows), array.block)))
 
 
 class RowReader:
@@ -345,7 +352,7 @@ def _chunk_name(array: RowArray, numbers: Sequence[int]) -> str:
 
 def _rows_bytes(store: ts.TensorStore) -> int:
     """Return the bytes of a chunk's rows; zarr pads chunks at the edges with zeros to full size."""
-    return int(np.prod(_chunk_shape(store), dtype=np.int64)) * store.dtype.numpy_dtype.itemsize
+    return math.prod(_chunk_shape(store)) * store.dtype.numpy_dtype.itemsize
 
 
 def _chunk_shape(store: ts.TensorStore) -> tuple[int, ...]:
@@ -361,8 +368,8 @@ def _stored_sum(path: Path, size: int) -> int:
       ValueError: the file does not have this size.
     """
     with files.name_errors(path, ""), path.open("rb") as file:
-        found = os.fstat(file.fileno()).st_size
-        file.seek(-min(found, _SUM_BYTES), os.SEEK_END)
+        found = file.seek(0, os.SEEK_END)
+        file.seek(max(0, found - _SUM_BYTES))
         stored = file.read()
     if found != size + _SUM_BYTES:
         text = message(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")

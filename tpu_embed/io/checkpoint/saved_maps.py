@@ -61,10 +61,6 @@ def read_maps(path: str | Path) -> dict[str, tuple[KeyScores, int, dict[str, int
     return found
 
 
-_WIDTH = 20
-"""Digits of the largest key."""
-
-
 def statistics_of(
     path: str | Path, *, hottest: int = 10, table: str | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -118,30 +114,27 @@ def _lines(name: str, one: Mapping[str, Any]) -> list[str]:
         f"table {name!r} at step {one['step']:,}: {one['keys']:,} of {one['capacity']:,} rows have "
         f"a key ({100 * one['occupancy']:.1f} %), {one['waiting']:,} keys wait"
     ]
-    ages = [f"{_fraction(fraction)} {age:,}" for fraction, age in one["ages"].items()]
+    ages = [
+        f"{'all' if float(share) == 1 else f'{100 * float(share):g} %'} {age:,}"
+        for share, age in one["ages"].items()
+    ]
     if ages:
         lines.append(f"  steps since a key was seen: {', '.join(ages)}")
     lines.append(f"  {'':10}{'in all':>17}{'per step':>12}")
     for what, total in one["totals"].items():
         lines.append(f"  {what:10}{total:>17,}{one['per_step'][what]:>12,.3f}")
-    lines += _keys("keys that the most batches had", one["most_batches"])
-    lines += _keys("keys seen last", one["seen_last"])
-    return lines + _keys("keys that wait, with the largest counts", one["waiting_most"])
+    for title, field in _LISTS.items():
+        if keys := one[field]:
+            widths = {column: 20 if column == "key" else 14 for column in keys[0]}
+            heads = {column: column.replace("_", " ") for column in widths}
+            lines.append(f"  {title}")
+            for row in (heads, *keys):
+                lines.append("  " + "".join(f"{row[c]:>{width}}" for c, width in widths.items()))
+    return lines
 
 
-def _fraction(fraction: str) -> str:
-    return "all" if float(fraction) == 1 else f"{100 * float(fraction):g} %"
-
-
-def _keys(title: str, keys: list[dict[str, int]]) -> list[str]:
-    """Return a table of keys; no line if there are none."""
-    if not keys:
-        return []
-    names = list(keys[0])
-    head = "".join(f"{name.replace('_', ' '):>{_column(name)}}" for name in names)
-    rows = ["".join(f"{one[name]:>{_column(name)}}" for name in names) for one in keys]
-    return [f"  {title}", f"  {head}", *(f"  {row}" for row in rows)]
-
-
-def _column(name: str) -> int:
-    return _WIDTH if name == "key" else 14
+_LISTS = {
+    "keys that the most batches had": "most_batches",
+    "keys seen last": "seen_last",
+    "keys that wait, with the largest counts": "waiting_most",
+}

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -31,50 +31,47 @@ from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical
+from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical, pieces
 from tpu_embed.core.state import (
     Field,
     TableState,
     blank_arrays,
     check_state,
     fields,
+    matched_counters,
     put_everywhere,
     random_key,
     vocabulary_of_maps,
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
-from tpu_embed.io.checkpoint.host_rows import Block
+from tpu_embed.io.checkpoint.host_rows import Block, Checksums
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, write_column
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, column, write_all
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.stochastic import number_ids
 from tpu_embed.processes import raise_on_all
-from tpu_embed.storage import VALUES, HostRows, slot_field
+from tpu_embed.storage import VALUES, HomeTable, HostRows, slot_field
 from tpu_embed.vocabulary import MapStates
 
 _T = TypeVar("_T")
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """What one process will write.
 
     Attributes:
       checkpoint: the unique name of the checkpoint, the same in every process.
       manifest: the description of the tables.
-      parts: every field with this process's shards of it, or with its value if it has no rows.
-      maps: those of living vocabularies, in the first process; None if there are none.
-      homes: what writes the rows of tables on the host; None if there are none.
+      writers: each writes some of it in the directory of the tables, and returns the checksums of
+        its files.
     """
 
     checkpoint: str
     manifest: dict[str, Any]
-    parts: list[tuple[Field, LocalShards | np.ndarray]]
-    maps: maps.SavedMaps | None = None
-    homes: Callable[[Place], host_rows.Checksums] | None = None
+    writers: list[Callable[[Place], Checksums]]
 
 
 def prepare(
@@ -94,17 +91,21 @@ def prepare(
       ValueError: the state is another engine's.
     """
     check_state(state, engine.layout)
-    parts: list[tuple[Field, LocalShards | np.ndarray]] = []
+    is_first, writers = jax.process_index() == 0, []
     for f in fields(engine.layout):
-        if f.shape.per_row and f.table.is_on_host:
-            continue  # by id, below
-        if f.shape.per_row:
-            parts.append((f, LocalShards(state, engine.layout, f, copied=copied)))
-        elif jax.process_index() == 0:
-            parts.append((f, np.array(f.read(state)).view(np.dtype(f.shape.dtype))))
-    found = maps.prepare(engine, state) if jax.process_index() == 0 else None
+        if not f.shape.per_row:
+            if is_first:
+                value = np.array(f.read(state)).view(np.dtype(f.shape.dtype))
+                writers.append(functools.partial(_write_value, f, value))
+        elif not f.table.is_on_host:  # those are saved by id
+            shards = LocalShards(state, engine.layout, f, copied=copied)
+            writers.append(functools.partial(_write_field, f, shards))
+    if is_first and (found := maps.prepare(engine, state)) is not None:
+        writers.append(functools.partial(maps.write, checkpoint, found))
     homes = host_rows.prepare(engine, state, path, checkpoint=checkpoint, copied=copied)
-    return Prepared(checkpoint, manifest.describe(engine, state), parts, found, homes)
+    if homes is not None:
+        writers.append(homes)
+    return Prepared(checkpoint, manifest.describe(engine, state), writers)
 
 
 def write(directory: Place, prepared: Prepared) -> None:
@@ -114,24 +115,21 @@ def write(directory: Place, prepared: Prepared) -> None:
       directory: an existing directory.
       prepared: what `prepare` returned.
     """
-    checksums = {}
-    for f, part in prepared.parts:
-        place = field_place(f)
-        if isinstance(part, LocalShards):
-            checksums[place] = write_rows(row_array(directory / place, f), part)
-        else:
-            whole = _whole(directory / place, manifest.form_of(f))
-            checksums[place] = write_column(whole, part[None])
-    if prepared.maps is not None:
-        checksums |= maps.write(directory, prepared.checkpoint, prepared.maps)
-    if prepared.homes is not None:
-        checksums |= prepared.homes(directory)
+    checksums: Checksums = {}
+    for one in prepared.writers:
+        checksums |= one(directory)
     manifest.write(directory, prepared.checkpoint, prepared.manifest, checksums)
 
 
-def _whole(path: Place, form: dict[str, Any]) -> RowArray:
-    """Return the array of a field without rows, such as a step count: one row `[1, 1, …]`."""
-    return RowArray(path, 1, 1, True, tuple(form["shape"]), np.dtype(form["dtype"]))
+def _write_field(f: Field, shards: LocalShards, directory: Place) -> Checksums:
+    place = field_place(f)
+    return {place: write_rows(row_array(directory / place, f), shards)}
+
+
+def _write_value(f: Field, value: np.ndarray, directory: Place) -> Checksums:
+    """Write a field without rows, such as a step count, as one row `[1, 1, …]`."""
+    array = column(directory / (place := field_place(f)), 1, value.dtype, value.shape)
+    return {place: write_all(array, value[None])}
 
 
 def field_place(f: Field) -> str:
@@ -159,11 +157,13 @@ class LocalShards:
         self.field = field
         self.rows = DeviceRows(state, layout, field.table.name, [field.part])
         holders = layout.axes.processes_of_parts(field.stack.shard_axes)
-        owned: dict[int, list[int]] = {}
-        for shard, processes in enumerate(holders):
-            owned.setdefault(min(processes), []).append(shard)
-        self.numbers = owned.get(jax.process_index(), [])
-        self.side_by_side = _side_by_side(owned)
+        owners = np.array([min(processes) for processes in holders])
+        self.numbers: list[int] = np.flatnonzero(owners == jax.process_index()).tolist()
+        # With 4 shards of processes 0 0 1 1 two are side by side: process 0 writes shards 0 and 1,
+        # process 1 writes 2 and 3. With 0 1 0 1 chunks of two shards would have two writers.
+        n = int(np.bincount(owners).max())
+        regular = owners.size % n == 0 and (owners.reshape(-1, n) == owners[::n, None]).all()
+        self.side_by_side = n if regular else 1
         if copied:
             self.rows.keep(self.numbers)
 
@@ -175,15 +175,15 @@ class LocalShards:
         """
         grid = self.rows.grid
         found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
-        k, n = len(shards), last - first
-        rows = found.reshape(n, k, *found.shape[1:]) if grid.alternate else found[None]
+        shape = (last - first, len(shards)) if grid.alternate else (1, last - first)
+        rows = found.reshape(*shape, *found.shape[1:])
         return rows.view(np.dtype(self.field.shape.dtype))
 
 
 def row_array(path: Place, field: Field) -> RowArray:
     """Return where and in which shape a field is saved; the layout decides."""
-    grid, dtype = Grid.of(field.stack, field.table), np.dtype(field.shape.dtype)
-    return RowArray(path, *grid, tuple(field.shape.shape), dtype)
+    grid, form = Grid.of(field.stack, field.table), field.shape
+    return RowArray(path, *grid, tuple(form.shape), np.dtype(form.dtype))
 
 
 def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
@@ -197,27 +197,13 @@ def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
         return {}
     together = shards.side_by_side if array.alternate else 1
     writer = RowWriter(array, together)
-    for first in range(0, array.rows_per_shard, array.block):
-        lines = slice(first, min(first + array.block, array.rows_per_shard))
-        for begin in range(0, len(shards.numbers), together):
-            some = shards.numbers[begin : begin + together]
+    for lines in pieces(array.rows_per_shard, array.block):
+        for at in pieces(len(shards.numbers), together):
+            some = shards.numbers[at]
             place = slice(some[0], some[-1] + 1)
             rows = shards.block(some, lines.start, lines.stop)
             writer.write((lines, place) if array.alternate else (place, lines), rows)
     return writer.finish()
-
-
-def _side_by_side(owned: dict[int, list[int]]) -> int:
-    """Return how many neighbouring shards a chunk holds, on every process.
-
-    With 4 shards on processes 0 0 1 1 this is 2: process 0 writes shards 0 and 1, process 1 writes
-    2 and 3. With processes 0 1 0 1 it is 1, because chunks of 2 shards would have two writers.
-    """
-    n = len(next(iter(owned.values())))
-    regular = all(
-        mine == list(range(mine[0], mine[0] + n)) and mine[0] % n == 0 for mine in owned.values()
-    )
-    return n if regular else 1
 
 
 # -- reading -----------------------------------------------------------------------------------
@@ -247,12 +233,20 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
       ValueError: a table, field, shape or dtype is not what is wanted; a file is damaged.
     """
     on_all = functools.partial(raise_on_all, "restore", directory)
-    found = on_all(lambda: manifest.read(directory, wanted))
-    by_id = on_all(lambda: read_by_id(directory, found.manifest))
-    restore, engine = _Restore(directory, found, wanted, by_id), wanted.engine
+
+    def described() -> _Restore:
+        found = manifest.read(directory, wanted)
+        by_id = read_by_id(directory, found.checkpoint, found.manifest)
+        here = {name: said for name, said in by_id.items() if name in found.tables}
+        return _Restore(directory, found, wanted, here)
+
+    restore, engine = on_all(described), wanted.engine
+    found = restore.found
     first = restore.first_state()  # one program on all
     state = on_all(lambda: restore.fill(first))
-    scalars = np.asarray(found.manifest["step"], np.int32), found.counters(engine)
+    said, forms = found.manifest, jax.eval_shape(engine.init, jax.random.key(0)).counters
+    counters = matched_counters(said["counters"], said["features"], forms, engine.layout)
+    scalars = np.asarray(said["step"], np.int32), counters
     step, counters = put_everywhere(scalars, engine.layout.axes)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:
@@ -262,7 +256,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
     homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
-    name = manifest.name_of(directory) if restore.goes_on else None
+    name = found.checkpoint if restore.goes_on else None
     state = dataclasses.replace(state, vocabulary=vocabulary)
     return FoundTables(state, found.maps.states, homes, name)
 
@@ -275,7 +269,7 @@ class _Restore:
       directory: that of the tables.
       found: what the manifest says.
       wanted: what is wanted of them.
-      by_id: what `read_by_id` says of those that are saved by id.
+      by_id: what `read_by_id` says of those that are read and saved by id.
     """
 
     directory: Place
@@ -285,19 +279,17 @@ class _Restore:
 
     def first_state(self) -> TableState:
         """Return a state to write rows over: blank, or with the first values of what is lacking."""
-        engine = self.wanted.engine
-        drawn = {f.table.name for f in fields(engine.layout) if self._is_by_id(f)}
-        drawn = {name for name in drawn if not engine.layout.table(name)[1].is_on_host}
-        if drawn:  # those rows that nobody had touched are as they were at first
-            key = maps.read_key(self.directory, manifest.name_of(self.directory))
-            state = engine.init(key)
-        elif self.found.complete:
+        engine, key = self.wanted.engine, self.wanted.key
+        drawn, complete = self._by_id_on_devices, self.found.complete
+        if complete and not drawn:
             tables, slots = blank_arrays(engine.layout.stacks, engine.layout.axes)
             return TableState(tables, slots, jnp.int32(0), {})
-        if self.found.complete:
+        if drawn:  # rows that nobody had touched are as they were at first
+            state = engine.init(maps.read_key(self.directory, self.found.checkpoint))
+        if complete:
             return state
-        assert self.wanted.key is not None, "checked"
-        made = engine.init(self.wanted.key)
+        assert key is not None, "checked"
+        made = engine.init(key)
         for name in drawn:
             parts = [f.part for f in self._fields(name) if self.found.form(f) is not None]
             source, sink = (DeviceRows(x, engine.layout, name, parts) for x in (state, made))
@@ -307,16 +299,18 @@ class _Restore:
 
     def fill(self, state: TableState) -> TableState:
         """Return the state with all rows that are read to the devices, in place."""
-        engine = self.wanted.engine
-        for f in fields(engine.layout):
-            by_id = f.shape.per_row and (f.table.is_on_host or self._is_by_id(f))
-            if self.found.form(f) is not None and not by_id:
+        for f in fields(self.wanted.engine.layout):
+            at_home = f.shape.per_row and f.table.is_on_host
+            if at_home or f.table.name not in self.found.tables:
+                continue
+            if self.found.form(f) is None:
+                if f.slot == NUMBERS_SLOT:
+                    state = self._with_numbers(state, f)
+            elif not (f.shape.per_row and f.table.name in self.by_id):
                 state = self.named(f.label, functools.partial(self._fill_whole, state, f))
-        for name in self.by_id.keys() & self.found.tables.keys():
-            if not engine.layout.table(name)[1].is_on_host:
-                fill = functools.partial(self._fill_by_id, state, name)
-                state = self.named("rows by id", fill)
-        return self._with_numbers(state)
+        for name in self._by_id_on_devices:
+            state = self.named("rows by id", functools.partial(self._fill_by_id, state, name))
+        return state
 
     def named(self, label: str, read: Callable[[], _T]) -> _T:
         """Return what a function reads; its errors name what it was.
@@ -359,8 +353,8 @@ class _Restore:
     def _fill_by_id(self, state: TableState, name: str) -> TableState:
         """Return the state with the rows written of a table that is saved by id."""
         rows = DeviceRows(state, self.wanted.engine.layout, name)
-        for ids, saved in self._moved(name, self._segments(name)):
-            rows.write(ids, self._converted(name, saved))
+        for ids, saved in self._blocks(name):
+            rows.write(ids, saved)
         return rows.state
 
     def homes(self, vocabulary: Mapping[str, Array]) -> dict[str, HostRows]:
@@ -369,19 +363,14 @@ class _Restore:
         Args:
           vocabulary: that of the state, which holds the random key.
         """
-        engine, made = self.wanted.engine, {}
-        if engine.storage is None:
-            return made
-        for name, table in engine.storage.tables.items():
+        made: dict[str, HostRows] = {}
+        for name, table in self._host_tables.items():
             made[name] = HostRows(table.fields, table.storage.path)
-            if name not in self.found.tables:
-                continue
-            saved = self._segments(name) if name in self.by_id else self._whole(name)
-            for every, rows in self._moved(name, saved):  # of a row that comes twice, the last
+            for every, rows in self._blocks(name):  # of a row that comes twice, the last
                 mine = table.row_groups.at_home(every.view(np.uint64))
                 ids = every[mine].view(np.uint64)
-                converted = self._converted(name, {p: some[mine] for p, some in rows.items()})
-                made[name].write(ids, self._lacking_rows(name, vocabulary, ids) | converted)
+                saved = {part: some[mine] for part, some in rows.items()}
+                made[name].write(ids, self._lacking_rows(name, vocabulary, ids) | saved)
         return made
 
     def _lacking_rows(
@@ -399,18 +388,27 @@ class _Restore:
     @property
     def goes_on(self) -> bool:
         """Whether a later save may link these files: rows are at home just as they are saved."""
-        storage = self.wanted.engine.storage
-        if storage is None or any(map(self._lacking, storage.tables)):
-            return False
-        if any(map(self._has_moved, storage.tables)):
-            return False
         here, count = jax.process_index(), jax.process_count()
-        for name, table in storage.tables.items():
-            saved = self.by_id.get(name, [])
-            now = host_rows.describe(table.fields, table.row_groups)
-            if len(saved) != count or any(saved[here][what] != one for what, one in now.items()):
+        for name, table in self._host_tables.items():
+            saved, now = (
+                self.by_id.get(name, []),
+                host_rows.describe(table.fields, table.row_groups),
+            )
+            if len(saved) != count or saved[here] != saved[here] | now:
                 return False
-        return True
+            if self._lacking(name) or self._has_moved(name):
+                return False
+        return bool(self._host_tables)
+
+    @property
+    def _host_tables(self) -> Mapping[str, HomeTable]:
+        storage = self.wanted.engine.storage
+        return {} if storage is None else storage.tables
+
+    @property
+    def _by_id_on_devices(self) -> list[str]:
+        """The tables that are saved by id, and whose rows go to the devices."""
+        return [name for name in self.by_id if name not in self._host_tables]
 
     @property
     def _moves(self) -> Mapping[str, Any]:
@@ -420,9 +418,6 @@ class _Restore:
     def _has_moved(self, name: str) -> bool:
         """Return whether rows of a table have other ids than they were saved with."""
         return name in self._moves and self._moves[name].moved().now.size > 0
-
-    def _is_by_id(self, f: Field) -> bool:
-        return f.shape.per_row and f.table.name in self.by_id and f.table.name in self.found.tables
 
     def _fields(self, name: str) -> list[Field]:
         """Return the fields with a row for each id of a table."""
@@ -435,17 +430,51 @@ class _Restore:
         """Return a reader of a field that is saved whole; see `RowReader`."""
         table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
         assert form is not None, "checked"
-        array = _whole(self.directory / place, form)
+        grid = Grid(1, 1, True)
         if f.shape.per_row:
-            names = ("shards", "rows_per_shard", "alternate")
-            array = dataclasses.replace(array, **{name: table[name] for name in names})
+            grid = Grid(table["shards"], table["rows_per_shard"], table["alternate"])
+        dtype = np.dtype(form["dtype"])
+        array = RowArray(self.directory / place, *grid, tuple(form["shape"]), dtype)
         return RowReader(array, self.found.checksums.get(place, {}), runs)
 
-    def _segments(self, name: str) -> Iterator[Block]:
-        """Yield the rows of a table that are saved by id; on the host, at least those of here."""
-        homes, said = self.wanted.engine.storage, self.by_id[name]
-        if homes is not None and name in homes.tables and not self._has_moved(name):
-            row_groups = homes.tables[name].row_groups
+    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        """Yield the rows of a table as the engine stores them, with the ids that they have now.
+
+        Those of nobody are left out; of a row that comes twice, the last is valid.
+
+        Yields:
+          int64 `[n]`; `[n, …]` by field.
+        """
+        forms = {f: self.found.form(f) for f in self._fields(name)}
+        for before, rows in self._saved_blocks(name):
+            here, now = slice(None), before.view(np.int64)
+            if name in self._moves:
+                here, now = self._moves[name].follow(now)
+            # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
+            yield (
+                now,
+                {
+                    f.part: logical.as_stored(rows[f.part][here].view(np.dtype(form["dtype"])), f)
+                    for f, form in forms.items()
+                    if form is not None
+                },
+            )
+
+    def _saved_blocks(self, name: str) -> Iterator[Block]:
+        """Yield the rows of a table as they were saved; on the host, at least those of here."""
+        if name not in self.found.tables:
+            return
+        if name not in self.by_id:
+            mine = [f for f in self._fields(name) if self.found.form(f) is not None]
+            readers = {f.part: self._reader(f) for f in mine}
+            block = min(reader.array.block * reader.array.shards for reader in readers.values())
+            for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
+                rows = {part: reader.read(ids) for part, reader in readers.items()}
+                yield np.asarray(ids, np.uint64), rows
+            return
+        said = self.by_id[name]
+        if name in self._host_tables and not self._has_moved(name):
+            row_groups = self._host_tables[name].row_groups
             # Where ids were divided in the same way, rows of other processes need not be read.
             said = [
                 one
@@ -453,37 +482,7 @@ class _Restore:
                 if one["owners"] != row_groups.num_owners
                 or row_groups.mine.intersection(one["saved"])
             ]
-        return host_rows.read(self.directory, name, said, self.found.checksums)
-
-    def _moved(self, name: str, blocks: Iterable[Block]) -> Iterator[tuple[np.ndarray, Any]]:
-        """Yield blocks with the rows that their ids are now, int64 `[n]`; nobody's are left out."""
-        for ids, rows in blocks:
-            before = ids.astype(np.int64)
-            if name not in self._moves:
-                yield before, rows
-                continue
-            here, now = self._moves[name].follow(before)
-            if now.size:
-                yield now, {part: some[here] for part, some in rows.items()}
-
-    def _whole(self, name: str) -> Iterator[Block]:
-        """Yield all rows of a table that is saved whole."""
-        mine = [f for f in self._fields(name) if self.found.form(f) is not None]
-        readers = {f.part: self._reader(f) for f in mine}
-        block = min(reader.array.block * reader.array.shards for reader in readers.values())
-        for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
-            rows = {part: reader.read(ids) for part, reader in readers.items()}
-            yield np.asarray(ids, np.uint64), rows
-
-    def _converted(self, name: str, rows: Any) -> dict[str, np.ndarray]:
-        """Return saved rows, `[n, …]` by field, as the engine stores them; no others."""
-        forms = {f: self.found.form(f) for f in self._fields(name)}
-        # Numbers of 16 bits are saved by id as they are stored, and whole as what they mean.
-        return {
-            f.part: logical.as_stored(rows[f.part].view(np.dtype(form["dtype"])), f)
-            for f, form in forms.items()
-            if form is not None
-        }
+        yield from host_rows.read(self.directory, name, said, self.found.checksums)
 
     def _numbers_of(self, table: TableSlice, ids: np.ndarray) -> np.ndarray:
         """Return what stands for rows that are rounded at random, uint32 `[n]`.
@@ -492,46 +491,41 @@ class _Restore:
           table: a table with a map, in which a key stands for its row.
           ids: uint64 `[n]`, ids at home of a table on the host; otherwise rows.
         """
-        whole = ids.copy()
-        if table.key_rules is not None and self.found.maps is not None:
-            states = self.found.maps.states
-            known = (states.ids if table.is_on_host else states.maps)[table.name]
-            if known.rows.size:
-                # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
-                at = np.searchsorted(known.rows, ids.view(np.int64)).clip(max=known.rows.size - 1)
-                here = known.rows[at] == ids.view(np.int64)
-                whole[here] = known.keys[at[here]]
+        whole, found = ids.copy(), self.found.maps
+        if table.key_rules is not None and found is not None:
+            known = (found.states.ids if table.is_on_host else found.states.maps)[table.name]
+            # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
+            rows = known.rows.view(np.uint64)
+            _, here, at = np.intersect1d(ids, rows, assume_unique=True, return_indices=True)
+            whole[here] = known.keys[at]
         return number_ids(whole)
 
-    def _with_numbers(self, state: TableState) -> TableState:
-        """Return the state with what stands for rows on the devices, where it was not saved."""
-        layout = self.wanted.engine.layout
-        for f in fields(layout):
-            is_made = f.slot == NUMBERS_SLOT and not f.table.is_on_host
-            if not is_made or f.table.name not in self.found.tables or self.found.form(f):
-                continue
-            assert self.found.maps is not None, "the vocabulary of the table lives"
-            # The rows of keys, and the last one, which keys without a row may share.
-            known = self.found.maps.states.maps[f.table.name].rows
-            ids = np.union1d(known, [f.table.vocabulary_size - 1])
-            rows = DeviceRows(state, layout, f.table.name, [f.part])
-            rows.write(ids, {f.part: self._numbers_of(f.table, ids.view(np.uint64))})
-            state = rows.state
-        return state
+    def _with_numbers(self, state: TableState, f: Field) -> TableState:
+        """Return the state with what stands for the rows of a table on the devices."""
+        assert self.found.maps is not None, "the vocabulary of the table lives"
+        # The rows of keys, and the last one, which keys without a row may share.
+        known = self.found.maps.states.maps[f.table.name].rows
+        ids = np.union1d(known, [f.table.vocabulary_size - 1])
+        rows = DeviceRows(state, self.wanted.engine.layout, f.table.name, [f.part])
+        rows.write(ids, {f.part: self._numbers_of(f.table, ids.view(np.uint64))})
+        return rows.state
 
 
-def read_by_id(directory: Place, described: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def read_by_id(
+    directory: Place, checkpoint: str, described: Mapping[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:
       directory: that of the tables.
+      checkpoint: the name that the files must carry.
       described: the manifest.
 
     Raises:
       FileNotFoundError, ValueError: a file is missing or damaged, or of another checkpoint; it
         names other tables than the first one, or other fields of a row than the manifest.
     """
-    checkpoint, tables = manifest.name_of(directory), described["tables"]
+    tables = described["tables"]
     every: list[dict[str, Any]] = []
     if not (directory / host_rows.FILE.format(0)).exists():
         return {}

@@ -46,8 +46,7 @@ def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]
     if isinstance(directory, Bucket):
         return _begin_in_bucket(directory, checkpoint, tree)
     handler, loop, futures = ocp.PyTreeCheckpointHandler(), asyncio.new_event_loop(), []
-    saved = jax.tree.map(_as_array, _with_numbers(tree))
-    if jax.tree.leaves(saved):
+    if jax.tree.leaves(saved := _with_numbers(jax.tree.map(_as_array, tree))):
         copied = handler.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(saved))
         # In a thread, because a loop may be running here, as in a notebook.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -76,9 +75,10 @@ def finish(directory: Place, checkpoint: str) -> None:
         return
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         handler.finalize(epath.Path(directory))
-    for file in _files(directory):
-        files.sync(file)
-    write_bound(directory / _SUMS, checkpoint, _sums(directory))
+    sums = _sums(directory)
+    for name in sums:
+        files.sync(directory / name)
+    write_bound(directory / _SUMS, checkpoint, sums)
 
 
 def read(directory: Place, checkpoint: str, tree: PyTree) -> PyTree:
@@ -157,41 +157,41 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
             pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
 
     def read_leaf(path: Any, leaf: Any) -> Any:
-        form, python = forms[name_of(path)], isinstance(leaf, int | float)
-        kinds: list[Any] = []
-        if _is_key(leaf):
+        name, kinds = name_of(path), []
+        shape, dtype = forms[name]["shape"], forms[name]["dtype"]
+        if python := isinstance(leaf, int | float):
+            dtype = np.asarray(leaf).dtype
+        elif _is_key(leaf):
             data = jax.eval_shape(
                 lambda key: kinds.append(jax.random.key_impl(key)) or _numbers(key), leaf
             )
-            form = {"shape": data.shape, "dtype": data.dtype}
-        dtype = np.asarray(leaf).dtype if python else np.dtype(form["dtype"])
-        whole: Any = np.zeros(form["shape"], dtype)
-        for piece in pieces.get(numbers[name_of(path)], []):
+            shape, dtype = data.shape, data.dtype
+        whole: Any = np.zeros(shape, dtype)
+        for piece in pieces.get(numbers[name], []):
             ends = [one.split("-") for one in piece.name.partition("@")[2].split(",") if one]
-            at = tuple(slice(int(first), int(last)) for first, last in ends)
-            data = np.frombuffer(piece.read_bytes(), dtype)
-            whole[at] = data.reshape(whole[at].shape)
+            part = whole[(*(slice(int(first), int(last)) for first, last in ends), ...)]
+            part[...] = np.frombuffer(piece.read_bytes(), dtype).reshape(part.shape)
         if python:
             return type(leaf)(whole)
         whole = (
             jax.random.wrap_key_data(whole, impl=kinds[0]) if kinds else whole.astype(leaf.dtype)
         )
-        if isinstance(leaf, np.ndarray):
-            return whole
-        return jax.make_array_from_callback(whole.shape, leaf.sharding, whole.__getitem__)
+        return whole if isinstance(leaf, np.ndarray) else _placed(whole, leaf)
 
-    return jax.tree_util.tree_map_with_path(read_leaf, tree)
+    return jax.tree.map_with_path(read_leaf, tree)
 
 
-def _files(directory: Path) -> list[Path]:
-    """Return all files in a directory but that of their checksums."""
-    return sorted(p for p in directory.rglob("*") if p.is_file() and p.name != _SUMS)
+def _placed(array: Any, like: Any) -> jax.Array:
+    """Return an array with the sharding of a leaf."""
+    return jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
 
 
 def _sums(directory: Path) -> dict[str, int]:
-    """Return the CRC-32 of every file in a directory, by its path there."""
+    """Return the CRC-32 of every file in a directory but that of them, by its path there."""
     return {
-        str(path.relative_to(directory)): files.checksum(path, REMEDY) for path in _files(directory)
+        str(path.relative_to(directory)): files.checksum(path, REMEDY)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != _SUMS
     }
 
 
@@ -223,20 +223,19 @@ def check_leaves(what: str, tree: PyTree) -> None:
       ValueError: it is a leaf itself; a leaf is no array, gone, or of a dtype that JAX would make
         another; two have one name.
     """
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+    pairs = jax.tree.leaves_with_path(tree)
     if pairs and not pairs[0][0]:
         expected, got = "a dict, list or other container", f"one {type(tree).__name__}"
         raise ValueError(message(what, expected=expected, got=got, remedy='give {"all": …}'))
     for separator in "./":  # orbax joins names with the one, we with the other
-        names = [name_of(path, separator) for path, _ in pairs]
-        for name, count in collections.Counter(names).items():
+        names = collections.Counter(name_of(path, separator) for path, _ in pairs)
+        for name, count in names.items():
             if count > 1:
                 expected, remedy = "one leaf of this name", "name leaves without '.' and '/'"
                 leaf = f"{what}: leaf {name!r}"
                 raise ValueError(message(leaf, expected=expected, got=f"{count}", remedy=remedy))
     for path, leaf in pairs:
-        problem = _problem(leaf)
-        if problem:
+        if problem := _problem(leaf):
             name, expected = f"{what}: leaf {name_of(path)!r}", "an array of numbers, or a number"
             raise ValueError(message(name, expected=expected, got=problem))
 
@@ -252,9 +251,8 @@ def _problem(leaf: Any) -> str | None:
         return "one that was deleted or donated"
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
         return f"{leaf}, which takes more than 64 bits"
-    if isinstance(leaf, int | float):
-        return None
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    if not isinstance(leaf, arrays | int | float):
         return f"{type(leaf).__name__}"
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUMm":
         return f"one of dtype {leaf.dtype}"
@@ -272,21 +270,18 @@ def _with_numbers(tree: PyTree) -> PyTree:
 
 def _made_empty(leaf: Any) -> Any:
     """Return an array of size 0, of the form of this one."""
-    if isinstance(leaf, np.ndarray):
-        return np.empty_like(leaf)
     empty = np.empty(leaf.shape, leaf.dtype)
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, empty.__getitem__)
+    return empty if isinstance(leaf, np.ndarray) else _placed(empty, leaf)
 
 
 def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
     """Return shape and dtype of every leaf, by its path."""
-    pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {
         name_of(path): {
             "shape": list(getattr(leaf, "shape", ())),
             "dtype": str(getattr(leaf, "dtype", type(leaf).__name__)),
         }
-        for path, leaf in pairs
+        for path, leaf in jax.tree.leaves_with_path(tree)
     }
 
 
@@ -327,20 +322,18 @@ def leaf_differences(
       convert: whether floats of another dtype are converted.
       leave_out: names of leaves, or of what is above them, that are not restored.
     """
-    wanted = _leaves(tree)
-    differences = []
+    wanted, differences = _leaves(tree), []
     for path in sorted(found.keys() | wanted.keys()):
-        forms = wanted.get(path), found.get(path)
-        if None in forms and is_left_out(path, leave_out):
+        if path not in wanted or path not in found:
+            if not is_left_out(path, leave_out):
+                expected, got = ("one" if path in forms else "none" for forms in (wanted, found))
+                differences.append(message(f"leaf {path!r}", expected=expected, got=got))
             continue
-        if None in forms:
-            expected, got = ("none" if form is None else "one" for form in forms)
-            differences.append(message(f"leaf {path!r}", expected=expected, got=got))
-            continue
-        for kind in ("shape", "dtype"):
-            expected, got = (f"{kind} {form[kind]}" for form in forms if form)
-            rounds = kind == "dtype" and all(is_float(form["dtype"]) for form in forms if form)
-            if expected != got and not (rounds and convert):
+        for kind, wish in wanted[path].items():
+            given = found[path][kind]
+            rounds = kind == "dtype" and is_float(wish) and is_float(given)
+            if wish != given and not (rounds and convert):
+                expected, got = f"{kind} {wish}", f"{kind} {given}"
                 differences.append(message(f"leaf {path!r}", expected=expected, got=got))
     return differences
 
