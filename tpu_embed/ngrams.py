@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_int, message
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID
 
 _MODULUS = 2**32
 _GAMMA = 0x9E3779B9
@@ -30,7 +30,7 @@ def ngram_ids(
     vocabulary_size: int,
     seed: int = 0,
     segments: Any = None,
-) -> Array:
+) -> Any:
     """Map the n-grams that end at each token to ids of one table.
 
     Of an order n, the n-gram at place i is tokens[i - n + 1 … i]. Each order has several heads,

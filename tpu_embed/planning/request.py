@@ -25,7 +25,6 @@ from tpu_embed._types import PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import (
     BatchSpec,
-    StackSpec,
     StackView,
     view_stacks,
 )
@@ -346,9 +345,7 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
             places = shape.batch * shape.bags // layout.axes.replicas
             shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
         shapes.append(shape)
-    bare = tuple(StackSpec(layout.features_of(g), 0, 0, 0) for g in range(len(layout.stacks)))
-    spec = BatchSpec(layout.axes.replicas, tuple(shapes), bare, "update")
-    spec.check_batch([feature.path for feature in layout.features])
+    spec = BatchSpec.bare(shapes, layout, layout.axes.replicas, "update")
     rooms = [
         dataclasses.replace(view.room, **_capacities(view)) for view in view_stacks(spec, layout)
     ]
