@@ -82,13 +82,10 @@ ORDERS = {
         "grouped_map",
         "batch_keys",
         "table_maps",
-        "observers",
         "timeline",
         "reports",
         "loads",
-        "statistics",
         "vocabularies",
-        "choose",
     ],
     "loop": [
         "network",
