@@ -103,10 +103,9 @@ ORDERS = {
         "paths",
         "replicas",
         "autodiff",
-        "interception",
         "update",
         "optimizer",
-        "cross_shard",
+        "interception",
     ],
 }
 """The rooms of a package in order: each imports only those before it."""
