@@ -6,7 +6,7 @@ Output: the rows and their slots after one update.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -23,7 +23,7 @@ from tpu_embed.optimizers.row_optimizer import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Adagrad(RatedOptimizer):
     """Divide each step by the root of the sum of squared gradients.
 
@@ -70,7 +70,7 @@ class Adagrad(RatedOptimizer):
         return CompiledRule("adagrad", ("accumulators",), (lr, self.epsilon))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RowWiseAdagrad(RatedOptimizer):
     """Divide each step by the root of the accumulated mean square of the row's gradients.
 
@@ -117,7 +117,7 @@ class RowWiseAdagrad(RatedOptimizer):
         return CompiledRule("rowwise_adagrad", ("accumulators",), (lr, self.epsilon))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AdagradMomentum(RatedOptimizer):
     """Scale the gradient as Adagrad does, then apply momentum to it.
 
@@ -174,7 +174,7 @@ class AdagradMomentum(RatedOptimizer):
         return w - lr * direction, {"accumulators": a, "momenta": m}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProximalAdagrad(RatedOptimizer):
     """Take Adagrad's step, then shrink the row: l1 makes entries exactly 0, l2 scales them down.
 

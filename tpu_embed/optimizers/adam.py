@@ -6,8 +6,7 @@ Output: the rows and the averages after one update.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from tpu_embed.optimizers.row_optimizer import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Adam(RatedOptimizer):
     """Divide the average gradient by the root of the average squared gradient.
 
@@ -104,7 +103,7 @@ class Adam(RatedOptimizer):
         return self.epsilon
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LAMB(RatedOptimizer):
     """Scale Adam's direction to the norm of the row.
 
@@ -157,7 +156,7 @@ class LAMB(RatedOptimizer):
         return w - lr * ratio * r, {"momenta": m, "velocities": v}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Yogi(RowOptimizer):
     """Move along the average gradient, scaled by a second moment that changes additively.
 
@@ -189,7 +188,7 @@ class Yogi(RowOptimizer):
     """
 
     learning_rate: LearningRate = field(default=0.01, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
+    _: KW_ONLY
     beta_1: float = fraction(0.9)
     beta_2: float = fraction(0.999)
     epsilon: float = positive(1e-3)
@@ -204,7 +203,7 @@ class Yogi(RowOptimizer):
         return w - alpha * m / (jnp.sqrt(v) + self.epsilon), {"momenta": m, "velocities": v}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Lion(RowOptimizer):
     """Move each entry by lr, against the sign of an average of past and present gradients.
 
@@ -232,7 +231,7 @@ class Lion(RowOptimizer):
     """
 
     learning_rate: LearningRate = field(default=1e-4, metadata=LEARNING_RATE)
-    _: dataclasses.KW_ONLY
+    _: KW_ONLY
     beta_1: float = fraction(0.9)
     beta_2: float = fraction(0.99)
 

@@ -6,7 +6,7 @@ Output: the rows and the slots after one update.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -16,7 +16,7 @@ from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import RatedOptimizer, fraction, positive
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RMSProp(RatedOptimizer):
     """Divide the gradient by the root of its mean square, with momentum.
 
@@ -59,7 +59,7 @@ class RMSProp(RatedOptimizer):
         return w - b, {"ms": s, "momenta": b}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CenteredRMSProp(RatedOptimizer):
     """Divide the gradient by an estimate of its standard deviation, with momentum.
 
@@ -107,7 +107,7 @@ class CenteredRMSProp(RatedOptimizer):
         return w - b, {"ms": s, "momenta": b, "mg": c}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Adadelta(RatedOptimizer):
     """Scale the gradient by the ratio of the root mean squares of past steps and gradients.
 

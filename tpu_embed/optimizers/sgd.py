@@ -6,8 +6,7 @@ Output: the rows and the momenta after one update.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from tpu_embed._types import Array
 from tpu_embed.kernels.operands import CompiledRule
@@ -16,7 +15,7 @@ from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RatedOptimizer, RowOptimizer, fraction
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SGD(RowOptimizer):
     """Move a row against its gradient.
 
@@ -53,7 +52,7 @@ class SGD(RowOptimizer):
         return CompiledRule("sgd", numbers=(lr,))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Momentum(RatedOptimizer):
     """Move a row along the decaying sum of its gradients.
 
