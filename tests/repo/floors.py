@@ -79,7 +79,6 @@ ORDERS = {
         "given_keys",
         "states",
         "map",
-        "grouped_map",
         "batch_keys",
         "table_maps",
         "timeline",

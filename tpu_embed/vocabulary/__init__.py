@@ -14,12 +14,11 @@ from tpu_embed.vocabulary.batch_keys import (
 from tpu_embed.vocabulary.config import (
     DynamicVocabulary,
     KeyTable,
-    LivingTable,
     check_lookahead,
 )
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.loads import MapLoad, load_together
+from tpu_embed.vocabulary.loads import load_together
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.reports import QUANTILES, KeyChanges, KeyScores, describe_keys
 from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
@@ -37,8 +36,6 @@ __all__ = [
     "KeyScores",
     "KeyTable",
     "KeyedRows",
-    "LivingTable",
-    "MapLoad",
     "MapState",
     "MapStates",
     "Moves",

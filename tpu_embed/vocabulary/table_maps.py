@@ -25,8 +25,7 @@ from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary.batch_keys import MapStates, NewOwners
 from tpu_embed.vocabulary.config import LivingTable
-from tpu_embed.vocabulary.grouped_map import GroupedMap
-from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.map import GroupedMap, VocabularyMap
 
 
 class Moves(NamedTuple):
