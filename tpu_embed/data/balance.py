@@ -72,7 +72,7 @@ def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.nd
         at = int(given.argmin())
         raise ValueError(message(what, expected="at least 0", got=f"{given[at]} at {at}"))
     events_of, room = given.tolist(), given.size // replicas
-    chosen: list[list[int]] = [[] for _ in range(replicas)]
+    chosen = [[] for _ in range(replicas)]
     # (events so far, replica): the first of the heap has the fewest events, of several the lowest
     # number. A full replica is not put back.
     open_replicas = [(0, replica) for replica in range(replicas)]

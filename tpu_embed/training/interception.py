@@ -173,7 +173,7 @@ def get_gradients_through_dummy_table_variables(
                     remedy="use them, or leave the features out (feature_config says which share)",
                 )
             )
-    by_path: dict[str, Array] = {}
+    by_path = {}
     for name, zeros in dummies.items():
         absent = [path for path, gradient in found[name].items() if gradient is None]
         if absent:
@@ -231,7 +231,7 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
       ValueError: two activations have one path.
     """
     # {"a": {"b": x}, "a/b": y} has the path a/b twice.
-    leaves: dict[str, Any] = {}
+    leaves = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
             raise ValueError(
