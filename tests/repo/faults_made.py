@@ -87,7 +87,7 @@ MADE = [
         'made: keep="last" is not heard',
     ),
     (
-        "tpu_embed/data/positions.py",
+        "tpu_embed/data/prefetcher.py",
         'not 0 <= position["batches"] < 2**63',
         'position["batches"] < 0',
         "made: a position of 2**70 batches is taken",

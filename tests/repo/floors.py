@@ -79,16 +79,12 @@ ORDERS = {
         "given_keys",
         "states",
         "map",
-        "grouped_map",
         "batch_keys",
         "table_maps",
-        "observers",
         "timeline",
         "reports",
         "loads",
-        "statistics",
         "vocabularies",
-        "choose",
     ],
     "loop": [
         "network",
@@ -106,10 +102,9 @@ ORDERS = {
         "paths",
         "replicas",
         "autodiff",
-        "interception",
         "update",
         "optimizer",
-        "cross_shard",
+        "interception",
     ],
 }
 """The rooms of a package in order: each imports only those before it."""

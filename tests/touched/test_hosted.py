@@ -80,7 +80,7 @@ class Run:
                 expected = sorted(id_ for id_, at in last.items() if at > step)
                 assert self.marks.marks[name].after(step).tolist() == expected, (name, step)
 
-    # What the maps tell; see `vocabulary.observers.Observer`.
+    # What the maps tell; see `vocabulary.table_maps.Observer`.
 
     def note_admitted(self, step, moves):
         self.marks.note(step, moves)

@@ -7,7 +7,7 @@ import pytest
 
 from tpu_embed import DynamicVocabulary
 from tpu_embed.storage import RowGroups
-from tpu_embed.vocabulary.grouped_map import GroupedMap
+from tpu_embed.vocabulary.map import GroupedMap
 
 
 class Loops:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_int, message
 from tpu_embed._types import ArrayLike
 from tpu_embed.core.ids import (
     RaggedIds,
@@ -60,33 +60,28 @@ def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.nd
       [0, 2, 1, 3]
     """
     what = "balance_replicas: lengths"
-    replicas = _checks.check_int("balance_replicas: replicas", replicas, minimum=1)
+    replicas = check_int("balance_replicas: replicas", replicas, minimum=1)
     given = np.asarray(lengths)
     if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(_checks.message(what, expected="integers", got=str(given.dtype)))
+        raise TypeError(message(what, expected="integers", got=str(given.dtype)))
     if given.ndim != 1 or given.size % replicas:
         expected, got = f"[B], B a multiple of {replicas}", f"shape {given.shape}"
         remedy = "tpu_embed.pad_batch adds empty examples"
-        raise ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
     if given.size and given.min() < 0:
         at = int(given.argmin())
-        raise ValueError(_checks.message(what, expected="at least 0", got=f"{given[at]} at {at}"))
-    return _balance(given.tolist(), replicas)
-
-
-def _balance(lengths: Sequence[int], replicas: int) -> np.ndarray:
-    """Return the order that `balance_replicas` describes."""
-    room = len(lengths) // replicas
-    chosen: list[list[int]] = [[] for _ in range(replicas)]
+        raise ValueError(message(what, expected="at least 0", got=f"{given[at]} at {at}"))
+    events_of, room = given.tolist(), given.size // replicas
+    chosen = [[] for _ in range(replicas)]
     # (events so far, replica): the first of the heap has the fewest events, of several the lowest
     # number. A full replica is not put back.
     open_replicas = [(0, replica) for replica in range(replicas)]
     # Python's sort is stable, so of equal lengths the first example comes first.
-    for example in sorted(range(len(lengths)), key=lambda e: -lengths[e]):
+    for example in sorted(range(given.size), key=lambda e: -events_of[e]):
         events, replica = open_replicas[0]
         chosen[replica].append(example)
         if len(chosen[replica]) < room:
-            heapq.heapreplace(open_replicas, (events + lengths[example], replica))
+            heapq.heapreplace(open_replicas, (events + events_of[example], replica))
         else:
             heapq.heappop(open_replicas)
     return np.array([e for mine in chosen for e in sorted(mine)], np.int64)
@@ -121,25 +116,16 @@ def reorder_batch(batch: Any, order: ArrayLike | Sequence[int]) -> Any:
       >>> moved["label"].tolist()
       [2, 0, 1]
     """
-    moves = _check_order(order)
-    leaves = [(path, read_ids(path, leaf)) for path, leaf in collect_leaves("reorder_batch", batch)]
-    return rebuild_nest(batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves]))
-
-
-def _check_order(order: Any) -> np.ndarray:
-    """Return an order of examples as int64 [B].
-
-    Raises:
-      TypeError, ValueError: see `reorder_batch`.
-    """
     given = np.asarray(order)
     if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(_checks.message("order", expected="integers", got=str(given.dtype)))
+        raise TypeError(message("order", expected="integers", got=str(given.dtype)))
     if given.ndim != 1 or not np.array_equal(np.sort(given), np.arange(given.size)):
         expected = "[B], each of 0 … B - 1 once"
         got = f"shape {given.shape}" if given.ndim != 1 else "another list of numbers"
-        raise ValueError(_checks.message("order", expected=expected, got=got))
-    return given.astype(np.int64)
+        raise ValueError(message("order", expected=expected, got=got))
+    moves = given.astype(np.int64)
+    leaves = [(path, read_ids(path, leaf)) for path, leaf in collect_leaves("reorder_batch", batch)]
+    return rebuild_nest(batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves]))
 
 
 def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
@@ -151,7 +137,7 @@ def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
     rows, size = count_rows(path, leaf), order.size
     if rows % size if size else rows:
         expected, got = f"a multiple of {size} rows, as many as `order` has", f"{rows}"
-        raise ValueError(_checks.message(path, expected=expected, got=got))
+        raise ValueError(message(path, expected=expected, got=got))
     # 2 rows per example, order (1, 0): rows 2 3 0 1.
     each = np.arange(rows // size if size else 0)
     by_row = (order[:, None] * each.size + each).reshape(-1)
@@ -159,7 +145,7 @@ def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
         return leaf[by_row]
     if leaf.weights is not None and leaf.weights.shape != leaf.values.shape:
         expected, got = f"weights of shape {leaf.values.shape}", f"{leaf.weights.shape}"
-        raise ValueError(_checks.message(path, expected=expected, got=got))
+        raise ValueError(message(path, expected=expected, got=got))
     if isinstance(leaf, SparseIds):
         return _reorder_sparse(path, leaf, by_row)
     return _reorder_ragged(path, leaf, by_row)

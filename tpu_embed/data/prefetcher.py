@@ -9,18 +9,19 @@ Input: any iterable of batches. Output: an iterator of placed ones, and the posi
 
 from __future__ import annotations
 
+import base64
+import re
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, is_int, message
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import check_engine
-from tpu_embed.data.feed import Feed, Placed, Stateful, state_of
 from tpu_embed.data.items import ItemRules
-from tpu_embed.data.positions import decode, encode
-from tpu_embed.data.worker import Worker
+from tpu_embed.data.worker import Feed, Placed, Stateful, Worker, state_of
+from tpu_embed.processes import gather_from_all, who
 
 
 class Prefetcher:
@@ -192,7 +193,7 @@ class Prefetcher:
         jagged, so is the room that their batches have got, on which the bits of a network depend.
         """
         number, source_state, shapes, _ = self._taken
-        position = encode(number, source_state, stateful=self._stateful)
+        position = _encode(number, source_state, stateful=self._stateful)
         return position if shapes is None else position | {"shapes": shapes}
 
     def set_state(self, position: dict[str, Any]) -> None:
@@ -214,7 +215,7 @@ class Prefetcher:
                 got="one after it",
                 remedy="make a new Prefetcher",
             )
-        before, source_state = decode(position, stateful=self._stateful)
+        before, source_state = _decode(position, stateful=self._stateful)
         shapes = position.get("shapes")
         if shapes is not None:
             self._engine.intake.expect(shapes)
@@ -260,3 +261,62 @@ class _Loop:
 
 def _refuse(*, expected: str, got: str, remedy: str) -> NoReturn:
     raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+
+
+# -- positions as JSON -----------------------------------------------------------------------------
+
+
+def _encode(batches: int, source_state: Any, *, stateful: bool) -> dict[str, Any]:
+    """Return a position, which a checkpoint can hold.
+
+        {"batches": 12}                                              a source without states
+        {"batches": 12, "sources": [{"json": …}, {"bytes": "e30="}]}   one state per process
+
+    The first process writes a checkpoint for all, so a position holds the states of all processes.
+
+    Args:
+      batches: how many were taken.
+      source_state: the state of this process's source; None if it has no states.
+      stateful: whether the source has states. If so, all processes must call this.
+    """
+    if not stateful:
+        return {"batches": batches}
+    if isinstance(source_state, bytes):
+        one = {"bytes": base64.b64encode(source_state).decode()}
+    else:
+        one = {"json": source_state}
+    return {"batches": batches, "sources": gather_from_all("Prefetcher.get_state", one)}
+
+
+def _decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
+    """Return the number of batches and the state of this process's source.
+
+    Raises:
+      ValueError: it is no position, or one of a source of another kind or of other processes.
+    """
+    what, remedy = "Prefetcher.set_state", "give what get_state returned"
+    known = isinstance(position, dict) and is_int(position.get("batches"))
+    if not known or not 0 <= position["batches"] < 2**63:
+        raise ValueError(message(what, expected="a position", got=repr(position), remedy=remedy))
+    if not stateful:
+        if "sources" in position:
+            expected, got = "a source with get_state and set_state", "one without them"
+            remedy = "give a source of the same kind as when the position was saved"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        return position["batches"], None
+    sources, (here, processes) = position.get("sources"), who()
+    if not isinstance(sources, list) or len(sources) != processes:
+        count = len(sources) if isinstance(sources, list) else "no"
+        expected, got = f"one state per process, {processes} in all", f"{count} states"
+        remedy = "continue with as many processes, and a source of the same kind"
+        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    match sources[here]:
+        case {"json": state, **rest} if not rest:
+            return position["batches"], state
+        case {"bytes": str(text), **rest} if not rest and _BASE64.fullmatch(text):
+            return position["batches"], base64.b64decode(text)
+    expected, got = "a source's state", repr(sources[here])
+    raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+
+
+_BASE64 = re.compile("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")

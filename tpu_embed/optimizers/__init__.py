@@ -8,10 +8,13 @@ Input: rows, their slots, and their gradients.
 Output: the rows and the slots after one update.
 """
 
-from tpu_embed.optimizers.adadelta import Adadelta
-from tpu_embed.optimizers.adagrad import Adagrad
-from tpu_embed.optimizers.adagrad_momentum import AdagradMomentum
-from tpu_embed.optimizers.adam import Adam
+from tpu_embed.optimizers.adagrad import (
+    Adagrad,
+    AdagradMomentum,
+    ProximalAdagrad,
+    RowWiseAdagrad,
+)
+from tpu_embed.optimizers.adam import LAMB, Adam, Lion, Yogi
 from tpu_embed.optimizers.arithmetic import row_mean, row_norm, row_sum
 from tpu_embed.optimizers.base import (
     LearningRateKind,
@@ -21,16 +24,10 @@ from tpu_embed.optimizers.base import (
 )
 from tpu_embed.optimizers.custom import CustomOptimizer
 from tpu_embed.optimizers.ftrl import FTRL
-from tpu_embed.optimizers.lamb import LAMB
-from tpu_embed.optimizers.lion import Lion
-from tpu_embed.optimizers.momentum import Momentum
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer
-from tpu_embed.optimizers.proximal_adagrad import ProximalAdagrad
-from tpu_embed.optimizers.rmsprop import CenteredRMSProp, RMSProp
+from tpu_embed.optimizers.rmsprop import Adadelta, CenteredRMSProp, RMSProp
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
-from tpu_embed.optimizers.rowwise_adagrad import RowWiseAdagrad
-from tpu_embed.optimizers.sgd import SGD
-from tpu_embed.optimizers.yogi import Yogi
+from tpu_embed.optimizers.sgd import SGD, Momentum
 
 __all__ = [
     "FTRL",

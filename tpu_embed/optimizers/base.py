@@ -65,9 +65,7 @@ def learning_rate_kind(learning_rate: LearningRate | None) -> LearningRateKind:
         return LearningRateKind.TRANSFORM
     if not callable(learning_rate):
         return LearningRateKind.CONSTANT
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p for p in _parameters(learning_rate) if p.default is p.empty]
-    takes_step = any(p.kind in positional for p in required)
+    takes_step = any(p.kind is not p.KEYWORD_ONLY for p in _required(learning_rate))
     return LearningRateKind.SCHEDULE if takes_step else LearningRateKind.HOST
 
 
@@ -83,13 +81,8 @@ def checked_learning_rate(what: str, learning_rate: Any) -> LearningRate:
             expected = "a number, a schedule of the step, or a callable without arguments"
             raise ValueError(message(what, expected=expected, got=repr(learning_rate)))
         return float(learning_rate)
-    # *args and **kwargs have no default, but need not be given.
-    named = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [
-        p for p in _parameters(learning_rate) if p.default is p.empty and p.kind not in named
-    ]
-    keyword_only = any(p.kind is inspect.Parameter.KEYWORD_ONLY for p in required)
-    if len(required) > 1 or keyword_only:
+    required = _required(learning_rate)
+    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
         got = f"one that needs {', '.join(p.name for p in required)}"
         raise ValueError(
             message(what, expected="a callable of the step or without arguments", got=got)
@@ -112,23 +105,25 @@ def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
     with jax.numpy_dtype_promotion("standard"):
         value = schedule(count)
     dtype = getattr(value, "dtype", None)
-    if is_number(value) or (dtype is not None and jnp.shape(value) == () and _is_real(dtype)):
+    real = dtype is not None and (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    )
+    if is_number(value) or (real and jnp.shape(value) == ()):
         return value
     what = f"learning_rate {getattr(schedule, '__qualname__', repr(schedule))}"
     got = repr(value) if dtype is None else f"{dtype} of shape {jnp.shape(value)}"
     raise ValueError(message(what, expected="a schedule that returns a number", got=got))
 
 
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a callable; [] if it has no signature, as some built-ins."""
+def _required(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters that a call must give; [] without a signature, as of some built-ins."""
     try:
-        return list(inspect.signature(function).parameters.values())
+        every = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
+    # *args and **kwargs have no default, but need not be given.
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in every if p.default is p.empty and p.kind not in several]
 
 
 Slots = dict[str, Array]

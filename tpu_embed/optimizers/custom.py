@@ -16,9 +16,8 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
-from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RowOptimizer, converted, slot_values
+from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RowOptimizer, slot_values
 
 Rule = Callable[[Array, Array, dict[str, Array], Array, Array], tuple[Array, Mapping[str, Array]]]
 
@@ -69,8 +68,8 @@ class CustomOptimizer(RowOptimizer):
       The custom optimizer of TensorFlow's TPU embedding: a function of gradient, weights and slots.
     """
 
-    rule: Rule = field(metadata=converted(_checked_rule))
-    slots: Any = field(metadata=converted(slot_values))
+    rule: Rule = field(metadata={"convert": _checked_rule})
+    slots: Any = field(metadata={"convert": slot_values})
     learning_rate: LearningRate = field(default=0.01, metadata=LEARNING_RATE)
 
     def declared_slots(self) -> tuple[Slot, ...]:
@@ -86,9 +85,6 @@ class CustomOptimizer(RowOptimizer):
             return _as_before("row", new_w, w), _same_slots(new_slots, slots)
 
         return jax.vmap(update_row)(g, w, slots)
-
-    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
-        return None
 
 
 def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:

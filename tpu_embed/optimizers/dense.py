@@ -95,12 +95,11 @@ def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) ->
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows.shape[0], dtype=jnp.uint32))
     shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
     slots = optimizer.init_slots(rows, keys)
-    return {name: slots[name].reshape(_leaf_shape(leaf, shapes[name].shape)) for name in shapes}
-
-
-def _leaf_shape(leaf: Array, row_part: tuple[int, ...]) -> tuple[int, ...]:
     # A slot part (D,) has the leaf's shape [3, 5, D]; a part () has one number per row: [3, 5].
-    return leaf.shape if row_part else leaf.shape[:-1]
+    return {
+        name: slots[name].reshape(leaf.shape if part.shape else leaf.shape[:-1])
+        for name, part in shapes.items()
+    }
 
 
 def _update_leaf(

@@ -7,7 +7,6 @@ Output: the rows and both slots after one update.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import field
 
 import jax.numpy as jnp
 
@@ -15,13 +14,7 @@ from tpu_embed._types import Array
 from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import round_now
 from tpu_embed.optimizers.base import Slot, Slots, Updated
-from tpu_embed.optimizers.row_optimizer import NON_NEGATIVE, RatedOptimizer, accepts
-
-_POWER = accepts("a number <= 0", lambda value, _: value <= 0)
-_ACCUMULATOR = accepts(
-    "a number > 0 (>= 0 with allow_zero_accumulator=True)",
-    lambda value, rule: value > 0 or (value == 0 and rule.allow_zero_accumulator),
-)
+from tpu_embed.optimizers.row_optimizer import RatedOptimizer, accepts, non_negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,11 +62,15 @@ class FTRL(RatedOptimizer):
       McMahan et al., "Ad click prediction: a view from the trenches", 2013.
     """
 
-    learning_rate_power: float = field(default=-0.5, metadata=_POWER)
-    l1_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)
-    l2_regularization_strength: float = field(default=0.0, metadata=NON_NEGATIVE)
-    beta: float = field(default=0.0, metadata=NON_NEGATIVE)
-    initial_accumulator_value: float = field(default=0.1, metadata=_ACCUMULATOR)
+    learning_rate_power: float = accepts(-0.5, "a number <= 0", lambda value, _: value <= 0)
+    l1_regularization_strength: float = non_negative(0.0)
+    l2_regularization_strength: float = non_negative(0.0)
+    beta: float = non_negative(0.0)
+    initial_accumulator_value: float = accepts(
+        0.1,
+        "a number > 0 (>= 0 with allow_zero_accumulator=True)",
+        lambda value, rule: value > 0 or (value == 0 and rule.allow_zero_accumulator),
+    )
     multiply_linear_by_learning_rate: bool = False
     allow_zero_accumulator: bool = False
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.tree_util import KeyPath, SequenceKey
+from jax.tree_util import KeyPath, SequenceKey, keystr
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array, ArrayLike, PyTree
@@ -82,7 +82,7 @@ class OptaxOptimizer(TableOptimizer):
     use_gradient_accumulation = True
 
     def __post_init__(self) -> None:
-        _check_row_separable(self.transform, self._init_leaves, self._update_leaves)
+        _check_row_separable(self)
 
     @property
     def updates_every_row(self) -> bool:
@@ -259,18 +259,11 @@ def name_slots(paths: Sequence[KeyPath]) -> list[str]:
 
 def _candidates(path: KeyPath) -> tuple[str, str, str]:
     """Return three names: the field, the field after its chain positions, and the whole path."""
-    keys = [(_word(key), isinstance(key, SequenceKey)) for key in path]
+    # A key is the name of a field, a dictionary's key, or a position.
+    keys = [(keystr((key,), simple=True), isinstance(key, SequenceKey)) for key in path]
     field = next((word for word, is_position in reversed(keys) if not is_position), "state")
     positions = [word for word, is_position in keys if is_position]
     return field, "_".join([*positions, field]), "_".join([word for word, _ in keys] or [field])
-
-
-def _word(key: Any) -> str:
-    """Return one key of a path as text: the name of a field, a dictionary's key, or a position."""
-    for attribute in ("name", "key", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 _STEPS = 2
@@ -288,25 +281,17 @@ _BELONGS = (
 )
 
 
-def _check_row_separable(
-    transform: optax.GradientTransformation,
-    init_rows: Callable[[Array], list[Array]],
-    update_rows: Callable[..., tuple[Array, list[Array]]],
-) -> None:
+def _check_row_separable(optimizer: OptaxOptimizer) -> None:
     """Refuse a transform whose update of a row depends on other rows.
 
     Two updates of a few rows are computed twice: with the transform mapped over the rows, and with
     the transform applied to all rows as one leaf. Both results must agree.
 
-    Args:
-      transform: the transform.
-      init_rows: makes the states of rows `[n, D]`, mapped over the rows.
-      update_rows: updates rows and states by gradients, mapped over the rows.
-
     Raises:
       ValueError: the results differ, the transform cannot be mapped over rows, or it is a
         `MultiSteps`.
     """
+    transform = optimizer.transform
     what = f"optimizer {transform_name(transform)!r}"
     init = functools.partial(init_state, transform)
     _refuse_multi_steps(transform, init, what)
@@ -315,8 +300,8 @@ def _check_row_separable(
         return apply_transform(transform, gradients, state, rows)
 
     def probe(rows: Array, gradients: Array) -> Any:
-        one_by_one = _two_updates(init_rows, update_rows, rows, gradients)
-        return one_by_one, _two_updates(init, update, rows, gradients)
+        by_row = optimizer._init_leaves, optimizer._update_leaves
+        return tuple(_two_updates(*one, rows, gradients) for one in (by_row, (init, update)))
 
     # The optimizer may be constructed inside a user's jit: compute here and now nevertheless.
     try:

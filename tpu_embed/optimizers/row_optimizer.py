@@ -44,27 +44,34 @@ from tpu_embed.optimizers.dense import dense_transform
 
 Bounds = tuple[float | None, float | None]
 
+LEARNING_RATE = {"convert": checked_learning_rate}
+"""The metadata of a learning rate."""
 
-def accepts(expected: str, allowed: Callable[[Any, Any], bool]) -> dict[str, Any]:
-    """Return the metadata of a field whose value v must satisfy `allowed(v, optimizer)`.
+
+def accepts(default: Any, expected: str, allowed: Callable[[Any, Any], bool]) -> Any:
+    """Return a field whose value v must satisfy `allowed(v, optimizer)`.
 
     Args:
+      default: the field's default.
       expected: the condition in words, for the error.
       allowed: the condition, on the value and the whole optimizer.
     """
-    return {"expected": expected, "allowed": allowed}
+    return field(default=default, metadata={"expected": expected, "allowed": allowed})
 
 
-def converted(convert: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return the metadata of a field whose value is stored as `convert(what, value)`."""
-    return {"convert": convert}
+def positive(default: float) -> Any:
+    """Return a field of a number above 0."""
+    return accepts(default, "a number > 0", lambda value, _: value > 0)
 
 
-POSITIVE = accepts("a number > 0", lambda value, _: value > 0)
-NON_NEGATIVE = accepts("a number >= 0", lambda value, _: value >= 0)
-FRACTION = accepts("a number in [0, 1)", lambda value, _: 0 <= value < 1)
-"""The metadata of a rate of a moving average."""
-LEARNING_RATE = converted(checked_learning_rate)
+def non_negative(default: float) -> Any:
+    """Return a field of a number that is not below 0."""
+    return accepts(default, "a number >= 0", lambda value, _: value >= 0)
+
+
+def fraction(default: float) -> Any:
+    """Return a field of the rate of a moving average."""
+    return accepts(default, "a number in [0, 1)", lambda value, _: 0 <= value < 1)
 
 
 def _flag(what: str, value: Any) -> bool:
@@ -146,14 +153,12 @@ def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
 
 
 _CONVERT: dict[type, Callable[[str, Any], Any]] = {bool: _flag, float: number}
-
-
-_OPTIONAL = converted(optional_number)
-_SLOT_VALUES = converted(slot_values)
-_CLIPVALUE = converted(clip_bounds) | accepts(
-    "None with use_gradient_accumulation=False (clip before the update, or accumulate)",
-    lambda value, optimizer: value is None or optimizer.use_gradient_accumulation,
-)
+_OPTIONAL = {"convert": optional_number}
+_CLIPVALUE = {
+    "convert": clip_bounds,
+    "expected": "None with use_gradient_accumulation=False (clip before the update, or accumulate)",
+    "allowed": lambda value, optimizer: value is None or optimizer.use_gradient_accumulation,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +195,7 @@ class RowOptimizer(TableOptimizer):
     weight_decay_factor: float | None = field(default=None, metadata=_OPTIONAL)
     multiply_weight_decay_factor_by_learning_rate: bool = False
     clipvalue: Any = field(default=None, metadata=_CLIPVALUE)
-    slot_initializers: Any = field(default=(), metadata=_SLOT_VALUES)
+    slot_initializers: Any = field(default=(), metadata={"convert": slot_values})
 
     decay_in_rule: ClassVar[bool] = False
     """Whether the rule itself uses the decay factor; `update_rows` then does not."""
@@ -237,9 +242,9 @@ class RowOptimizer(TableOptimizer):
           lr: scalar of the rows' dtype.
         """
 
-    @abc.abstractmethod
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
-        """Return the rule alone for the compiled kernels, or None if they do not implement it."""
+        """Return the rule alone for the compiled kernels; None: they do not implement it."""
+        return None
 
     @property
     @final

@@ -5,9 +5,8 @@
 `log_q` functions give them the probabilities with which samplers draw items.
 """
 
-from tpu_embed.retrieval.keyed import keyed_rows, keys_of
 from tpu_embed.retrieval.scores import counted_log_q, log_uniform_log_q
-from tpu_embed.retrieval.search import TopK, top_k
+from tpu_embed.retrieval.search import TopK, keyed_rows, keys_of, top_k
 from tpu_embed.retrieval.softmax import in_batch_softmax, sampled_softmax
 
 __all__ = [

@@ -25,6 +25,11 @@ Score = Literal["dot", "cosine"]
 """`"dot"`: ⟨q, x⟩. `"cosine"`: ⟨q, x⟩ / (|q| |x|), and 0 where one of them is zeros."""
 
 
+def as_given(given: Any) -> Any:
+    """Return an array of JAX as it is, and anything else as one of NumPy."""
+    return given if isinstance(given, jax.Array) else np.asarray(given)
+
+
 def check_score(what: str, score: Any) -> Score:
     """Return the kind of score.
 

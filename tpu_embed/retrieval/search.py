@@ -6,7 +6,7 @@ S · k per query. No device ever holds the product of all queries and all rows, 
 Of several processes, each has its own copy of what lies on the host. A search runs on the devices
 of all of them, each of which would search with its own copy. So the copies are compared first.
 
-Input: a state, queries. Output: scores and row ids.
+Input: a state, queries. Output: scores and row ids; which rows have keys, and the keys of rows.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, round_up
 from tpu_embed.core.lookup import record_read
 from tpu_embed.core.state import TableState, check_arrays, check_tables_not_donated
 from tpu_embed.processes import gather_from_all, raise_on_all
-from tpu_embed.retrieval.keyed import keyed_rows
 from tpu_embed.retrieval.scan import Found, scan_shard
-from tpu_embed.retrieval.scores import Score, check_score, check_temperature, scored
+from tpu_embed.retrieval.scores import Score, as_given, check_score, check_temperature, scored
 
 _not_differentiable = refuse_derivatives(
     "top_k",
@@ -128,9 +127,34 @@ def top_k(
     """
     check_engine("top_k: engine", engine)
     layout = engine.layout
-    given = {"queries": queries, "exclude": exclude, "allowed": allowed, "temperature": temperature}
-    traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((state, given)))
-    checked = partial(_checked, layout, state, table, k, score, traced=traced, **given)
+    traced = _is_traced((state, queries, exclude, allowed, temperature))
+
+    def checked() -> tuple[Array, dict[str, Array | None]]:
+        """Return the table as it lies, and what is searched for."""
+        check_int("top_k: k", k, minimum=1)
+        check_score("top_k", score)
+        stack, part = layout.table(table)
+        layout.check_on_devices("top_k", [table])
+        check_tables_not_donated(state)
+        layout.axes.check_context()
+        check_arrays(state, layout, slots=False)
+        found = check_queries(queries, stack, table)
+        given = {
+            "queries": found,
+            "exclude": None if exclude is None else check_exclude(exclude, len(found), stack, part),
+            "allowed": None if allowed is None else check_allowed(allowed, part),
+            "temperature": check_temperature("top_k", temperature, found.dtype),
+        }
+        if not traced:
+            check_devices(layout.axes, given)
+        elif part.vocabulary is not None and allowed is None:
+            expected = f"allowed= inside a jit, as the vocabulary of table {table!r} lives"
+            remedy = (
+                f"give the jit what retrieval.keyed_rows(engine, state, {table!r}) returns outside"
+            )
+            raise ValueError(message("top_k", expected=expected, got="none", remedy=remedy))
+        return state.tables[stack.name], given
+
     if traced or layout.axes.one_process:
         stored, given = checked()
     else:
@@ -146,47 +170,6 @@ def top_k(
     for result in found if found.ids.size else ():
         record_read(stored, result)
     return found
-
-
-def _checked(
-    layout: Layout,
-    state: TableState,
-    table: str,
-    k: int,
-    score: Score,
-    *,
-    queries: ArrayLike,
-    exclude: ArrayLike | None,
-    allowed: ArrayLike | None,
-    temperature: float | ArrayLike,
-    traced: bool,
-) -> tuple[Array, dict[str, Array | None]]:
-    """Return the table as it lies, and what is searched for; see `top_k` for what is refused."""
-    check_int("top_k: k", k, minimum=1)
-    check_score("top_k", score)
-    stack, part = layout.table(table)
-    layout.check_on_devices("top_k", [table])
-    check_tables_not_donated(state)
-    layout.axes.check_context()
-    check_arrays(state, layout, slots=False)
-    found = check_queries(queries, stack, table)
-    given = {
-        "queries": found,
-        "exclude": None if exclude is None else check_exclude(exclude, len(found), stack, part),
-        "allowed": None if allowed is None else check_allowed(allowed, part),
-        "temperature": check_temperature("top_k", temperature, found.dtype),
-    }
-    if not traced:
-        check_devices(layout.axes, given)
-    elif part.vocabulary is not None and allowed is None:
-        _refuse_unknown_keys(table)
-    return state.tables[stack.name], given
-
-
-def _refuse_unknown_keys(table: str) -> None:
-    expected = f"allowed= inside a jit, as the vocabulary of table {table!r} lives"
-    remedy = f"give the jit what retrieval.keyed_rows(engine, state, {table!r}) returns outside"
-    raise ValueError(message("top_k", expected=expected, got="none", remedy=remedy))
 
 
 @partial(jax.jit, static_argnames=("layout", "table", "k", "score"))
@@ -219,9 +202,37 @@ def _search(
     if allowed is not None:
         operands["allowed"] = axes.reshard(_by_shard(allowed, stack, part), stack.shard_axes)
         specs["allowed"] = axes.spec(stack.shard_axes)
+
+    def search_shard(operands: dict[str, Array]) -> tuple[Array, Array]:
+        """Return the best k rows of all shards, `[B, k]` each."""
+        found = scan_shard(
+            operands["stored"],
+            operands["queries"],
+            operands.get("exclude"),
+            operands.get("allowed"),
+            stack=stack,
+            table=part,
+            kept=min(k, part.rows_per_shard),
+            score=score,
+        )
+        shard = axis_index(stack.shard_axes).astype(found.indices.dtype)
+        ids = stack.logical_in(shard, found.indices, part.rows_per_shard)
+        found = Found(found.scores, jnp.where(found.indices < 0, PADDING_ID, ids))
+        # [B, k] -> [S, B, k] -> [B, S * k]: the candidates of all shards, then the best k of them.
+        scores, ids = (
+            jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(len(x), -1)
+            for x in found
+        )
+        if stack.shard_axes:
+            falling, ids = jax.lax.sort((-scores, ids), num_keys=2)  # equal scores by id
+            scores = -falling
+        missing = ((0, 0), (0, max(0, k - scores.shape[1])))
+        scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
+        return scores, jnp.pad(ids[:, :k], missing, constant_values=PADDING_ID)
+
     with jax.named_scope(f"top_k {stack.label}"):
         scores, ids = jax.shard_map(
-            partial(_search_shard, stack=stack, table=part, k=k, score=score),
+            search_shard,
             mesh=axes.mesh,
             in_specs=(specs,),
             out_specs=axes.spec(query_axes),
@@ -241,39 +252,9 @@ def _by_shard(allowed: Array, stack: Stack, table: TableSlice) -> Array:
     return padded if stack.placement == "div" else padded.reshape(rows, shards).T.reshape(-1)
 
 
-def _search_shard(
-    operands: dict[str, Array], *, stack: Stack, table: TableSlice, k: int, score: Score
-) -> tuple[Array, Array]:
-    """Return the best k rows of all shards, `[B, k]` each; runs inside `shard_map`."""
-    found = scan_shard(
-        operands["stored"],
-        operands["queries"],
-        operands.get("exclude"),
-        operands.get("allowed"),
-        stack=stack,
-        table=table,
-        kept=min(k, table.rows_per_shard),
-        score=score,
-    )
-    shard = axis_index(stack.shard_axes).astype(found.indices.dtype)
-    ids = stack.logical_in(shard, found.indices, table.rows_per_shard)
-    found = Found(found.scores, jnp.where(found.indices < 0, PADDING_ID, ids))
-    # [B, k] -> [S, B, k] -> [B, S * k]: the candidates of all shards, then the best k of them.
-    scores, ids = (
-        jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(len(x), -1)
-        for x in found
-    )
-    if stack.shard_axes:
-        falling, ids = jax.lax.sort((-scores, ids), num_keys=2)  # equal scores by id
-        scores = -falling
-    missing = ((0, 0), (0, max(0, k - scores.shape[1])))
-    scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
-    return scores, jnp.pad(ids[:, :k], missing, constant_values=PADDING_ID)
-
-
 def check_queries(queries: Any, stack: Stack, table: str) -> Array:
     """Return queries `[B, D]` in the stack's compute dtype."""
-    array = queries if isinstance(queries, jax.Array) else np.asarray(queries)
+    array = as_given(queries)
     what = "top_k: queries"
     if not jnp.issubdtype(array.dtype, jnp.floating):
         remedy = "give them as float32"
@@ -289,7 +270,7 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
 
     Ids outside the table become -1, so these come first.
     """
-    array = exclude if isinstance(exclude, jax.Array) else np.asarray(exclude)
+    array = as_given(exclude)
     what = "top_k: exclude"
     if isinstance(array, np.ndarray) and not array.size:
         array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
@@ -309,7 +290,7 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
 
 def check_allowed(allowed: Any, table: TableSlice) -> Array:
     """Return which rows may be found, bool `[V]`."""
-    array = allowed if isinstance(allowed, jax.Array) else np.asarray(allowed)
+    array = as_given(allowed)
     if array.dtype != bool:
         raise TypeError(message("top_k: allowed", expected="bool", got=f"{array.dtype}"))
     if array.shape != (table.vocabulary_size,):
@@ -360,3 +341,111 @@ def check_same(call: str, axes: MeshAxes, arrays: dict[str, Array | None]) -> No
         expected, got = "the same arguments in every process", "others in one of them"
         remedy = "search for the queries of all processes in each, such as one global array"
         raise ValueError(message("top_k", expected=expected, got=got, remedy=remedy))
+
+
+# -- tables whose vocabularies live ----------------------------------------------------------------
+
+# Such a table has rows without a key: nobody has looked them up, and they are no answer. Which ones
+# these are is known to the map on the host.
+
+
+def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
+    """Return which rows of a table with a living vocabulary have a key, bool `[V]`.
+
+    Give it to a jit as an operand, and there to `top_k` as `allowed`. It is that of one state: rows
+    may get other keys with every batch that is admitted. With `unseen="shared"`, the shared row has
+    no key.
+
+    Args:
+      engine: the engine.
+      state: its newest state.
+      table: the table's name.
+
+    Raises:
+      ValueError: the table has no living vocabulary, or is at home on the host; the state is not
+        the newest one; a call inside a jit.
+
+    Example:
+      >>> import tpu_embed
+      >>> words = tpu_embed.DynamicVocabulary()
+      >>> table = tpu_embed.TableConfig(4, 2, name="word", vocabulary=words)
+      >>> engine = EmbeddingEngine(tpu_embed.FeatureConfig(table))
+      >>> state = engine.init(jax.random.key(0))
+      >>> state = engine.set_rows(state, "word", keys=["red", "blue"], values=[[1, 2], [3, 4]])
+      >>> keyed_rows(engine, state, "word").tolist()
+      [True, True, False, False]
+    """
+    _, rows, capacity = _keys("keyed_rows", engine, state, table)
+    found = np.zeros(capacity, bool)
+    found[rows] = True
+    return jax.device_put(found, engine.layout.axes.sharding(()))
+
+
+def keys_of(
+    engine: EmbeddingEngine, state: TableState, table: str, ids: ArrayLike
+) -> np.ma.MaskedArray:
+    """Return the keys of rows, uint64 in the shape of the ids.
+
+    Keys that were strings are their hashes, as `hash_ids` returns them.
+
+    Args:
+      engine: the engine.
+      state: its newest state, in which the rows were found.
+      table: the table's name.
+      ids: integers of any shape, such as `TopK.ids`.
+
+    Returns:
+      A NumPy masked array: an id that has no key, such as -1, is masked.
+
+    Raises:
+      ValueError: as for `keyed_rows`.
+      TypeError: ids that are not integers.
+
+    Example:
+      >>> import tpu_embed
+      >>> words = tpu_embed.DynamicVocabulary()
+      >>> table = tpu_embed.TableConfig(4, 2, name="word", vocabulary=words)
+      >>> engine = EmbeddingEngine(tpu_embed.FeatureConfig(table))
+      >>> state = engine.init(jax.random.key(0))
+      >>> state = engine.set_rows(state, "word", keys=[700, 900], values=[[1, 2], [3, 4]])
+      >>> keys_of(engine, state, "word", [[1, 0], [-1, 0]]).tolist()
+      [[900, 700], [None, 700]]
+    """
+    keys, rows, capacity = _keys("keys_of", engine, state, table)
+    _refuse_traced("keys_of", ids)
+    numbers = np.asarray(ids)
+    numbers = numbers if numbers.size else np.zeros(numbers.shape, int)  # such as []
+    if not np.issubdtype(numbers.dtype, np.integer):
+        raise TypeError(message("keys_of: ids", expected="integers", got=f"{numbers.dtype}"))
+    by_row, has_key = np.zeros(capacity + 1, np.uint64), np.zeros(capacity + 1, bool)
+    by_row[rows], has_key[rows] = keys, True
+    inside = np.where((numbers >= 0) & (numbers < capacity), numbers, capacity)
+    return np.ma.masked_array(by_row[inside], ~has_key[inside])
+
+
+def _is_traced(given: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given))
+
+
+def _refuse_traced(what: str, given: Any) -> None:
+    """Raise `ValueError` inside a jit: the keys are on the host, which does not run then."""
+    if _is_traced(given):
+        remedy = "give the jit what keyed_rows returned, and keys_of what the jit returns"
+        text = message(what, expected="a call outside a jit", got="one inside", remedy=remedy)
+        raise ValueError(text)
+
+
+def _keys(
+    what: str, engine: Any, state: TableState, table: str
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the keys of a table, their rows, and the number of its rows."""
+    check_engine(f"{what}: engine", engine)
+    _refuse_traced(what, state)
+    _, part = engine.layout.table(table)
+    engine.layout.check_on_devices(what, [table])
+    if part.vocabulary is None:
+        expected, got = "a table whose vocabulary lives", f"{table!r}, whose ids are its rows"
+        raise ValueError(message(f"{what}: table", expected=expected, got=got))
+    with engine.vocabularies.lock:  # so that no batch is admitted in between
+        engine.vocabularies.check_newest(state)
+        return *engine.vocabularies.keys(table), part.vocabulary_size

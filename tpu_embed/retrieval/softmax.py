@@ -36,7 +36,14 @@ import numpy as np
 from tpu_embed._checks import check_ids, check_same_ids, message
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
-from tpu_embed.retrieval.scores import Score, check_below, check_score, check_temperature, scored
+from tpu_embed.retrieval.scores import (
+    Score,
+    as_given,
+    check_below,
+    check_score,
+    check_temperature,
+    scored,
+)
 
 
 def in_batch_softmax(
@@ -162,11 +169,22 @@ def sampled_softmax(
       [0.551]
     """
     what = "sampled_softmax"
-    right = positives if isinstance(positives, jax.Array) else np.asarray(positives)
+    right = as_given(positives)
     by_index = jnp.issubdtype(right.dtype, jnp.integer)
     besides = {} if by_index else {"positives": right}
     of_query, drawn, *of_right = _vectors(what, queries=queries, negatives=negatives, **besides)
-    _check_sampled(of_query, of_right, drawn, shared=by_index or chosen is not None)
+    if of_query.ndim < 2:
+        got = f"{list(of_query.shape)}"
+        raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
+    for array in of_right:
+        _check_like_queries(what, "positives", array, of_query)
+    *before, dim = of_query.shape
+    shared = by_index or chosen is not None  # all queries choose from the same negatives, [K, D]
+    fits = drawn.ndim == 2 or (drawn.shape[:-2] == tuple(before) and not shared)
+    if drawn.ndim < 2 or drawn.shape[-1] != dim or not fits:
+        each = "" if shared else f" or {[*before, 'N', dim]}".replace("'", "")
+        got = f"{list(drawn.shape)}"
+        raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
     lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
     own, others = _pair("ids", positive_ids, negative_ids, (lead, inner), _ids)
     numbers = functools.partial(_numbers, dtype=drawn.dtype)
@@ -196,7 +214,7 @@ def _vectors(what: str, **given: Any) -> list[Array]:
     Raises:
       TypeError: one does not have floats.
     """
-    arrays = {name: x if isinstance(x, jax.Array) else np.asarray(x) for name, x in given.items()}
+    arrays = {name: as_given(x) for name, x in given.items()}
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
             remedy = "the values of a Jagged are its attribute of that name"
@@ -213,24 +231,6 @@ def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> N
     if array.shape != queries.shape:
         wanted, got = f"the shape of queries, {list(queries.shape)}", f"{list(array.shape)}"
         raise ValueError(message(f"{what}: {name}", expected=wanted, got=got))
-
-
-def _check_sampled(
-    queries: Array, positives: list[Array], negatives: Array, *, shared: bool
-) -> None:
-    """Check shapes; `positives` are one array of vectors or none, `shared` negatives `[K, D]`."""
-    what = "sampled_softmax"
-    if queries.ndim < 2:
-        got = f"{list(queries.shape)}"
-        raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
-    for array in positives:
-        _check_like_queries(what, "positives", array, queries)
-    *lead, dim = queries.shape
-    fits = negatives.ndim == 2 or (negatives.shape[:-2] == tuple(lead) and not shared)
-    if negatives.ndim < 2 or negatives.shape[-1] != dim or not fits:
-        each = "" if shared else f" or {[*lead, 'N', dim]}".replace("'", "")
-        got = f"{list(negatives.shape)}"
-        raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
 
 
 def _pair(
@@ -262,11 +262,7 @@ def _without_padding(ids: Array, array: Array) -> Array:
 
 
 def _numbers(what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Array:
-    array = jnp.asarray(given, dtype)
-    if array.shape != shape:
-        expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
-        raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
-    return array
+    return _of_shape(f"{what}: {name}", jnp.asarray(given, dtype), shape)
 
 
 def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
@@ -276,10 +272,13 @@ def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
       TypeError: they are not integers.
       ValueError: another shape, or numbers that JAX would cut to 32 bits.
     """
-    array = check_ids(f"{what}: {name}", given)
+    return _of_shape(f"{what}: {name}", check_ids(f"{what}: {name}", given), shape)
+
+
+def _of_shape(what: str, array: Array, shape: tuple[int, ...]) -> Array:
     if array.shape != shape:
         expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
-        raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+        raise ValueError(message(what, expected=expected, got=got))
     return array
 
 

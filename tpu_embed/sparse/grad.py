@@ -86,8 +86,29 @@ def sparse_value_and_grad(
 
         # Names for warnings: of a single argument ['w'], of several [0]['w'].
         names = [jax.tree_util.keystr(path[len(which) == 1 :]) for path, _ in paths]
-        value, aux, found = _flat_gradients(flat, [as_array(leaf) for _, leaf in paths], names)
-        gradients = tuple(structure.unflatten(found))
+        leaves = [as_array(leaf) for _, leaf in paths]
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        program = tap(closed, leaves, find_sites(closed.jaxpr))
+        of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
+        reached, _ = program.reaching(range(of_value))
+        # A leaf is sparse if it is looked up and reaches the value in no other way than by lookups.
+        # The program is differentiated by the other leaves, and by the taps of the lookups that
+        # count.
+        sparse = set(program.tables.values()) - reached
+        for i in sorted(looked_up(closed.jaxpr) - sparse):
+            warn_user(
+                f"the gradient of table {names[i] or 'argument'} is dense: the function also uses "
+                "it outside of embedding_lookup, or looks it up where lookups are not found"
+            )
+        dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+        # The errors of `jax.grad`, for leaves that have no gradient, or a value that is no loss.
+        # They depend on shapes and dtypes alone, so zeros can stand for the value.
+        zeros = lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])  # noqa: E731
+        jax.eval_shape(jax.grad(zeros), list(dense.values()))
+        results, found = pull_back(program, reached | dense.keys(), {0: None})
+        value, aux = jax.tree.structure(shapes).unflatten(results)
+        every = [found[i] if i in found else _no_slices(leaf) for i, leaf in enumerate(leaves)]
+        gradients = tuple(structure.unflatten(every))
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]
 
@@ -182,35 +203,6 @@ def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
 
 def _is_state(value: Any) -> bool:
     return isinstance(value, TableState)
-
-
-def _flat_gradients(
-    flat: Callable[..., Any], leaves: list[Array], names: list[str]
-) -> tuple[Any, Any, list[Any]]:
-    """Return the value, aux, and the gradient by every leaf.
-
-    A leaf is sparse if it is looked up and reaches the value in no other way than by lookups. The
-    program is then differentiated by the other leaves and by the taps of the lookups that count.
-    """
-    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    program = tap(closed, leaves, find_sites(closed.jaxpr))
-    of_value = len(jax.tree.leaves(shapes[0]))  # results: the value, then aux
-    reached, _ = program.reaching(range(of_value))
-    sparse = set(program.tables.values()) - reached
-    for i in sorted(looked_up(closed.jaxpr) - sparse):
-        warn_user(
-            f"the gradient of table {names[i] or 'argument'} is dense: the function also uses it "
-            "outside of embedding_lookup, or looks it up where lookups are not found"
-        )
-    dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
-    # The errors of `jax.grad`, for leaves that have no gradient, or a value that is no loss. They
-    # depend on shapes and dtypes alone, so zeros can stand for the value.
-    zeros = lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])  # noqa: E731
-    jax.eval_shape(jax.grad(zeros), list(dense.values()))
-    results, found = pull_back(program, reached | dense.keys(), {0: None})
-    value, aux = jax.tree.structure(shapes).unflatten(results)
-    gradients = [found[i] if i in found else _no_slices(leaf) for i, leaf in enumerate(leaves)]
-    return value, aux, gradients
 
 
 def _no_slices(table: Array) -> IndexedSlices:

@@ -113,7 +113,7 @@ def find_sites(
       jaxpr: an open jaxpr.
       others: for each primitive to find what makes a site of a path, or None to leave it out.
     """
-    sites: list[Any] = []
+    sites = []
 
     def find(jaxpr: Any, tables: Mapping[Any, int | None], around: Path) -> list[int | None]:
         """Append the sites in a jaxpr, and return the number of the table that each result is."""
@@ -296,8 +296,6 @@ def union(sources: Iterable[Sources]) -> Sources:
 
 # -- one rule per primitive: from the sources of its operands to those of its results --------------
 
-Rule = Callable[[Any, list[Sources]], Sequence[Sources]]
-
 
 def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [union(operands)] * len(eqn.outvars)
@@ -338,7 +336,7 @@ def _loop(eqn: Any, operands: list[Sources]) -> list[Sources]:
     return [*carry, *results[end - start :]]
 
 
-_RULES: Mapping[str, Rule] = {
+_RULES = {
     **dict.fromkeys(
         ("stop_gradient", "stopped", "floor", "ceil", "round"),
         lambda eqn, _: [NOTHING] * len(eqn.outvars),

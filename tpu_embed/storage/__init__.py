@@ -14,8 +14,7 @@ from tpu_embed.storage.homes import (
     Save,
     slot_field,
 )
-from tpu_embed.storage.host_rows import HostRows, RowField
-from tpu_embed.storage.replacement import NewRows, Replacement
+from tpu_embed.storage.host_rows import HostRows, NewRows, Replacement, RowField
 
 __all__ = [
     "VALUES",

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Literal
+from typing import Literal, get_args
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_choice, check_int, local_path, message
 
 EvictFromDevice = Literal["lru", "lfu"]
-
-_EVICT = ("lru", "lfu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,15 +50,15 @@ class HostStorage:
     groups: int | None = None
 
     def __post_init__(self) -> None:
-        rows = _checks.check_int("HostStorage.device_rows", self.device_rows, minimum=1)
+        rows = check_int("HostStorage.device_rows", self.device_rows, minimum=1)
         object.__setattr__(self, "device_rows", rows)
-        _checks.check_choice("HostStorage.evict", self.evict, _EVICT)
+        check_choice("HostStorage.evict", self.evict, get_args(EvictFromDevice))
         if self.groups is not None:
-            count = _checks.check_int("HostStorage.groups", self.groups, minimum=1)
+            count = check_int("HostStorage.groups", self.groups, minimum=1)
             if count > rows:
                 expected, got = f"at most {rows}, the device_rows", f"{count}"
-                raise ValueError(_checks.message("HostStorage.groups", expected=expected, got=got))
+                raise ValueError(message("HostStorage.groups", expected=expected, got=got))
             object.__setattr__(self, "groups", count)
         if self.path is not None:
-            _checks.local_path(self.path, "HostStorage.path")
+            local_path(self.path, "HostStorage.path")
             object.__setattr__(self, "path", os.fspath(self.path))

@@ -121,27 +121,36 @@ class _Departure:
     `concurrent.futures`, whose locks it would leave behind. So only a plain lock is waited for.
 
     Args:
+      homes: where they are written, by table: those of when they were sent.
       keys: distinct, uint64 `[n]` by table.
-      write: writes their rows at home.
+      read: returns the rows of each table.
 
     Attributes:
-      keys, write: see above.
+      homes, keys, read: see above.
       has_arrived: whether they were written, or lost.
       error: what kept them from being written, or None.
     """
 
-    def __init__(self, keys: Mapping[str, np.ndarray], write: Callable[[], None]) -> None:
-        self.keys, self.write, self.error = keys, write, None
+    def __init__(
+        self,
+        homes: Mapping[str, HostRows],
+        keys: Mapping[str, np.ndarray],
+        read: Callable[[], Mapping[str, Room]],
+    ) -> None:
+        self.homes, self.keys, self.read = homes, keys, read
+        self.error: BaseException | None = None
         self.has_arrived, self._on_the_way = False, threading.Lock()
         self._on_the_way.acquire()
 
     def arrive(self) -> None:
         """Write the rows; what that raises becomes `error`."""
         try:
-            self.write()
+            rooms = self.read()
+            for name, some in self.keys.items():
+                self.homes[name].write(some, *rooms[name])
         except BaseException as error:  # whoever waits raises it, whatever it is
             self.error = error
-        del self.write  # and the copies that it holds
+        del self.homes, self.read  # and the copies that it holds
         self.has_arrived = True
         self._on_the_way.release()
 
@@ -149,17 +158,6 @@ class _Departure:
         """Wait until they have arrived."""
         with self._on_the_way:
             pass
-
-
-def _write(
-    homes: Mapping[str, HostRows],
-    keys: Mapping[str, np.ndarray],
-    read: Callable[[], Mapping[str, Room]],
-) -> None:
-    """Write the rows of keys at home, by table; those are the homes of when they were sent."""
-    rooms = read()
-    for name, some in keys.items():
-        homes[name].write(some, *rooms[name])
 
 
 def _write_back(departures: queue.SimpleQueue[_Departure | None]) -> None:
@@ -341,7 +339,7 @@ class Homes:
         with self._lock:
             if step in self._departures:
                 return
-            departure = _Departure(leaving, functools.partial(_write, self._rows, leaving, read))
+            departure = _Departure(self._rows, leaving, read)
             self._sent.put(departure)  # first, because who finds it below waits for it
             self._departures[step] = departure
             for name, some in leaving.items():

@@ -313,7 +313,7 @@ class TouchedRows:
             self._published = max(self._published, step)
         return Version(self.lineage.run, step, edits, keys)
 
-    # -- what the maps do: see `vocabulary.observers.Observer` -----------------------------------
+    # -- what the maps do: see `vocabulary.table_maps.Observer` -----------------------------------
 
     def note_admitted(self, step: int, moves: Moves) -> None:
         """Follow the maps; keys that get rows count as touched by the newest recorded update.

@@ -14,14 +14,19 @@ from tpu_embed.training.autodiff import (
     gradients,
     tag,
 )
-from tpu_embed.training.cross_shard import CrossShardOptimizer, cross_shard
 from tpu_embed.training.interception import (
     create_dummy_table_variables,
     get_gradients_through_compute_gradients,
     get_gradients_through_dummy_table_variables,
     hook,
 )
-from tpu_embed.training.optimizer import Optimizer, OptState, TreeOptimizer
+from tpu_embed.training.optimizer import (
+    CrossShardOptimizer,
+    Optimizer,
+    OptState,
+    TreeOptimizer,
+    cross_shard,
+)
 
 __all__ = [
     "AggregationMethod",

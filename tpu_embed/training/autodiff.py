@@ -217,7 +217,7 @@ Unconnected = UnconnectedGradients | Literal["none", "zero"]
 Gate = Literal["none", "op", "graph"]
 
 
-_GATES: Mapping[Gate, Callable[[list[Any]], list[Any]]] = {
+_GATES = {
     "none": list,
     "op": lambda found: [g if g is None else jax.lax.optimization_barrier(g) for g in found],
     # The barrier takes the whole nested list: no gradient is used before all are computed.
@@ -559,8 +559,7 @@ def _aggregate(
                 remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
             )
         )
-    results: list[Any] = []
-    total: dict[int, Any] = {}
+    results, total = [], {}
     # ys 0 and 2 are connected: one pull-back of [0, 2], or two, of [0] and of [2].
     ys = [i for i in range(len(cotangents)) if program.reached[i].reached]
     for part in [[i] for i in ys] if ys and method in _ONE_BY_ONE else [ys]:

@@ -10,7 +10,7 @@ Output: the gradient by each feature's activations, in the form that `EmbeddingE
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,23 +22,12 @@ from tpu_embed.core.ids import structure as structures
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.sparse import full, tapped
 from tpu_embed.training.autodiff import checked_loss, gradients, value_and_gradients
+from tpu_embed.training.optimizer import TreeOptimizer
 
 Dummies = dict[str, dict[str, Array]]
 """Table name -> feature path -> zeros in the shape of the activations."""
 
 _REMAKE = "make dummies of these activations with create_dummy_table_variables"
-
-
-class ScalesLoss(Protocol):
-    """The two methods of an optimizer that this module needs."""
-
-    def scale_loss(self, loss: Array) -> Array:
-        """Return the loss as the optimizer differentiates it."""
-        ...
-
-    def local(self, tree: PyTree) -> PyTree:
-        """Return arrays whose gradients stay this replica's own."""
-        ...
 
 
 def create_dummy_table_variables(activations: PyTree, feature_config: Any = None) -> Dummies:
@@ -126,7 +115,7 @@ def get_gradients_through_dummy_table_variables(
     activations: PyTree,
     *args: Any,
     feature_config: Any = None,
-    optimizer: ScalesLoss | None = None,
+    optimizer: TreeOptimizer | None = None,
 ) -> tuple[Array, PyTree]:
     """Return a loss, and its gradient by each feature's activations.
 
@@ -184,7 +173,7 @@ def get_gradients_through_dummy_table_variables(
                     remedy="use them, or leave the features out (feature_config says which share)",
                 )
             )
-    by_path: dict[str, Array] = {}
+    by_path = {}
     for name, zeros in dummies.items():
         absent = [path for path, gradient in found[name].items() if gradient is None]
         if absent:
@@ -195,7 +184,7 @@ def get_gradients_through_dummy_table_variables(
 
 
 def get_gradients_through_compute_gradients(
-    optimizer: ScalesLoss, loss: Callable[[PyTree], Array], activations: PyTree
+    optimizer: TreeOptimizer, loss: Callable[[PyTree], Array], activations: PyTree
 ) -> PyTree:
     """Return the gradients of a loss by each feature's activations, scaled as an optimizer does.
 
@@ -242,7 +231,7 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
       ValueError: two activations have one path.
     """
     # {"a": {"b": x}, "a/b": y} has the path a/b twice.
-    leaves: dict[str, Any] = {}
+    leaves = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
             raise ValueError(

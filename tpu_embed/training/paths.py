@@ -53,7 +53,9 @@ class Leaves(NamedTuple):
         Raises:
           ValueError: no leaf has this path.
         """
-        label = _label(path)
+        label = path if isinstance(path, str) else repr(path)
+        if isinstance(path, tuple):
+            label = keystr(path)
         if label not in self.labels:
             raise ValueError(
                 message(
@@ -124,12 +126,6 @@ def listed(labels: Iterable[str]) -> str:
     """Return paths as text for a message."""
     # A tree that is a single array has one leaf, whose keystr is the empty string.
     return ", ".join(label or "the parameter" for label in labels)
-
-
-def _label(path: Any) -> str:
-    if isinstance(path, str):
-        return path
-    return keystr(path) if isinstance(path, tuple) else repr(path)
 
 
 _NOBODY = -1

@@ -204,7 +204,17 @@ def check_gradients(
       RuntimeError: a constraint is given for a parameter whose gradient is `IndexedSlices`.
     """
     # Leaves a, b, c and pairs [(g, "c"), (None, "a")]: numbers [2, 0], gradients {2: g}.
-    pairs = [_pair(what, entry) for entry in grads_and_vars]
+    pairs = [*grads_and_vars]
+    for entry in pairs:
+        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
+            raise TypeError(
+                message(
+                    f"{what}: grads_and_vars",
+                    expected="pairs of a gradient and a path",
+                    got=repr(entry),
+                    remedy="compute_gradients makes them",
+                )
+            )
     numbers = leaves.find_all([path for _, path in pairs], what=f"{what}: grads_and_vars")
     gradients = {
         i: _gradient(f"{what}: gradient of {listed([leaves.labels[i]])}", g, leaves.values[i])
@@ -234,19 +244,6 @@ def check_gradients(
                 )
             )
     return gradients, dict(zip(places, constraints.values(), strict=True))
-
-
-def _pair(what: str, entry: Any) -> tuple[Any, Any]:
-    if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-        raise TypeError(
-            message(
-                f"{what}: grads_and_vars",
-                expected="pairs of a gradient and a path",
-                got=repr(entry),
-                remedy="compute_gradients makes them",
-            )
-        )
-    return entry[0], entry[1]
 
 
 def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
@@ -315,46 +312,6 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     return gradient
 
 
-def check_rows(
-    what: str, rule: TableOptimizer, table: ArrayLike, slots: Mapping[str, Array]
-) -> None:
-    """Refuse a parameter that a rule cannot update row by row.
-
-    Args:
-      what: the name of the gradient, for messages.
-      rule: the rule over rows.
-      table: the parameter.
-      slots: the parameter's slots and the shared ones, by name.
-
-    Raises:
-      ValueError: the table has less than two axes, or a slot does not have the shape that the rule
-        expects per row.
-    """
-    shape = jnp.shape(table)
-    if len(shape) < 2:
-        raise ValueError(
-            message(
-                what,
-                expected="an array, or IndexedSlices of a parameter [V, …, D]",
-                got=f"IndexedSlices of one of shape {shape}",
-                remedy="give the table a last axis of one: table[:, None]",
-            )
-        )
-    # Table [V, M, D]: a slot of shape [D] per row is [V, M, D], one of shape [] is [V, M].
-    for name, slot in rule.slot_shapes(shape[-1], working_dtype(table)).items():
-        expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
-        got = jnp.shape(slots[name]) if name in slots else None
-        if got != expected:
-            raise ValueError(
-                message(
-                    f"{what}: slot {name}",
-                    expected=f"shape {expected}",
-                    got="none" if got is None else f"shape {got}",
-                    remedy="a transform that keeps such slots needs dense gradients",
-                )
-            )
-
-
 def check_update(
     what: str,
     declared: DeclaredOptimizer,
@@ -372,15 +329,39 @@ def check_update(
       gradients: by number of the parameter.
 
     Raises:
-      ValueError: a sparse gradient belongs to a parameter without rows, or the transform is not
-        row-separable; the state mixes parameters and some of them have no dense gradient.
+      ValueError: a sparse gradient belongs to a parameter without rows, or a slot of it does not
+        have the shape that the rule expects per row, or the transform is not row-separable; the
+        state mixes parameters and some of them have no dense gradient.
     """
     # A rule that changes every row needs the whole gradient, zeros included.
     every_row = declared.rule is not None and declared.rule.updates_every_row
     sparse = [i for i, g in gradients.items() if is_indexed_slices(g) and not every_row]
     for i in sparse:
         gradient = f"{what}: gradient of {listed([leaves.labels[i]])}"
-        check_rows(gradient, declared.rows, leaves.values[i], old.slots() | old.slots(i))
+        rule, table, slots = declared.rows, leaves.values[i], old.slots() | old.slots(i)
+        shape = jnp.shape(table)
+        if len(shape) < 2:
+            raise ValueError(
+                message(
+                    gradient,
+                    expected="an array, or IndexedSlices of a parameter [V, …, D]",
+                    got=f"IndexedSlices of one of shape {shape}",
+                    remedy="give the table a last axis of one: table[:, None]",
+                )
+            )
+        # Table [V, M, D]: a slot of shape [D] per row is [V, M, D], one of shape [] is [V, M].
+        for name, slot in rule.slot_shapes(shape[-1], working_dtype(table)).items():
+            expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
+            got = jnp.shape(slots[name]) if name in slots else None
+            if got != expected:
+                raise ValueError(
+                    message(
+                        f"{gradient}: slot {name}",
+                        expected=f"shape {expected}",
+                        got="none" if got is None else f"shape {got}",
+                        remedy="a transform that keeps such slots needs dense gradients",
+                    )
+                )
     # Fewer dense gradients than parameters: the slots of the others have to be taken out.
     if len(gradients) - len(sparse) < len(leaves.labels) and not old.divisible:
         raise ValueError(
@@ -437,32 +418,30 @@ def update_parameters(
             updates, state = declared.update(leaves.only(dense), state, params, learning_rate)
             changed = jax.tree.leaves(optax.apply_updates(params, updates))
     for i, value in zip(dense, changed, strict=True):
-        values[i] = _constrained(constraints[i], value) if i in constraints else value
+        values[i] = value
+        if i in constraints:
+            new = as_array(constraints[i](value))
+            if new.shape != value.shape:
+                raise ValueError(
+                    message(
+                        "a constraint's result",
+                        expected=f"shape {value.shape}",
+                        got=f"shape {new.shape}",
+                        remedy="return an array in the parameter's shape",
+                    )
+                )
+            values[i] = new.astype(value.dtype)
     # The dense update has already advanced what is shared (such as a count). The rows are updated
     # with the old shared values, and only their own slots are written.
-    new = old.updated(state)
+    after = old.updated(state)
     for i in sparse:
         slots = old.slots() | old.slots(i)
         rate = 0.0 if learning_rate is None else learning_rate
         values[i], written = update_parameter_rows(
             declared.rows, values[i], slots, gradients[i], step=step, learning_rate=rate
         )
-        new = new.with_slots(i, written)
-    return leaves.only(values), new.structure.unflatten(new.values)
-
-
-def _constrained(constraint: Callable[[Array], Any], parameter: Array) -> Array:
-    new = as_array(constraint(parameter))
-    if new.shape != parameter.shape:
-        raise ValueError(
-            message(
-                "a constraint's result",
-                expected=f"shape {parameter.shape}",
-                got=f"shape {new.shape}",
-                remedy="return an array in the parameter's shape",
-            )
-        )
-    return new.astype(parameter.dtype)
+        after = after.with_slots(i, written)
+    return leaves.only(values), after.structure.unflatten(after.values)
 
 
 def update_parameter_rows(

@@ -9,26 +9,22 @@ from tpu_embed.vocabulary.batch_keys import (
     ValidSteps,
     check_vocabulary,
     map_version,
-    new_history,
     states_to_load,
 )
-from tpu_embed.vocabulary.choose import choose_vocabularies
 from tpu_embed.vocabulary.config import (
     DynamicVocabulary,
     KeyTable,
-    LivingTable,
     check_lookahead,
 )
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.loads import MapLoad, load_together
+from tpu_embed.vocabulary.loads import load_together
 from tpu_embed.vocabulary.map import VocabularyMap
-from tpu_embed.vocabulary.reports import KeyChanges, KeyScores
+from tpu_embed.vocabulary.reports import QUANTILES, KeyChanges, KeyScores, describe_keys
 from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
-from tpu_embed.vocabulary.statistics import QUANTILES, describe_keys
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.timeline import Pin
-from tpu_embed.vocabulary.vocabularies import Vocabularies
+from tpu_embed.vocabulary.vocabularies import Vocabularies, choose_vocabularies
 
 __all__ = [
     "BatchKeys",
@@ -40,8 +36,6 @@ __all__ = [
     "KeyScores",
     "KeyTable",
     "KeyedRows",
-    "LivingTable",
-    "MapLoad",
     "MapState",
     "MapStates",
     "Moves",
@@ -62,7 +56,6 @@ __all__ = [
     "fit_rows",
     "load_together",
     "map_version",
-    "new_history",
     "read_keys",
     "states_to_load",
 ]

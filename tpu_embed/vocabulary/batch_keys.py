@@ -120,6 +120,7 @@ class KeyedRows:
     owners: NewOwners | None = None
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BatchKeys:
     """What only the host knows of a placed batch, until it is admitted.
 
@@ -137,16 +138,11 @@ class BatchKeys:
         these rows; None: there is one process.
     """
 
-    def __init__(
-        self,
-        tables: Mapping[str, KeyedRows] | None = None,
-        steps: ValidSteps | None = None,
-        make_visits: Callable[[], Any] | None = None,
-        arrivals: Mapping[str, Any] | None = None,
-        agreed: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.tables, self.steps, self.make_visits = tables, steps, make_visits
-        self.arrivals, self.agreed = arrivals or {}, agreed
+    tables: Mapping[str, KeyedRows] | None = None
+    steps: ValidSteps | None = None
+    make_visits: Callable[[], Any] | None = None
+    arrivals: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    agreed: Mapping[str, Any] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchKeys)
@@ -166,20 +162,21 @@ class BatchKeys:
     @property
     def incoming(self) -> dict[str, Incoming]:
         """The rows from home that a training batch brings, by table on the host."""
-        pairs = (self.tables or {}).items()
-        return {name: one.incoming for name, one in pairs if one.incoming is not None}
+        return self._known("incoming")
 
     @property
     def taken(self) -> dict[str, Taken]:
         """What the maps did with the batch, by table."""
-        pairs = (self.tables or {}).items()
-        return {name: one.taken for name, one in pairs if one.taken is not None}
+        return self._known("taken")
 
     @property
     def owners(self) -> dict[str, NewOwners]:
         """Which ids the batch gave to new keys, by table on the host whose vocabulary lives."""
-        pairs = (self.tables or {}).items()
-        return {name: one.owners for name, one in pairs if one.owners is not None}
+        return self._known("owners")
+
+    def _known(self, field: str) -> dict[str, Any]:
+        found = {name: getattr(one, field) for name, one in (self.tables or {}).items()}
+        return {name: one for name, one in found.items() if one is not None}
 
 
 def map_version(state: Any) -> tuple[int, int]:

@@ -6,16 +6,14 @@ Input: what the user writes. Output: a frozen, validated object.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_choice, check_int, message
 from tpu_embed.kernels.vocabulary_reference import Options
 
 Evict = Literal["lru", "lfu", "none"]
 Unseen = Literal["zero", "shared"]
 
-_EVICT = ("lru", "lfu", "none")
-_UNSEEN = ("zero", "shared")
 _WAITING_PER_ROW = 4
 _MAX_ROWS = 2**31 - 1
 _MAX_WAITING = 3 * 2**30  # with the room that their order needs, still numbers of 32 bits
@@ -63,8 +61,8 @@ class DynamicVocabulary:
 
     def __post_init__(self) -> None:
         self._set_int("admit_after", minimum=1)
-        _checks.check_choice("DynamicVocabulary.evict", self.evict, _EVICT)
-        _checks.check_choice("DynamicVocabulary.unseen", self.unseen, _UNSEEN)
+        check_choice("DynamicVocabulary.evict", self.evict, get_args(Evict))
+        check_choice("DynamicVocabulary.unseen", self.unseen, get_args(Unseen))
         if self.ttl is not None:
             self._set_int("ttl", minimum=1)
         if self.waiting is not None:
@@ -72,9 +70,7 @@ class DynamicVocabulary:
             self._set_int("waiting", minimum=min(self.admit_after - 1, 1))
 
     def _set_int(self, field: str, *, minimum: int) -> None:
-        value = _checks.check_int(
-            f"DynamicVocabulary.{field}", getattr(self, field), minimum=minimum
-        )
+        value = check_int(f"DynamicVocabulary.{field}", getattr(self, field), minimum=minimum)
         object.__setattr__(self, field, value)
 
     def shared_row(self, capacity: int) -> int | None:
@@ -92,7 +88,7 @@ class DynamicVocabulary:
           ValueError: an argument is outside its range, or leaves no row for a key.
         """
         shared = self.unseen == "shared"
-        rows = _checks.check_int("capacity", capacity, minimum=1 + shared)
+        rows = check_int("capacity", capacity, minimum=1 + shared)
         waiting = _WAITING_PER_ROW * rows if self.waiting is None else self.waiting
         for what, value, most in (
             ("capacity", rows, _MAX_ROWS),
@@ -101,7 +97,7 @@ class DynamicVocabulary:
             if value > most:
                 remedy = "give `waiting`" if self.waiting is None and what != "capacity" else ""
                 raise ValueError(
-                    _checks.message(what, expected=f"at most {most}", got=value, remedy=remedy)
+                    message(what, expected=f"at most {most}", got=value, remedy=remedy)
                 )
         return Options(
             num_rows=rows - shared,
@@ -119,11 +115,11 @@ def check_lookahead(lookahead: Any) -> int:
     Raises:
       ValueError: it is no integer from 0 to 2¹⁶.
     """
-    found = _checks.check_int("lookahead", lookahead, minimum=0)
+    found = check_int("lookahead", lookahead, minimum=0)
     if found > _MAX_LOOKAHEAD:
         expected, got = f"at most {_MAX_LOOKAHEAD}", f"{found}"
         remedy = "so many batches' rows are kept; pipelining needs 1"
-        raise ValueError(_checks.message("lookahead", expected=expected, got=got, remedy=remedy))
+        raise ValueError(message("lookahead", expected=expected, got=got, remedy=remedy))
     return found
 
 

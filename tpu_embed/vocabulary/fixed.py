@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import message
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,10 +41,10 @@ class FixedVocabulary:
             if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
                 expected, got = "integers of shape (m,)", f"{array.dtype} of shape {array.shape}"
                 what = f"FixedVocabulary.{name}"
-                raise ValueError(_checks.message(what, expected=expected, got=got))
+                raise ValueError(message(what, expected=expected, got=got))
         if keys.shape != rows.shape:
             expected, got = f"{keys.size} rows", f"{rows.size}"
-            raise ValueError(_checks.message("FixedVocabulary", expected=expected, got=got))
+            raise ValueError(message("FixedVocabulary", expected=expected, got=got))
         signed = keys.dtype.kind == "i"
         keys = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
         order = np.argsort(keys)
@@ -52,17 +52,17 @@ class FixedVocabulary:
         if (keys[1:] == keys[:-1]).any():
             twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
             expected, got = "each key once", f"key {twice} twice"
-            raise ValueError(_checks.message("FixedVocabulary.keys", expected=expected, got=got))
+            raise ValueError(message("FixedVocabulary.keys", expected=expected, got=got))
         rows = rows[order].astype(np.int64)
         if (rows < 0).any():
             expected, got = "at least 0", f"{rows.min()}"
-            raise ValueError(_checks.message("FixedVocabulary.rows", expected=expected, got=got))
+            raise ValueError(message("FixedVocabulary.rows", expected=expected, got=got))
         again = np.sort(rows)
         again = again[:-1][again[1:] == again[:-1]]
         if again.size:
             both = keys[rows == again[0]][:2].tolist()
             expected, got = "each row once", f"row {again[0]} for the keys {both[0]} and {both[1]}"
-            raise ValueError(_checks.message("FixedVocabulary.rows", expected=expected, got=got))
+            raise ValueError(message("FixedVocabulary.rows", expected=expected, got=got))
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "rows", rows)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tpu_embed.processes import Order
-from tpu_embed.vocabulary.observers import Observers
+from tpu_embed.vocabulary.table_maps import Observer
 
 _Act = Callable[[], None]
 
@@ -41,7 +42,7 @@ class MapLoad(NamedTuple):
     lock: contextlib.AbstractContextManager[bool]
     wait: Callable[[], None]
     stores: list[tuple[dict[str, Any], dict[str, Any]]]
-    observers: Observers
+    observers: weakref.WeakSet[Observer]
 
 
 def load_together(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
@@ -96,7 +97,8 @@ def exchange(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _noth
 
 def _note_loaded(loads: Sequence[MapLoad]) -> None:
     for one in loads:
-        one.observers.note_loaded()
+        for observer in list(one.observers):
+            observer.note_loaded()
 
 
 def _store(stores: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -1,22 +1,17 @@
 """What people ask about the keys of a table: how busy they are, and which came and went.
 
-Input: states of maps, and what maps did with a batch. Output: tuples of NumPy arrays.
+Input: states of maps, and what maps did with a batch. Output: tuples of NumPy arrays, and the
+figures of a table in dictionaries, which JSON can hold.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
-from tpu_embed.columns import read_column
-from tpu_embed.vocabulary.config import LivingTable
-from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.table_maps import Moves, TableMaps
-from tpu_embed.vocabulary.timeline import Timeline
+from tpu_embed.vocabulary.table_maps import Moves
 
 
 class KeyScores(NamedTuple):
@@ -93,104 +88,73 @@ def changes_of(
     return found
 
 
-class KeyReports:
-    """The part of `Vocabularies` that tells of single keys; see there.
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+"""Shares of the keys whose ages are told: 0.9 -> 40 says that 90 % are at most 40 steps old."""
+
+
+def describe_keys(
+    scores: KeyScores, capacity: int, totals: Mapping[str, int], hottest: int
+) -> dict[str, Any]:
+    """Return the figures of one table.
 
     Args:
-      tables: the tables, by name.
-      maps: their maps.
-      timeline: which step of them is admitted.
+      scores: of its keys.
+      capacity: how many rows it has.
+      totals: the keys that were "admitted", "evicted", "expired", "unseen" and "forgotten".
+      hottest: how many keys to list in each order.
+
+    Returns:
+      `step`; `capacity`, `keys` and `occupancy`, the share of the rows that have a key; `waiting`,
+      the keys that are counted and have no row; `ages`, by share of the keys, how many steps ago
+      that many of them had been seen; `totals`, and `per_step`, these divided by the steps;
+      `most_batches` and `seen_last`, the keys that the most batches had and that were seen last, as
+      dicts of `key`, `row`, `batches_seen` and `last_seen`; and `waiting_most`, the waiting keys
+      with the largest counts, as dicts of `key` and `count`.
+
+    Example:
+      >>> keys, numbers = np.array([7, 5], np.uint64), np.array([0, 1])
+      >>> scores = KeyScores(keys, numbers, np.array([1, 4]), numbers + 1, keys[:0], numbers[:0], 4)
+      >>> found = describe_keys(scores, 8, {"admitted": 2}, hottest=1)
+      >>> found["occupancy"], found["ages"]["0.5"], found["per_step"], found["seen_last"]
+      (0.25, 0, {'admitted': 0.5}, [{'key': 5, 'row': 1, 'batches_seen': 2, 'last_seen': 4}])
     """
+    ages = np.sort(scores.ages)
+    # Of 5 keys, the age of the share 0.5 is that of the third youngest.
+    at = [max(0, int(np.ceil(fraction * ages.size)) - 1) for fraction in QUANTILES]
+    fields = {
+        "row": scores.rows,
+        "batches_seen": scores.batches_seen,
+        "last_seen": scores.last_seen,
+    }
+    return {
+        "step": scores.step,
+        "capacity": capacity,
+        "keys": scores.keys.size,
+        "occupancy": scores.keys.size / capacity,
+        "waiting": scores.waiting_keys.size,
+        "ages": {
+            f"{fraction:g}": int(ages[i])
+            for fraction, i in zip(QUANTILES, at, strict=True)
+            if ages.size
+        },
+        "totals": {name: int(count) for name, count in totals.items()},
+        "per_step": {name: int(count) / max(1, scores.step) for name, count in totals.items()},
+        "most_batches": _listed(scores.keys, fields, ("batches_seen", "last_seen"), hottest),
+        "seen_last": _listed(scores.keys, fields, ("last_seen", "batches_seen"), hottest),
+        "waiting_most": _listed(
+            scores.waiting_keys, {"count": scores.waiting_counts}, ("count",), hottest
+        ),
+    }
 
-    def __init__(
-        self, tables: Mapping[str, LivingTable], maps: TableMaps, timeline: Timeline
-    ) -> None:
-        self.tables, self._maps, self._timeline = dict(tables), maps, timeline
-        self.lock = threading.RLock()
-        self._last: dict[str, KeyChanges] = {}
 
-    def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a table, as of the admitted batches, and their rows.
-
-        Returns:
-          The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row. Of a table on the
-          host these are the rows at home, in [0, V), if its vocabulary lives; otherwise the ids
-          that are on the devices, and their rows there.
-
-        Raises:
-          ValueError: no such table has a living vocabulary.
-        """
-        with self.lock:
-            found = self._maps.keys(self._known(name), self._timeline.admitted)
-        return found.keys, found.rows
-
-    @property
-    def counters(self) -> dict[str, dict[str, int]]:
-        """Totals by table, of all batches that were placed.
-
-        `keys`, which have a row now; and those that were "admitted"; "evicted" for another key;
-        "expired" by their ttl; "unseen", distinct keys without a row, summed over the batches;
-        "forgotten", waiting keys that were too many.
-        """
-        return self._maps.counters
-
-    def capacity(self, name: str) -> int:
-        """Return how many rows the keys of a table can have."""
-        return self._maps.sizes[self._known(name)][1]
-
-    def scores(self, name: str) -> KeyScores:
-        """Return the keys of a table as of the admitted batches, with what decides which stay.
-
-        It takes time in proportion to the table's capacity. Of a table on the host with row
-        numbers these are the ids that the devices hold.
-
-        Args:
-          name: the table.
-
-        Raises:
-          ValueError: no such table has a living vocabulary.
-        """
-        with self.lock:
-            state = self._maps.keys(self._known(name), self._timeline.admitted)
-        return KeyScores(*state[:6], step=int(state.step))
-
-    @property
-    def last(self) -> dict[str, KeyChanges]:
-        """The keys that came and went in the step that was admitted last, by table.
-
-        It is empty before the first batch, and after a restore. Of a table on the host with row
-        numbers these are the ids that came to the devices and left them.
-        """
-        with self.lock:
-            return dict(self._last)
-
-    def rows_of(self, name: str, keys: Any) -> np.ndarray:
-        """Return the rows of keys, int64 `[n]`, as of the admitted batches; see `keys`.
-
-        Args:
-          name: the table.
-          keys: integers or strings `[n]`, see `read_keys`.
-
-        Raises:
-          ValueError: a key has no row; the message names the first one.
-          TypeError: the keys are neither integers nor strings.
-        """
-        what = f"table {self._known(name)!r}: keys"
-        given = read_keys(what, keys)
-        with self.lock:
-            after = self._timeline.after(self._timeline.admitted)
-            rows = self._maps.find(name, given, after).ids.astype(np.int64)
-        unknown = np.flatnonzero(rows < 0)
-        if unknown.size:
-            first = np.ma.getdata(read_column(what, keys))[unknown[:1]].tolist()[0]
-            more = f" and {unknown.size - 1} more" if unknown.size > 1 else ""
-            expected, got = "keys that have a row", f"{first!r}{more} without one"
-            remedy = "engine.vocabularies.find tells which have one; set_rows gives a key one"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
-        return rows
-
-    def _known(self, name: str) -> str:
-        if name not in self.tables:
-            expected = f"one of {sorted(self.tables)}, whose vocabularies live"
-            raise ValueError(message("table", expected=expected, got=repr(name)))
-        return name
+def _listed(
+    keys: np.ndarray, fields: Mapping[str, np.ndarray], order: tuple[str, ...], most: int
+) -> list[dict[str, int]]:
+    """Return the first keys by some fields, the largest first; among equals, the first one."""
+    # The last array of lexsort matters most, so the place among all comes first.
+    places = np.arange(keys.size)
+    chosen = np.lexsort([places, *(-fields[name] for name in reversed(order))])[:most]
+    return [
+        {"key": int(keys[i]), **{name: int(array[i]) for name, array in fields.items()}}
+        for i in chosen
+    ]

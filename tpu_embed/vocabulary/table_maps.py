@@ -15,7 +15,7 @@ Input: keys, ids and rows of batches. Output: what the maps did. Nothing here lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary.batch_keys import MapStates, NewOwners
 from tpu_embed.vocabulary.config import LivingTable
-from tpu_embed.vocabulary.grouped_map import GroupedMap
-from tpu_embed.vocabulary.map import VocabularyMap
+from tpu_embed.vocabulary.map import GroupedMap, VocabularyMap
 
 
 class Moves(NamedTuple):
@@ -43,6 +42,19 @@ class Moves(NamedTuple):
     def of_keys(self, name: str) -> Taken:
         """Return what the map of the keys of a table did, which knows its unknown keys."""
         return self.owners[name].taken if name in self.owners else self.taken[name]
+
+
+class Observer(Protocol):
+    """Is told what maps do, in order; it must not raise, because tables may be donated by then."""
+
+    def note_admitted(self, step: int, moves: Moves) -> None:
+        """The newest state has the rows of this step, after what the maps did for it."""
+
+    def note_undone(self, step: int) -> None:
+        """The batches placed after this step are as if they had never been placed."""
+
+    def note_loaded(self) -> None:
+        """The maps were replaced."""
 
 
 class FoundKeys(NamedTuple):

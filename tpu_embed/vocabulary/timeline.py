@@ -116,7 +116,8 @@ class Timeline:
         past = {**self._past, step: moves}
         # One call of C, which no interrupt cuts in two; what is above may be done again.
         vars(self).update(_placed=placed, _past=past, admitted=step, history=self._following)
-        self._forget_past()
+        first = min((pin.step for pin in self._pins), default=self.admitted)
+        self._past = {at: one for at, one in self._past.items() if at > first}
         return moves
 
     def loaded(self, step: int, history: int) -> Timeline:
@@ -140,10 +141,6 @@ class Timeline:
         pin = Pin(self.admitted)
         self._pins.add(pin)
         return pin
-
-    def _forget_past(self) -> None:
-        first = min((pin.step for pin in self._pins), default=self.admitted)
-        self._past = {step: moves for step, moves in self._past.items() if step > first}
 
     def known(self, step: int) -> int:
         """Return a step, or `admitted` if what was done after the step is not known any more."""

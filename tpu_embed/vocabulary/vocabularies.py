@@ -16,26 +16,28 @@ that do not belong together (`timeline.py`).
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 
 from tpu_embed._checks import message, refuse_pickle
+from tpu_embed.columns import read_column
 from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.processes import Order
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
-from tpu_embed.vocabulary.config import LivingTable
+from tpu_embed.vocabulary.config import LivingTable, check_lookahead
 from tpu_embed.vocabulary.given_keys import read_keys
 from tpu_embed.vocabulary.loads import MapLoad, exchange, load_together
-from tpu_embed.vocabulary.observers import Observers
-from tpu_embed.vocabulary.reports import KeyReports, changes_of
-from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, TableMaps
+from tpu_embed.vocabulary.reports import KeyChanges, KeyScores, changes_of
+from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, Observer, TableMaps
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
 
 
-class Vocabularies(KeyReports):
+class Vocabularies:
     """The maps from keys to rows of all tables whose vocabularies live.
 
     Engines share them if one is made with the `vocabularies` of the other. Any thread may call any
@@ -51,7 +53,7 @@ class Vocabularies(KeyReports):
       tables: the tables, by name.
       lookahead, homes: see above.
       order: the order in which training batches are placed.
-      observers: of what the maps do.
+      observers: are told what the maps do, for as long as somebody else holds them.
       lock: while a thread holds it, no map changes.
     """
 
@@ -62,10 +64,13 @@ class Vocabularies(KeyReports):
         self.order = Order()
         homes_of = {} if homes is None else homes.tables
         groups = {name: one.row_groups for name, one in homes_of.items()}
-        maps, timeline = TableMaps(tables, lookahead, groups), Timeline(tables, lookahead)
-        super().__init__({table.name: table for table in tables}, maps, timeline)
+        self.tables = {table.name: table for table in tables}
+        self._maps = TableMaps(tables, lookahead, groups)
+        self._timeline = Timeline(tables, lookahead)
         self._counted = {0: self.counters}  # after the admitted step and each later one
-        self.observers = Observers()
+        self._last: dict[str, KeyChanges] = {}
+        self.observers: weakref.WeakSet[Observer] = weakref.WeakSet()
+        self.lock = threading.RLock()
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied, alone or in a model: then there were two histories."""
@@ -130,6 +135,92 @@ class Vocabularies(KeyReports):
         """The bytes of the host's memory that the maps take."""
         with self.lock:
             return self._timeline.nbytes + self._maps.nbytes
+
+    def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of a table, as of the admitted batches, and their rows.
+
+        Returns:
+          The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row. Of a table on the
+          host these are the rows at home, in [0, V), if its vocabulary lives; otherwise the ids
+          that are on the devices, and their rows there.
+
+        Raises:
+          ValueError: no such table has a living vocabulary.
+        """
+        with self.lock:
+            found = self._maps.keys(self._known(name), self.admitted)
+        return found.keys, found.rows
+
+    @property
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Totals by table, of all batches that were placed.
+
+        `keys`, which have a row now; and those that were "admitted"; "evicted" for another key;
+        "expired" by their ttl; "unseen", distinct keys without a row, summed over the batches;
+        "forgotten", waiting keys that were too many.
+        """
+        return self._maps.counters
+
+    def capacity(self, name: str) -> int:
+        """Return how many rows the keys of a table can have."""
+        return self._maps.sizes[self._known(name)][1]
+
+    def scores(self, name: str) -> KeyScores:
+        """Return the keys of a table as of the admitted batches, with what decides which stay.
+
+        It takes time in proportion to the table's capacity. Of a table on the host with row
+        numbers these are the ids that the devices hold.
+
+        Args:
+          name: the table.
+
+        Raises:
+          ValueError: no such table has a living vocabulary.
+        """
+        with self.lock:
+            state = self._maps.keys(self._known(name), self.admitted)
+        return KeyScores(*state[:6], step=int(state.step))
+
+    @property
+    def last(self) -> dict[str, KeyChanges]:
+        """The keys that came and went in the step that was admitted last, by table.
+
+        It is empty before the first batch, and after a restore. Of a table on the host with row
+        numbers these are the ids that came to the devices and left them.
+        """
+        with self.lock:
+            return dict(self._last)
+
+    def rows_of(self, name: str, keys: Any) -> np.ndarray:
+        """Return the rows of keys, int64 `[n]`, as of the admitted batches; see `keys`.
+
+        Args:
+          name: the table.
+          keys: integers or strings `[n]`, see `read_keys`.
+
+        Raises:
+          ValueError: a key has no row; the message names the first one.
+          TypeError: the keys are neither integers nor strings.
+        """
+        what = f"table {self._known(name)!r}: keys"
+        given = read_keys(what, keys)
+        with self.lock:
+            after = self._timeline.after(self.admitted)
+            rows = self._maps.find(name, given, after).ids.astype(np.int64)
+        unknown = np.flatnonzero(rows < 0)
+        if unknown.size:
+            first = np.ma.getdata(read_column(what, keys))[unknown[:1]].tolist()[0]
+            more = f" and {unknown.size - 1} more" if unknown.size > 1 else ""
+            expected, got = "keys that have a row", f"{first!r}{more} without one"
+            remedy = "engine.vocabularies.find tells which have one; set_rows gives a key one"
+            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        return rows
+
+    def _known(self, name: str) -> str:
+        if name not in self.tables:
+            expected = f"one of {sorted(self.tables)}, whose vocabularies live"
+            raise ValueError(message("table", expected=expected, got=repr(name)))
+        return name
 
     # -- placing -------------------------------------------------------------------------------
 
@@ -256,7 +347,8 @@ class Vocabularies(KeyReports):
             self._timeline.undo(step)
             self._maps.rewind(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
-            self.observers.note_undone(step)
+            for one in list(self.observers):
+                one.note_undone(step)
 
     def steps(self, first: int, *, training: bool) -> ValidSteps:
         """Return the states that a batch may be looked up in; see `Timeline.steps`."""
@@ -301,9 +393,12 @@ class Vocabularies(KeyReports):
             (*_, moves), before = self._timeline.after(step - 1), self._counted[self.admitted]
             self._last = changes_of(moves, before, self._counted[step])
             try:
-                self.observers.note_admitted(step, self._timeline.note_admitted(step))
+                moves = self._timeline.note_admitted(step)
+                for one in list(self.observers):
+                    one.note_admitted(step, moves)
             except BaseException:
-                self.observers.note_loaded()  # interrupted, they have not followed this step
+                for one in list(self.observers):
+                    one.note_loaded()  # interrupted, they have not followed this step
                 raise
             self._maps.forget(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at >= step}
@@ -398,3 +493,43 @@ class Vocabularies(KeyReports):
             stores.append((vars(self.homes), self.homes.contents_of(rows)))
         wait = (lambda: None) if self.homes is None else self.homes.wait
         return MapLoad(self.order, self.lock, wait, stores, self.observers)
+
+
+def choose_vocabularies(
+    tables: Sequence[LivingTable], lookahead: int | None, shared: Any, homes: Homes | None
+) -> Vocabularies | None:
+    """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
+
+    Args:
+      tables: those with living vocabularies.
+      lookahead: as for `Vocabularies`; None: 0, or that of the other engine.
+      shared: the other engine's maps, or None.
+      homes: of the tables on the host; None without them.
+
+    Raises:
+      ValueError: a lookahead that is no number from 0 to 2¹⁶; or the other engine's maps are for
+        other tables, or another lookahead.
+    """
+    if lookahead is not None:
+        lookahead = check_lookahead(lookahead)
+    if shared is None:
+        return Vocabularies(tables, lookahead or 0, homes) if tables else None
+    if not isinstance(shared, Vocabularies):
+        expected, got = "the vocabularies of another engine", type(shared).__name__
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    ours, theirs = (
+        {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
+        for some in (tables, shared.tables.values())
+    )
+    if ours != theirs:
+        expected, got = f"maps of the engine's tables {ours}", f"{theirs}"
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    ours, theirs = (one and one.tables for one in (homes, shared.homes))
+    if ours != theirs:
+        expected, got = f"homes of the same rows, {ours}", f"{theirs}"
+        raise ValueError(message("vocabularies", expected=expected, got=got))
+    if lookahead not in (None, shared.lookahead):
+        expected, got = f"lookahead={lookahead}", f"{shared.lookahead}"
+        remedy = "leave lookahead out"
+        raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+    return shared
