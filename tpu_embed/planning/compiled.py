@@ -45,7 +45,8 @@ from tpu_embed.core.state import (
     StackShard,
     TableState,
     row_fields,
-    state_specs,
+    split_shards,
+    stack_specs,
 )
 from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import HitRate, HostPlan
@@ -361,7 +362,8 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
       engine: an engine on a mesh whose devices need not exist.
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
-    tables, slots = state_specs(engine.layout.stacks, engine.layout.axes)
+    layout = engine.layout
+    tables, slots = split_shards({s.name: stack_specs(s, layout.axes) for s in layout.stacks})
     whole = PartitionSpec()
     counters: Any = dict.fromkeys(shapes.counters, whole)
     vocabulary: Any = shapes.vocabulary and dict.fromkeys(shapes.vocabulary, whole)

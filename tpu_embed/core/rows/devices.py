@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.exchange import collectives
+from tpu_embed.core.exchange import collectives, route
 from tpu_embed.core.layout import Layout, MeshAxes, aligned_empty, bucket, parcel_operand
 from tpu_embed.core.rows.grid import BLOCK, Grid, Ids, Rows, below, pieces
 from tpu_embed.core.state import Field, TableState, fields
@@ -231,9 +231,7 @@ def _write(
         }
 
     spec = axes.spec(written[0].stack.shard_axes)
-    return jax.shard_map(
-        shard, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
-    )(arrays, places, values)
+    return collectives.per_device(shard, axes, spec, spec)(arrays, places, values)
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))
@@ -243,12 +241,10 @@ def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> A
     places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
 
     def shard(physical: Array, places: Array) -> Array:
-        # Physical rows [first, first + num_rows) are this shard's: with 10 rows per shard, shard 2
-        # reads place 23 as its local row 3, and gives zeros for places outside of [20, 30).
-        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
-        local = places - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        rows = _take(physical, jnp.where(mine, local, PADDING_ID), f.row_format)
+        # With 10 rows per shard, shard 2 reads place 23 as its local row 3, and gives zeros for
+        # places outside of [20, 30).
+        local = route.rows_of_shard(places, stack)
+        mine, rows = local >= 0, _take(physical, local, f.row_format)
         unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
         cast = jax.lax.convert_element_type if rows.dtype == bool else jax.lax.bitcast_convert_type
         bits = cast(rows, unsigned).astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
@@ -256,10 +252,5 @@ def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> A
         # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
         return collectives.psum(bits, stack.shard_axes)
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(axes.spec(stack.shard_axes), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(physical, places)
+    whole, specs = PartitionSpec(), (axes.spec(stack.shard_axes), PartitionSpec())
+    return collectives.per_device(shard, axes, specs, whole)(physical, places)

@@ -45,7 +45,8 @@ from tpu_embed.core.state.table_state import (
     rule_slots,
     slot_format,
     slot_shapes,
-    state_specs,
+    split_shards,
+    stack_specs,
 )
 
 __all__ = [
@@ -85,7 +86,8 @@ __all__ = [
     "rule_slots",
     "slot_format",
     "slot_shapes",
-    "state_specs",
+    "split_shards",
+    "stack_specs",
     "visiting_tables",
     "vocabulary_of_maps",
 ]

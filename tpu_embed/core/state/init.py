@@ -50,7 +50,13 @@ from tpu_embed.core.layout import (
     rounds_at_random,
     send_lines,
 )
-from tpu_embed.core.state.table_state import StackShard, slot_format, slot_shapes, state_specs
+from tpu_embed.core.state.table_state import (
+    StackShard,
+    slot_format,
+    slot_shapes,
+    split_shards,
+    stack_specs,
+)
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import LINE, RowFormat
 from tpu_embed.kernels.stochastic import row_number
@@ -122,18 +128,11 @@ def _make(
     """Return tables and slots, of which each device makes its shard of every stack."""
     axes.check_context()
 
-    def shard(*key: Array) -> tuple[dict, dict]:
-        made = {stack.name: make(stack, *key) for stack in stacks}
-        tables = {name: one.table for name, one in made.items()}
-        return tables, {name: one.slots for name, one in made.items()}
+    def shard(*key: Array) -> dict[str, StackShard]:
+        return {stack.name: make(stack, *key) for stack in stacks}
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=state_specs(stacks, axes),
-        check_vma=False,
-    )(*key)
+    specs = {stack.name: stack_specs(stack, axes) for stack in stacks}
+    return split_shards(collectives.per_device(shard, axes, PartitionSpec(), specs)(*key))
 
 
 def _blank(stack: Stack) -> StackShard:

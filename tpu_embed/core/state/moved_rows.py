@@ -22,6 +22,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
     Agreed,
     Arrival,
@@ -153,13 +154,8 @@ class RowMover:
         def run(held_arrays: StackShard, rows: Any) -> Any:
             self.traces += 1  # this line runs once per trace, not once per step
             shard = functools.partial(function, stack)
-            return jax.shard_map(
-                shard,
-                mesh=axes.mesh,
-                in_specs=(held, split),
-                out_specs=split if function is _collect else (split, tuple(held)),
-                check_vma=False,
-            )(held_arrays, rows)
+            returned = split if function is _collect else (split, tuple(held))
+            return collectives.per_device(shard, axes, (held, split), returned)(held_arrays, rows)
 
         return jax.jit(run, donate_argnums=donated)
 

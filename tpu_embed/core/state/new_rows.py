@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
     BY_ID,
     Layout,
@@ -191,13 +192,8 @@ class NewRowWriter:
             drawn = _draw_parts(stack, key, parcels[0])
             return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
 
-        return jax.shard_map(
-            device,
-            mesh=axes.mesh,
-            in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
-            out_specs=tuple(specs),
-            check_vma=False,
-        )(held, key, parcels)
+        given = specs, PartitionSpec(), axes.spec(stack.shard_axes)
+        return collectives.per_device(device, axes, given, tuple(specs))(held, key, parcels)
 
 
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
@@ -306,13 +302,8 @@ def visiting_tables(
         if stack.is_on_host:
             split = axes.spec(stack.shard_axes)
             shard = functools.partial(_small_table, large, stack)
-            made[stack.name] = jax.shard_map(
-                shard,
-                mesh=axes.mesh,
-                in_specs=(split, PartitionSpec(), split),
-                out_specs=split,
-                check_vma=False,
-            )(tables[stack.name], random_key(vocabulary), visits[stack.name])
+            make = collectives.per_device(shard, axes, (split, PartitionSpec(), split), split)
+            made[stack.name] = make(tables[stack.name], random_key(vocabulary), visits[stack.name])
     return made
 
 

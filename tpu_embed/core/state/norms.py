@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import Array
-from tpu_embed.core.exchange import axis_index, psum
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout, MeshAxes, Stack
 from tpu_embed.core.state.table_state import TableState, read_rows, rule_slots, slot_format
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
@@ -90,16 +90,11 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
         if not stack.shard_axes:
             return mine
         # Everything adds up over the shards but the largest row, which is a maximum.
-        whole = jax.tree.map(lambda part: psum(part, stack.shard_axes), mine)
+        whole = jax.tree.map(lambda part: collectives.psum(part, stack.shard_axes), mine)
         return whole._replace(largest=jax.lax.pmax(mine.largest, stack.shard_axes))
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(axes.spec(stack.shard_axes),),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(physical)
+    spec = axes.spec(stack.shard_axes)
+    return collectives.per_device(shard, axes, spec, PartitionSpec())(physical)
 
 
 def _of_block(
@@ -139,7 +134,7 @@ def _tables_of(local: Array, stack: Stack) -> tuple[Array, Array]:
     table = jnp.searchsorted(offset, local, side="right") - 1
     index = local - jnp.asarray(offset)[table]
     per_shard = jnp.asarray(per_shard)[table]
-    shard = axis_index(stack.shard_axes).astype(local.dtype)
+    shard = collectives.axis_index(stack.shard_axes).astype(local.dtype)
     row_ids = stack.logical_in(shard, index, per_shard)
     return table, (index < per_shard) & (row_ids < jnp.asarray(vocabulary)[table])
 

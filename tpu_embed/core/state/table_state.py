@@ -131,23 +131,17 @@ def describe_leaf(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Return the partition specs of `TableState.tables` and of `TableState.slots`."""
-    tables = {stack.name: axes.spec(stack.shard_axes) for stack in stacks}
-    slots = {
-        stack.name: {
-            name: axes.spec(stack.shard_axes) if shape.per_row else PartitionSpec()
-            for name, shape in slot_shapes(stack).items()
-        }
-        for stack in stacks
-    }
-    return tables, slots
-
-
 def stack_specs(stack: Stack, axes: MeshAxes) -> Any:
     """Return the partition specs of the arrays of one stack, as those of a `StackShard`."""
-    tables, slots = state_specs((stack,), axes)
-    return StackShard(tables[stack.name], slots[stack.name])
+    split, shapes = axes.spec(stack.shard_axes), slot_shapes(stack).items()
+    slots: Any = {name: split if one.per_row else PartitionSpec() for name, one in shapes}
+    return StackShard(split, slots)
+
+
+def split_shards(shards: Mapping[str, StackShard]) -> tuple[dict, dict]:
+    """Return the tables and the slots of stacks, by name, as in a `TableState`."""
+    tables = {name: one.table for name, one in shards.items()}
+    return tables, {name: one.slots for name, one in shards.items()}
 
 
 def slot_shapes(stack: Stack) -> Mapping[str, SlotShape]:

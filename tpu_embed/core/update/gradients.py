@@ -264,9 +264,8 @@ def not_finite(
             bad = [is_bad(f, gradient, splits) for f, gradient in enumerate(gradients)]
             return collectives.any_device(jnp.stack(bad), axes.mesh)
 
-    return jax.shard_map(
-        device, mesh=axes.mesh, in_specs=batch, out_specs=PartitionSpec(), check_vma=False
-    )(*axes.reshard((list(gradients), splits), axes.batch_axes))
+    given = axes.reshard((list(gradients), splits), axes.batch_axes)
+    return collectives.per_device(device, axes, batch, PartitionSpec())(*given)
 
 
 _not_finite_program = partial(jax.jit, static_argnames="layout")(not_finite)

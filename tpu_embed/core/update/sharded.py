@@ -41,7 +41,7 @@ from tpu_embed.core.batch import (
 from tpu_embed.core.exchange import RowSums, collectives, number_runs, route
 from tpu_embed.core.layout import Layout, Stack, sent_sums_format
 from tpu_embed.core.lookup import sum_gradients
-from tpu_embed.core.state import StackShard, rule_slots, state_specs
+from tpu_embed.core.state import StackShard, rule_slots, split_shards, stack_specs
 from tpu_embed.core.update.apply import (
     apply_each,
     apply_rule,
@@ -308,42 +308,25 @@ def update(
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
     def device(
-        tables: dict[str, Array],
-        slots: dict[str, dict[str, Array]],
-        source: Batch | TracedIds,
-        operands: Operands,
-    ) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
-        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
-        new_tables, new_slots = {}, {}
+        held: dict[str, StackShard], source: Batch | TracedIds, operands: Operands
+    ) -> tuple[dict[str, StackShard], Array]:
+        (located, bad_ids), splits, new = source.locate(layout), source.row_splits(layout), {}
         for view in trained:
             name = view.stack.name
             with jax.named_scope(f"update/{view.stack.label}"):
-                held = StackShard(tables[name], slots[name])
-                new_tables[name], new_slots[name] = _apply(
-                    held, located[view.number], view, splits, operands
-                )
-        return new_tables, new_slots, collectives.psum(bad_ids, axes.batch_axes)
+                new[name] = _apply(held[name], located[view.number], view, splits, operands)
+        return new, collectives.psum(bad_ids, axes.batch_axes)
 
-    table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
-    whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
+    specs = {view.stack.name: stack_specs(view.stack, axes) for view in trained}
+    whole, batch, names = PartitionSpec(), axes.spec(axes.batch_axes), source.axes(layout)
     gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
-    new_tables, new_slots, bad_ids = jax.shard_map(
-        device,
-        mesh=axes.mesh,
-        in_specs=(
-            table_specs,
-            slot_specs,
-            axes.spec(source.axes(layout)),
-            Operands(batch, whole, whole, batch, whole),  # type: ignore
-        ),
-        out_specs=(table_specs, slot_specs, whole),
-        check_vma=False,
-    )(
-        {name: tables[name] for name in table_specs},
-        {name: slots[name] for name in table_specs},
-        axes.reshard(source, source.axes(layout)),
-        operands._replace(gradients=gradients, reads=reads),
-    )
+    of_operands = Operands(batch, whole, whole, batch, whole)  # type: ignore
+    given = specs, axes.spec(names), of_operands
+    held = {name: StackShard(tables[name], slots[name]) for name in specs}
+    operands = operands._replace(gradients=gradients, reads=reads)
+    run = collectives.per_device(device, axes, given, (specs, whole))
+    new, bad_ids = run(held, axes.reshard(source, names), operands)
+    new_tables, new_slots = split_shards(new)
     return {**tables, **new_tables}, {**slots, **new_slots}, bad_ids
 
 
