@@ -324,22 +324,37 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
       tables: adjacent tables that contain all of the local rows.
       local: local rows `[n]`.
     """
-    # Tables of 3 and 2 local rows end at 3 and 5. searchsorted then maps the local rows 0 … 4 to
-    # the tables 0, 0, 0, 1, 1.
-    ends = np.array([table.offset + table.rows_per_shard for table in tables], stack.index_dtype)
-    which = jnp.searchsorted(jnp.asarray(ends), local, side="right")
-
-    def column(field: str) -> Array:
-        return jnp.asarray(np.array([getattr(t, field) for t in tables], stack.index_dtype))[which]
-
-    shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
-    row_ids = stack.logical_in(shard, local - column("offset"), column("rows_per_shard"))
+    which, row_ids, exists = rows_of_tables(stack, tables, local)
     low, high = row_ids.astype(jnp.uint32), jnp.zeros(row_ids.shape, jnp.uint32)
     if row_ids.dtype == jnp.int64:
         high = (row_ids >> 32).astype(jnp.uint32)
     keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
     numbers = row_number(low, high) if keeps_numbers(stack) else None
-    return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"), numbers)
+    return NewRows(local, keys, row_ids, exists, numbers)
+
+
+def rows_of_tables(
+    stack: Stack, tables: Sequence[TableSlice], local: Array
+) -> tuple[Array, Array, Array]:
+    """Return the table of each local row of this device, its row id, and whether it has one.
+
+    Args:
+      stack: the stack.
+      tables: adjacent tables of it.
+      local: local rows `[n]` from the first table on.
+
+    Returns:
+      `[n]` numbers among the tables; `[n]`; bool `[n]`, false for padding after a table's rows.
+    """
+    names = ("offset", "rows_per_shard", "vocabulary_size")
+    columns = ([getattr(table, name) for table in tables] for name in names)
+    offset, size, limit = (jnp.asarray(np.array(c, stack.index_dtype)) for c in columns)
+    # Offsets 0 and 3 map the local rows 0 … 4 to the tables 0, 0, 0, 1, 1.
+    which = jnp.searchsorted(offset, local, side="right") - 1
+    index, size = local - offset[which], size[which]
+    shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
+    row_ids = stack.logical_in(shard, index, size)
+    return which, row_ids, (index < size) & (row_ids < limit[which])
 
 
 # -- what a state has besides rows ---------------------------------------------------------------

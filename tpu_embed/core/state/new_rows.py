@@ -129,13 +129,11 @@ class NewRowWriter:
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
-        chosen = {name: one for name, one in new.items() if one.keys.size}
-        rows = {name: one.rows for name, one in chosen.items()}
-        keys = {name: one.keys for name, one in chosen.items()}
-        by_id = {name: one.by_id for name, one in chosen.items()}
+        given = [(name, *one) for name, one in new.items() if one.keys.size]
+        keys, rows, by_id = ({one[0]: one[i] for one in given} for i in (1, 2, 3))
         for stack in self._programs:
             least = most.get(stack.name, 0)
-            if least or any(table.name in chosen for table in stack.tables):
+            if least or any(table.name in keys for table in stack.tables):
                 keyed = Parcels(stack, rows, least).keyed(keys, by_id)
                 parcels[stack] = parcel_operand(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
