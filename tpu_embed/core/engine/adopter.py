@@ -85,7 +85,7 @@ def prepare_adoption(
     """
     _check_processes(other, mine)
 
-    def fitted_maps() -> tuple[dict[str, MapState], dict[str, RowMoves]]:
+    def fitted_maps():
         _check_state(state, other)
         _check_tables(other, mine)
         return _fit_maps(other, mine)
@@ -110,7 +110,7 @@ def prepare_adoption(
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
 
-    def load() -> TableState:
+    def load():
         maps.load_states(states, homes)
         return new
 
@@ -311,7 +311,7 @@ class _RowCopies:
         home = self.mine.storage.tables[name]
         made, failed = HostRows(home.fields, home.storage.path), []
 
-        def write(ids: Ids, rows: Rows) -> None:
+        def write(ids, rows):
             numbers = np.asarray(ids, np.int64).view(np.uint64)
             here = home.row_groups.at_home(numbers)
             try:
@@ -319,7 +319,7 @@ class _RowCopies:
             except Exception as error:  # the other processes wait for the rows that this one reads
                 failed.append(error)
 
-        def written() -> HostRows:
+        def written():
             if failed:
                 raise failed[0]
             return made

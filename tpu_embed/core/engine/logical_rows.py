@@ -392,7 +392,7 @@ class LogicalRows:
         """Return the state in which keys have rows with values; in turn with the batches."""
         what = f"set_rows: table {name!r}"
 
-        def read() -> tuple[Field, np.ndarray, np.ndarray]:
+        def read():
             label = f"table {name!r}: keys"
             numbers = read_keys(label, keys)
             # Which of two values of a key is written would depend on the device's order of writes.

@@ -124,7 +124,7 @@ def lookup(
     """
     axes = layout.axes
 
-    def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
+    def device(tables, source):
         (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):

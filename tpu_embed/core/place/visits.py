@@ -68,7 +68,7 @@ def visit(
         found = np.append(logical, PADDING_ID).astype(np.int32)
         of_features |= {f: found[np.searchsorted(keys, x)] for f, x in given[table.name].items()}
 
-    def make() -> tuple[np.ndarray, dict[str, Visits]]:
+    def make():
         # Before rows are read, because another thread may replace some meanwhile.
         replaced, stacks = np.array(homes.replaced, np.int32), {}
         for large, small in zip(layout.stacks, layout.visiting(rows).stacks, strict=True):

@@ -58,7 +58,7 @@ def write_copy(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshA
     places = jnp.where(valid, stack.physical(ids, f.table), PADDING_ID)
     stored = storage.encode(jnp.asarray(values), f.shape.dtype)
 
-    def shard(physical: Array, places: Array, values: Array) -> Array:
+    def shard(physical, places, values):
         # Every device sees all n rows and writes its own.
         local = route.rows_of_shard(places, stack)
         return dispatch.write_rows(physical, local, values, f.row_format)

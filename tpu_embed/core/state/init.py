@@ -128,7 +128,7 @@ def _make(
     """Return tables and slots, of which each device makes its shard of every stack."""
     axes.check_context()
 
-    def shard(*key: Array) -> dict[str, StackShard]:
+    def shard(*key):
         return {stack.name: make(stack, *key) for stack in stacks}
 
     specs = {stack.name: stack_specs(stack, axes) for stack in stacks}
@@ -176,7 +176,7 @@ def row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewR
     shape = (1, stack.dim)
 
     # The initializer makes [1, D]; [0] takes the row out, and vmap stacks n of them to [n, D].
-    def one(key: Array) -> Array:
+    def one(key):
         return _of_shape(initializer(key, shape, stack.compute_dtype), shape, what)[0]
 
     return lambda lines: jax.vmap(one)(lines.keys)
@@ -242,7 +242,7 @@ def _fill(
     chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // width))
     numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=stack.index_dtype)
 
-    def write(i: Array, made: StackShard) -> StackShard:
+    def write(i, made):
         # The last chunk starts earlier, so that it ends at `last`. With rows 0 … 9 and chunk 4:
         # 0-3, 4-7, 6-9. Rows 6 and 7 are created twice, with equal values.
         start = jnp.minimum(first + i * chunk, last - chunk).astype(stack.index_dtype)

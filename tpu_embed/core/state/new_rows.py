@@ -129,7 +129,7 @@ class NewRowWriter:
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
-        given = [(name, *one) for name, one in new.items() if one.keys.size]
+        given: list[Any] = [(name, *one) for name, one in new.items() if one.keys.size]
         keys, rows, by_id = ({one[0]: one[i] for one in given} for i in (1, 2, 3))
         for stack in self._programs:
             least = most.get(stack.name, 0)
@@ -185,7 +185,7 @@ class NewRowWriter:
         axes = self._layout.axes
         specs = stack_specs(stack, axes)
 
-        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> tuple[Any, ...]:
+        def device(held, key, parcels):
             rows = open_rows(parcels[0, :2], stack)
             drawn = _draw_parts(stack, key, parcels[0])
             return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
@@ -242,7 +242,7 @@ def first_rows(
     """
     known, number = jax.tree.map(np.asarray, random_key(vocabulary)), stack.tables.index(table)
 
-    def drawn(ids: Array) -> Array:
+    def drawn(ids):
         # All rows are of one table, and none has a place on a device: they are only numbered.
         rows = jax.lax.iota(jnp.int32, ids.shape[0])
         same = jnp.zeros_like(rows)

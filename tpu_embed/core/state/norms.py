@@ -76,7 +76,7 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
     size = min(BLOCK_ROWS, stack.num_rows)
     numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
 
-    def shard(physical: Array) -> RowNorms:
+    def shard(physical):
         # parts: arrays [blocks, T]. `lax.map` runs the blocks one after the other.
         parts = jax.lax.map(
             lambda number: _of_block(physical, number * size, size, row_format, stack), numbers

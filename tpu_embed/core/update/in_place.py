@@ -130,7 +130,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the function with another name, which its programs and profiles then show."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args):
         return function(*args)
 
     call.__name__ = call.__qualname__ = name

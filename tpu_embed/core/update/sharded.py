@@ -307,9 +307,7 @@ def update(
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
-    def device(
-        held: dict[str, StackShard], source: Batch | TracedIds, operands: Operands
-    ) -> tuple[dict[str, StackShard], Array]:
+    def device(held, source, operands):
         (located, bad_ids), splits, new = source.locate(layout), source.row_splits(layout), {}
         for view in trained:
             name = view.stack.name
@@ -355,7 +353,7 @@ def _apply(
     firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
     ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
-    def to_apply(row_ids: Array) -> Array:
+    def to_apply(row_ids):
         """Return row ids that depend on all lookups; all padding if the step is skipped."""
         # Adds a zero that is computed from the activations.
         if firsts:
@@ -389,12 +387,12 @@ def _apply(
         SparseCores that know the rule do all in one kernel.
         """
 
-        def in_steps(held: StackShard, given: RowSums) -> StackShard:
+        def in_steps(held, given):
             with jax.named_scope("merge"):
                 sums = route.merge(given)
             return to_sums(held, sums)
 
-        def at_once(held: StackShard, given: RowSums) -> StackShard:
+        def at_once(held, given):
             assert rule is not None
             with jax.named_scope("rule"):
                 given = given._replace(row_ids=to_apply(given.row_ids))
@@ -415,7 +413,7 @@ def _apply(
         return to_sums(held, psum_sums(ids, gradients, view, splits))
     if view.routes_update:
         # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
-        def adds_up(held: StackShard, given: RowSums) -> StackShard:
+        def adds_up(held, given):
             sums = storage.widened(given.sums)  # M sums are M bags of one id each
             by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
             return in_kernel(held, by_row, GradientLayout(sums.shape[:1]))
@@ -431,13 +429,13 @@ def _apply(
             ids = ids._replace(index=to_apply(ids.index))
             return apply_each(held, ids, each, stack, step, rate)
 
-    def sorts(held: StackShard) -> StackShard:
+    def sorts(held):
         return in_kernel(held, *gradients_to_sort(*every, view, splits))
 
-    def in_steps(held: StackShard) -> StackShard:
+    def in_steps(held):
         return to_partials(held, sum_own_rows(*every, view))
 
-    def by_bag(held: StackShard) -> StackShard:
+    def by_bag(held):
         return to_partials(held, bags_to_merge(*every, view))
 
     # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
