@@ -159,11 +159,11 @@ def _may_be_on_host(stack: Stack, config: Any) -> bool:
     )
 
 
-def _changes(some: Iterable[_Candidate], share: float) -> Changes:
-    """Return the changes that leave a share of the rows of tables, but not too few."""
+def _changes(some: Iterable[_Candidate], part: float) -> Changes:
+    """Return the changes that leave a part of the rows of tables, but not too few."""
     changes = {}
     for one in some:
-        rows = int(share * one.rows)
+        rows = int(part * one.rows)
         unit = 10 ** max(0, len(str(rows)) - 2)  # 8_765_432 -> 8_700_000
         rows = min(_MOST_ROWS, max(one.least, rows // unit * unit))
         changes[one.name] = {"storage": _storage(one.storage, rows)}

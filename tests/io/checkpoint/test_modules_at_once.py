@@ -76,7 +76,7 @@ def filled(tmp_path_factory):
 
 
 def in_filling(code):
-    names = ("checkpoint/modules", "vocabulary/loads", "vocabulary/vocabularies")
+    names = ("checkpoint/module_checkpoint", "vocabulary/loads", "vocabulary/vocabularies")
     names += ("vocabulary/timeline", "vocabulary/table_maps")
     return code.co_filename.endswith(tuple(f"{name}.py" for name in names))
 

@@ -468,10 +468,12 @@ class LogicalRows:
         except BaseException:
             # An interrupt may come when the step is admitted already: then it stays.
             if maps.admitted == before:
-                if at_home is not None:
-                    at_home.undo()  # an error in another process may come when it is written
-                if step > before:
-                    maps.undo(before)
+                try:
+                    if at_home is not None:
+                        at_home.undo()  # an error in another process may come when it is written
+                finally:  # where the disk is full, it may be for `undo`, too
+                    if step > before:
+                        maps.undo(before)
             raise
         return dataclasses.replace(written, vocabulary=version)
 
