@@ -24,7 +24,6 @@ from tpu_embed.core.state import (
     MAP_VERSION,
     NewRowWriter,
     RowMover,
-    Sent,
     TableState,
     check_own,
     leaving_rooms,
@@ -82,12 +81,12 @@ class Admitter:
         steps = vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
-        new, sent = self._complete(batch.keys)
+        bring = self._prepare_rows(keys, steps.first)
         numbers = np.array(steps, np.int32)  # the host keeps nothing more of the batch
         admitted = dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
 
         def exchange(call):
-            new_state = self._exchange(state, keys, new, sent, steps.first, call)
+            new_state = bring(state, call)
             if vocabularies.admitted < steps.first:
                 vocabularies.check_next(now, keys)  # maps may have been loaded since an interrupt
                 vocabularies.note_admitted(steps.first)
@@ -98,12 +97,14 @@ class Admitter:
 
         return Exchange(exchange)
 
-    def _complete(self, keys: BatchKeys) -> tuple[dict[str, NewKeys], dict[str, Sent]]:
-        """Return what a batch brings to the devices; waits for rows on their way home.
+    def _prepare_rows(
+        self, keys: BatchKeys, step: int
+    ) -> Callable[[TableState, Callable[..., Any]], TableState]:
+        """Get what a batch brings to the devices; wait for rows on their way home.
 
         Returns:
-          By table, the keys whose rows are drawn; and by stack, rows from home, on the devices
-          already.
+          A function that gives a state the rows of new keys, and sends those that they displace
+          home. It may be done again with a `call` that returns what programs have returned before.
 
         Raises:
           RuntimeError: rows were lost on their way home.
@@ -111,7 +112,7 @@ class Admitter:
         new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
         homes, came = self._homes, {}
         if homes is None:
-            return new, {}
+            return lambda state, call: self._writer.write(state, new, call=call)
         homes.check()
         for name, incoming in keys.incoming.items():
             _, found = homes.complete(name, incoming)
@@ -121,31 +122,18 @@ class Admitter:
             came[name] = np.zeros(taken.new_keys.size, bool)
             came[name][row_groups.at_home(taken.new_keys)] = found
         homes.wait_for_room()  # what may raise comes before tables are donated
-        return new, self._mover.send(keys.arrivals, came, keys.agreed)
-
-    def _exchange(
-        self,
-        state: TableState,
-        keys: BatchKeys,
-        new: Mapping[str, NewKeys],
-        sent: Mapping[str, Sent],
-        step: int,
-        call: Callable[..., Any],
-    ) -> TableState:
-        """Return the state with the rows of new keys; those that they displace are sent home.
-
-        It may be done again with a `call` that returns what programs have returned before.
-        """
-        homes = self._homes
-        if homes is None:
-            return self._writer.write(state, new, call=call)
+        sent = self._mover.send(keys.arrivals, came, keys.agreed)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
         mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
-        state, copies = self._mover.exchange(state, sent, call)
-        rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
-        homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
-        return self._writer.write(state, new, most, call=call)
+
+        def bring(state, call):
+            state, copies = self._mover.exchange(state, sent, call)
+            rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
+            homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
+            return self._writer.write(state, new, most, call=call)
+
+        return bring
 
     def check(
         self, state: TableState, batch: Batch | TracedIds

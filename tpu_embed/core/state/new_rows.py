@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -63,8 +62,6 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.stochastic import row_number
 from tpu_embed.storage import VALUES, slot_field
-
-_NONE: Mapping[str, int] = types.MappingProxyType({})
 
 
 class KeyedParcel(NamedTuple):
@@ -112,7 +109,7 @@ class NewRowWriter:
         self,
         state: TableState,
         new: Mapping[str, NewKeys],
-        most: Mapping[str, int] = _NONE,
+        most: Mapping[str, int] | None = None,
         *,
         call: Callable[..., Any] = call,
     ) -> TableState:
@@ -132,7 +129,7 @@ class NewRowWriter:
         given: list[Any] = [(name, *one) for name, one in new.items() if one.keys.size]
         keys, rows, by_id = ({one[0]: one[i] for one in given} for i in (1, 2, 3))
         for stack in self._programs:
-            least = most.get(stack.name, 0)
+            least = (most or {}).get(stack.name, 0)
             if least or any(table.name in keys for table in stack.tables):
                 keyed = Parcels(stack, rows, least).keyed(keys, by_id)
                 parcels[stack] = parcel_operand(keyed, axes.sharding(stack.shard_axes))
