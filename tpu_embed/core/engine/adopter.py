@@ -86,7 +86,13 @@ def prepare_adoption(
     _check_processes(other, mine)
 
     def fitted_maps():
-        _check_state(state, other)
+        refuse_traced("adopt", state)
+        check_state(state, other.layout)
+        if other.vocabularies is not None:
+            other.vocabularies.check_newest(state)
+            check_none_ahead("adopt: the other engine", other.vocabularies)
+        if other.storage is not None:
+            other.storage.flush()
         _check_tables(other, mine)
         return _fit_maps(other, mine)
 
@@ -129,21 +135,6 @@ def _check_processes(*engines: LogicalRows) -> None:
             expected, got = f"devices of all {jax.process_count()} processes", f"of {sorted(here)}"
             remedy = "io.save and io.restore bring tables to the devices of other processes"
             raise ValueError(message("adopt: mesh", expected=expected, got=got, remedy=remedy))
-
-
-def _check_state(state: TableState, other: LogicalRows) -> None:
-    """Check that a state may be brought into another layout.
-
-    Raises:
-      ValueError: it is traced, not the other engine's, or not its newest one.
-    """
-    refuse_traced("adopt", state)
-    check_state(state, other.layout)
-    if other.vocabularies is not None:
-        other.vocabularies.check_newest(state)
-        check_none_ahead("adopt: the other engine", other.vocabularies)
-    if other.storage is not None:
-        other.storage.flush()
 
 
 def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
@@ -250,7 +241,10 @@ class _RowCopies:
                 if table.is_on_host:
                     homes[table.name] = self._at_home(table.name)
                 else:
-                    state = self._written(state, table.name)
+                    rows = DeviceRows(state, self.mine.layout, table.name)
+                    blocks = self._blocks(table.name, rows)
+                    copy_rows(functools.partial(self._read, table.name), rows.write, blocks)
+                    state = rows.state
         return state, homes
 
     def _begun(self) -> TableState:
@@ -298,12 +292,6 @@ class _RowCopies:
                 whole = np.asarray(before.read(self.state))
                 state = f.write(state, put_everywhere(whole, self.mine.layout.axes))
         return state
-
-    def _written(self, state: TableState, name: str) -> TableState:
-        """Return the state with the rows of a table on the devices, in its own memory."""
-        rows = DeviceRows(state, self.mine.layout, name)
-        copy_rows(functools.partial(self._read, name), rows.write, self._blocks(name, rows))
-        return rows.state
 
     def _at_home(self, name: str) -> HostRows:
         """Return the rows of a table on the host."""
