@@ -104,10 +104,9 @@ class Intake:
 
         With one process, that is where no map learns. Engines that share maps share their order.
         """
-        routed: Routed = "update" if training else "lookup"
         if training and self.vocabularies is not None:
             return self.vocabularies.order
-        agreement = self.agreements[routed]
+        agreement = self.agreements["update" if training else "lookup"]
         return None if agreement.alone else agreement.order
 
     def pin(self) -> Pin | None:
