@@ -45,7 +45,8 @@ from tpu_embed.core.state import (
     StackShard,
     TableState,
     row_fields,
-    state_specs,
+    split_shards,
+    stack_specs,
 )
 from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import HitRate, HostPlan
@@ -345,8 +346,9 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     axes, whole = engine.layout.axes, PartitionSpec()
+    tables, slots = split_shards({s.name: stack_specs(s, axes) for s in engine.layout.stacks})
     vocabulary: Any = shapes.vocabulary and whole
-    specs: Any = *state_specs(engine.layout.stacks, axes), whole, whole, vocabulary
+    specs: Any = tables, slots, whole, whole, vocabulary
     return jax.tree.map(
         lambda spec, part: _sharded(part, NamedSharding(axes.mesh, spec)),
         TableState(*specs),

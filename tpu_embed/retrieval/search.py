@@ -27,7 +27,7 @@ from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.exchange import axis_index, collectives
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, round_up
 from tpu_embed.core.lookup import record_read
-from tpu_embed.core.state import TableState, check_arrays, check_tables_not_donated
+from tpu_embed.core.state import TableState, check_arrays, check_not_donated
 from tpu_embed.processes import gather_from_all, raise_on_all
 from tpu_embed.retrieval.scan import Found, scan_shard
 from tpu_embed.retrieval.scores import Score, as_given, check_score, check_temperature, scored
@@ -135,7 +135,7 @@ def top_k(
         check_score("top_k", score)
         stack, part = layout.table(table)
         layout.check_on_devices("top_k", [table])
-        check_tables_not_donated(state)
+        check_not_donated(state, tables_alone=True)
         layout.axes.check_context()
         check_arrays(state, layout, slots=False)
         found = check_queries(queries, stack, table)

@@ -12,7 +12,7 @@ from layout_cases import make_stack
 
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.update import StackShard
+from tpu_embed.core.state import StackShard
 from tpu_embed.core.update.apply import CHUNK, apply_each
 
 V, D = 7, 2

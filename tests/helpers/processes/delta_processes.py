@@ -50,7 +50,7 @@ def contents(path):
     delta = delta_files.read(Path(path))
     found = {}
     for name, one in delta.tables.items():
-        found |= {f"{name} {part}": np.array(array) for part, array in one.arrays().items()}
+        found |= {f"{name} {part}": np.array(array) for part, array in one.arrays.items()}
     return found, (delta.since[1:], delta.version[1:], len(delta.ancestors))
 
 

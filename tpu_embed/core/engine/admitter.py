@@ -24,13 +24,11 @@ from tpu_embed.core.state import (
     MAP_VERSION,
     NewRowWriter,
     RowMover,
-    Sent,
     TableState,
     check_own,
     leaving_rooms,
     new_version,
 )
-from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary import (
     BatchKeys,
     NewOwners,
@@ -83,74 +81,59 @@ class Admitter:
         steps = vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
         vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
-        new, sent = self._complete(batch.keys)
+        bring = self._prepare_rows(keys, steps.first)
         numbers = np.array(steps, np.int32)  # the host keeps nothing more of the batch
         admitted = dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
 
-        def exchange(call: Callable[..., Any]) -> tuple[TableState, Batch]:
-            new_state = self._exchange(state, keys, new, sent, steps.first, call)
+        def exchange(call):
+            new_state = bring(state, call)
             if vocabularies.admitted < steps.first:
                 vocabularies.check_next(now, keys)  # maps may have been loaded since an interrupt
                 vocabularies.note_admitted(steps.first)
-                self._note_brought(keys)
+                if self._homes is not None:
+                    for name, incoming in keys.incoming.items():
+                        self._homes.note_brought(name, incoming)
             return dataclasses.replace(new_state, vocabulary=vocabulary), admitted
 
         return Exchange(exchange)
 
-    def _complete(self, keys: BatchKeys) -> tuple[dict[str, NewKeys], dict[str, Sent]]:
-        """Return what a batch brings to the devices; waits for rows on their way home.
+    def _prepare_rows(
+        self, keys: BatchKeys, step: int
+    ) -> Callable[[TableState, Callable[..., Any]], TableState]:
+        """Get what a batch brings to the devices; wait for rows on their way home.
 
         Returns:
-          By table, the keys whose rows are drawn; and by stack, rows from home, on the devices
-          already.
+          A function that gives a state the rows of new keys, and sends those that they displace
+          home. It may be done again with a `call` that returns what programs have returned before.
 
         Raises:
           RuntimeError: rows were lost on their way home.
         """
         new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
-        homes = self._homes
+        homes, came = self._homes, {}
         if homes is None:
-            return new, {}
+            return lambda state, call: self._writer.write(state, new, call=call)
         homes.check()
-        found = {}
         for name, incoming in keys.incoming.items():
-            _, found[name] = homes.complete(name, incoming)
+            _, found = homes.complete(name, incoming)
             row_groups, taken = homes.tables[name].row_groups, keys.taken[name]
-            new[name] = drawn_keys(row_groups, taken, found[name], keys.owners.get(name))
-        # In the order of the parcels, which all processes have alike.
-        came = {n: _whole(f, homes.tables[n].row_groups, keys.taken[n]) for n, f in found.items()}
+            new[name] = drawn_keys(row_groups, taken, found, keys.owners.get(name))
+            # In the order of the parcels, which all processes have alike.
+            came[name] = np.zeros(taken.new_keys.size, bool)
+            came[name][row_groups.at_home(taken.new_keys)] = found
         homes.wait_for_room()  # what may raise comes before tables are donated
-        return new, self._mover.send(keys.arrivals, came, keys.agreed)
-
-    def _exchange(
-        self,
-        state: TableState,
-        keys: BatchKeys,
-        new: Mapping[str, NewKeys],
-        sent: Mapping[str, Sent],
-        step: int,
-        call: Callable[..., Any],
-    ) -> TableState:
-        """Return the state with the rows of new keys; those that they displace are sent home.
-
-        It may be done again with a `call` that returns what programs have returned before.
-        """
-        homes = self._homes
-        if homes is None:
-            return self._writer.write(state, new, call=call)
+        sent = self._mover.send(keys.arrivals, came, keys.agreed)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
         mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
-        state, copies = self._mover.exchange(state, sent, call)
-        rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
-        homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
-        return self._writer.write(state, new, most, call=call)
 
-    def _note_brought(self, keys: BatchKeys) -> None:
-        """Count the rows that a batch has brought from home."""
-        if self._homes is not None:
-            for name, incoming in keys.incoming.items():
-                self._homes.note_brought(name, incoming)
+        def bring(state, call):
+            state, copies = self._mover.exchange(state, sent, call)
+            rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
+            homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
+            return self._writer.write(state, new, most, call=call)
+
+        return bring
 
     def check(
         self, state: TableState, batch: Batch | TracedIds
@@ -229,13 +212,6 @@ def version_after(
     if replaced is not None:
         last[-1] = replaced
     return new_version(state.vocabulary, reached, layout.axes, last.tolist())
-
-
-def _whole(found: np.ndarray, row_groups: RowGroups, taken: Taken) -> np.ndarray:
-    """Return which new rows came from home in this process, given those that are at home in it."""
-    whole = np.zeros(taken.new_keys.size, bool)
-    whole[row_groups.at_home(taken.new_keys)] = found
-    return whole
 
 
 def _fits(steps: ValidSteps, now: Array | np.ndarray) -> Any:

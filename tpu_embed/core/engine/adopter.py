@@ -83,8 +83,14 @@ def prepare_adoption(
     """
     _check_processes(other, mine)
 
-    def fitted_maps() -> tuple[dict[str, MapState], dict[str, RowMoves]]:
-        _check_state(state, other)
+    def fitted_maps():
+        refuse_traced("adopt", state)
+        check_state(state, other.layout)
+        if other.vocabularies is not None:
+            other.vocabularies.check_newest(state)
+            check_none_ahead("adopt: the other engine", other.vocabularies)
+        if other.storage is not None:
+            other.storage.flush()
         _check_tables(other, mine)
         return _fit_maps(other, mine)
 
@@ -108,7 +114,7 @@ def prepare_adoption(
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
 
-    def load() -> TableState:
+    def load():
         maps.load_states(states, homes)
         return new
 
@@ -127,21 +133,6 @@ def _check_processes(*engines: LogicalRows) -> None:
             expected, got = f"devices of all {jax.process_count()} processes", f"of {sorted(here)}"
             remedy = "io.save and io.restore bring tables to the devices of other processes"
             raise ValueError(message("adopt: mesh", expected=expected, got=got, remedy=remedy))
-
-
-def _check_state(state: TableState, other: LogicalRows) -> None:
-    """Check that a state may be brought into another layout.
-
-    Raises:
-      ValueError: it is traced, not the other engine's, or not its newest one.
-    """
-    refuse_traced("adopt", state)
-    check_state(state, other.layout)
-    if other.vocabularies is not None:
-        other.vocabularies.check_newest(state)
-        check_none_ahead("adopt: the other engine", other.vocabularies)
-    if other.storage is not None:
-        other.storage.flush()
 
 
 def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
@@ -248,7 +239,10 @@ class _RowCopies:
                 if table.is_on_host:
                     homes[table.name] = self._at_home(table.name)
                 else:
-                    state = self._written(state, table.name)
+                    rows = DeviceRows(state, self.mine.layout, table.name)
+                    blocks = self._blocks(table.name, rows)
+                    copy_rows(functools.partial(self._read, table.name), rows.write, blocks)
+                    state = rows.state
         return state, homes
 
     def _begun(self) -> TableState:
@@ -297,19 +291,13 @@ class _RowCopies:
                 state = f.write(state, put_everywhere(whole, self.mine.layout.axes))
         return state
 
-    def _written(self, state: TableState, name: str) -> TableState:
-        """Return the state with the rows of a table on the devices, in its own memory."""
-        rows = DeviceRows(state, self.mine.layout, name)
-        copy_rows(functools.partial(self._read, name), rows.write, self._blocks(name, rows))
-        return rows.state
-
     def _at_home(self, name: str) -> HostRows:
         """Return the rows of a table on the host."""
         assert self.mine.storage is not None, "it is on the host"
         home = self.mine.storage.tables[name]
         made, failed = HostRows(home.fields, home.storage.path), []
 
-        def write(ids: Ids, rows: Rows) -> None:
+        def write(ids, rows):
             numbers = np.asarray(ids, np.int64).view(np.uint64)
             here = home.row_groups.at_home(numbers)
             try:
@@ -317,7 +305,7 @@ class _RowCopies:
             except Exception as error:  # the other processes wait for the rows that this one reads
                 failed.append(error)
 
-        def written() -> HostRows:
+        def written():
             if failed:
                 raise failed[0]
             return made

@@ -37,7 +37,6 @@ from tpu_embed.core.place import Intake
 from tpu_embed.core.state import (
     TableState,
     check_not_donated,
-    check_tables_not_donated,
     make_homes,
 )
 from tpu_embed.core.update import (
@@ -259,7 +258,7 @@ class EmbeddingEngine(LogicalRows):
             `jax.set_mesh`.
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
-        check_tables_not_donated(state)
+        check_not_donated(state, tables_alone=True)
         source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
         visits = isinstance(source, Batch) and source.visit_rows
         vocabulary = state.vocabulary if visits else None
@@ -326,7 +325,7 @@ class EmbeddingEngine(LogicalRows):
         rows, rest = (state.tables, state.slots), (state.step, state.counters)
         program = self._programs.update_in_place
 
-        def update(call: Callable[..., Any]) -> TableState:
+        def update(call):
             new = call(program, rows, rest, source, operands)
             return TableState(*new, vocabulary=state.vocabulary)
 

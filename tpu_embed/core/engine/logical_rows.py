@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import pickle
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.kernels import storage
 from tpu_embed.processes import gather_bytes, gather_from_all, raise_on_all
-from tpu_embed.storage import Homes, NewRows, Replacement, RowField
+from tpu_embed.storage import Homes, NewRows, Replacement
 from tpu_embed.vocabulary import Moves, Vocabularies, read_keys
 
 copy_arrays = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
@@ -333,9 +334,7 @@ class LogicalRows:
         self.layout.check_on_devices("load", [f.table.name for f, _ in given])
         for f, array in given:
             rows = (f.table.vocabulary_size,) if f.shape.per_row else ()
-            refuse_masked(f.label, array)
-            _check_shape(f.label, array, (*rows, *f.shape.shape))
-            _check_numbers(f.label, array)
+            _checked_values(f, rows, array)
         for f, array in given:
             if f.shape.per_row:
                 state = self.load(state, f.table.name, [array], slot=f.slot)
@@ -360,7 +359,10 @@ class LogicalRows:
         mine = np.flatnonzero(home.row_groups.at_home(keys))
         what = f"engine.rows: table {name!r}"
         read = raise_on_all(what, Path(), lambda: self._of_here(state, name, keys[mine]))
-        return _gather_rows(what, home.fields, keys.size, mine, read)
+        rows = DeviceRows(state, self.layout, name).empty(keys.size)
+        for said in gather_bytes(what, pickle.dumps((mine, read))):
+            _put_rows(rows, *pickle.loads(said))
+        return rows
 
     def _of_here(self, state: TableState, name: str, keys: np.ndarray) -> dict[str, np.ndarray]:
         """Return stored rows, `[n, …]` by field, for distinct keys that are at home here."""
@@ -371,9 +373,12 @@ class LogicalRows:
         if not found.all():
             assert state.vocabulary is not None, "checked"
             drawn = self.drawn_rows(state.vocabulary, name, keys[~here][~found])
-            for part, rows in drawn.items():
-                at_home[part][~found] = rows
-        return _merge_rows(here, self.held_rows(state, name, places[here]), at_home)
+            _put_rows(at_home, ~found, drawn)
+        held = DeviceRows(state, self.layout, name)
+        rows = held.empty(keys.size)
+        _put_rows(rows, here, held.read_here(places[here]))
+        _put_rows(rows, ~here, at_home)
+        return rows
 
     def _set_by_key(
         self,
@@ -387,7 +392,7 @@ class LogicalRows:
         """Return the state in which keys have rows with values; in turn with the batches."""
         what = f"set_rows: table {name!r}"
 
-        def read() -> tuple[Field, np.ndarray, np.ndarray]:
+        def read():
             label = f"table {name!r}: keys"
             numbers = read_keys(label, keys)
             # Which of two values of a key is written would depend on the device's order of writes.
@@ -397,7 +402,7 @@ class LogicalRows:
                 got = f"the keys at {twice[0]} and {twice[1]} are the same"
                 raise ValueError(message(label, expected="each key once", got=got))
             f = _field_of_rows(self.layout, name, slot)
-            given = np.asarray(_checked_values(f, numbers.size, values))
+            given = np.asarray(_checked_values(f, numbers.shape, snapshot(values)))
             # A row that is on its way home would be written after the one that is given now.
             if self.storage is not None:
                 self.storage.flush()
@@ -509,12 +514,13 @@ class LogicalRows:
         # A known key keeps what is not given, such as its slots; a new key gets all of it fresh.
         # Ids [4, 9, 2] with 9 of a new key: rows of 4 and 2 are read, that of 9 is drawn.
         is_new = np.isin(keys, new_keys)
-        rows = self._of_here(state, f.table.name, numbers[~is_new])
+        rows = DeviceRows(state, self.layout, f.table.name).empty(keys.size)
+        _put_rows(rows, ~is_new, self._of_here(state, f.table.name, numbers[~is_new]))
         if is_new.any():
             assert state.vocabulary is not None, "checked"
             none_by_id = np.zeros(is_new.sum(), bool)
             drawn = self._writer.draw(state.vocabulary, f.table, f.stack, keys[is_new], none_by_id)
-            rows = _merge_rows(is_new, drawn, rows)
+            _put_rows(rows, is_new, drawn)
         rows[f.part] = logical.as_stored(values[mine], f)
         return NewRows(numbers, rows)
 
@@ -658,7 +664,7 @@ def _checked_rows(f: Field, rows: Any, values: Any) -> tuple[Any, Any]:
     """
     ids = _array(snapshot(rows))
     _check_ids(f, "rows", ids)
-    given = _checked_values(f, ids.shape[0], values)
+    given = _checked_values(f, ids.shape, snapshot(values))
     if not isinstance(ids, Tracer):
         # Which values of a repeated row id are written would depend on the device's order of
         # writes.
@@ -669,24 +675,26 @@ def _checked_rows(f: Field, rows: Any, values: Any) -> tuple[Any, Any]:
     return ids, given
 
 
-def _checked_values(f: Field, n: int, values: Any) -> Any:
-    """Return the values of n rows, `[n, …]`, after a check of them."""
+def _checked_values(f: Field, rows: tuple[int, ...], values: Any) -> Any:
+    """Return the values of rows, `[n, …]`, after a check of them.
+
+    Args:
+      f: the table or slot.
+      rows: `(n,)`; empty for a slot that has no rows.
+      values: real numbers.
+    """
     refuse_masked(f.label, values)
-    given = _array(snapshot(values))
-    _check_shape(f"{f.label}: values", given, (n, *f.shape.shape))
+    given, shape = _array(values), (*rows, *f.shape.shape)
+    if given.shape != shape:
+        expected, got = f"shape {shape}", f"{given.shape}"
+        raise ValueError(message(f"{f.label}: values", expected=expected, got=got))
     _check_numbers(f"{f.label}: values", given)
     return given
 
 
-def _check_shape(label: str, values: Any, shape: tuple[int, ...]) -> None:
-    if np.shape(values) != shape:
-        raise ValueError(message(label, expected=f"shape {shape}", got=f"{np.shape(values)}"))
-
-
 def _check_numbers(label: str, values: Any) -> None:
-    dtype = _array(values).dtype
-    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
-        raise ValueError(message(label, expected="real numbers", got=f"dtype {dtype}"))
+    if not any(jnp.issubdtype(values.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
+        raise ValueError(message(label, expected="real numbers", got=f"dtype {values.dtype}"))
 
 
 def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
@@ -725,43 +733,9 @@ def _check_same(what: str, f: Field, keys: np.ndarray, values: np.ndarray) -> No
         raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
-def _merge_rows(
-    which: np.ndarray, chosen: Mapping[str, np.ndarray], others: Mapping[str, np.ndarray]
-) -> dict[str, np.ndarray]:
-    """Return rows `[n, …]` by part, of which those in a mask `[n]` are given first."""
-    rows = {}
-    for part, some in chosen.items():
-        rows[part] = np.empty((which.size, *some.shape[1:]), some.dtype)
-        rows[part][which], rows[part][~which] = some, others[part]
-    return rows
-
-
-def _gather_rows(
-    what: str,
-    fields: Mapping[str, RowField],
-    n: int,
-    mine: np.ndarray,
-    read: Mapping[str, np.ndarray],
-) -> dict[str, np.ndarray]:
-    """Return n rows, `[n, …]` by field, of which each process has read some.
-
-    Args:
-      what: the call, for messages.
-      fields: what a row has.
-      n: how many rows there are.
-      mine: int64 `[m]`, which of them this process has read.
-      read: these, `[m, …]` by field.
-    """
-    rows = {part: np.empty((n, *one.shape), one.dtype) for part, one in fields.items()}
-    said = gather_bytes(
-        what, b"".join([mine.tobytes(), *(read[part].tobytes() for part in fields)])
-    )
-    width = 8 + sum(one.nbytes for one in fields.values())
-    for some in said:
-        # The numbers of m rows, then one field of all m after the other.
-        m = len(some) // width
-        at, end = np.frombuffer(some, np.int64, m), 8 * m
-        for part, one in fields.items():
-            values = np.frombuffer(some[end : end + m * one.nbytes], one.dtype)
-            rows[part][at], end = values.reshape(m, *one.shape), end + m * one.nbytes
-    return rows
+def _put_rows(
+    rows: Mapping[str, np.ndarray], where: np.ndarray, given: Mapping[str, np.ndarray]
+) -> None:
+    """Write rows `[m, …]` by part to their places among others: a mask `[n]`, or numbers `[m]`."""
+    for part, some in given.items():
+        rows[part][where] = some

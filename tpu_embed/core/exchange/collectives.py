@@ -1,4 +1,4 @@
-"""Collectives over any number of mesh axes, including none.
+"""Collectives over any number of mesh axes, including none, and what runs them on each device.
 
 A collective exchanges or combines the arrays of several devices, inside `shard_map`. JAX's
 collectives need at least one axis. These also accept none: then there is only one device in the
@@ -9,13 +9,29 @@ Input: arrays local to one device, and names of mesh axes. Output: the exchanged
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tpu_embed._types import Array
+from tpu_embed.core.layout import MeshAxes
+
+
+def per_device(function: Callable, axes: MeshAxes, in_specs: Any, out_specs: Any) -> Callable:
+    """Return a function that runs on each device of the mesh, with that device's parts of arrays.
+
+    Args:
+      function: takes and returns the parts; collectives may be called inside.
+      axes: the mesh.
+      in_specs: the partition specs of the arguments, a prefix of their trees.
+      out_specs: those of the results.
+    """
+    return jax.shard_map(
+        function, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def axis_index(names: Sequence[str]) -> Array:

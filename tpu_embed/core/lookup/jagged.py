@@ -567,7 +567,7 @@ def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], P
         for leaf in leaves
     ]
 
-    def rebuild(values: PyTree) -> PyTree:
+    def rebuild(values):
         pairs = zip(frames, structure.flatten_up_to(values), strict=True)
         return structure.unflatten(
             [value if frame is None else frame.with_values(value) for frame, value in pairs]

@@ -136,10 +136,10 @@ def spread(row_splits: Array, of_segments: Array, capacity: int) -> Array:
         return jnp.zeros((capacity, *of_segments.shape[1:]), of_segments.dtype)
     ids, wide = segment_ids(row_splits, capacity), _widen(of_segments)
 
-    def take(values: Array, ids: Array) -> Array:
+    def take(values, ids):
         return values.at[ids].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
-    def transpose_sum(values: Array, ids: Array) -> Array:
+    def transpose_sum(values, ids):
         add = functools.partial(reference.segment_sum_scan, segments=ids, num_segments=len(values))
         like = jax.ShapeDtypeStruct((capacity, *values.shape[1:]), values.dtype)
         return jax.linear_transpose(add, like)(values)[0]

@@ -124,7 +124,7 @@ def lookup(
     """
     axes = layout.axes
 
-    def device(tables: dict[str, Array], source: Batch | TracedIds) -> tuple[list[Any], Array]:
+    def device(tables, source):
         (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
@@ -135,14 +135,10 @@ def lookup(
         return [found[f] for f in range(len(layout.features))], bad_ids
 
     table_specs = {stack.name: axes.spec(stack.shard_axes) for stack in layout.stacks}
-    batch = axes.spec(axes.batch_axes)
-    return jax.shard_map(
-        device,
-        mesh=axes.mesh,
-        in_specs=(table_specs, axes.spec(source.axes(layout))),
-        out_specs=(batch, PartitionSpec()),
-        check_vma=False,
-    )(tables, axes.reshard(source, source.axes(layout)))
+    names, activations = source.axes(layout), axes.spec(axes.batch_axes)
+    given, returned = (table_specs, axes.spec(names)), (activations, PartitionSpec())
+    run = collectives.per_device(device, axes, given, returned)
+    return run(tables, axes.reshard(source, names))
 
 
 # Where a user calls it outside a jit, a bare shard_map would compile each operation in every call.
@@ -160,14 +156,14 @@ def row_splits(source: Batch | TracedIds, layout: Layout) -> dict[int, Array]:
       int32 `[S, B / S + 1]`, as in the `Jagged` that `lookup` returns.
     """
     axes = layout.axes
-    by_device = jax.shard_map(
+    names = source.axes(layout)
+    by_device = collectives.per_device(
         lambda source: source.row_splits(layout),
-        mesh=axes.mesh,
-        in_specs=(axes.spec(source.axes(layout)),),
-        out_specs=axes.spec(axes.batch_axes),
-        check_vma=False,
+        axes,
+        axes.spec(names),
+        axes.spec(axes.batch_axes),
     )
-    return by_device(axes.reshard(source, source.axes(layout)))
+    return by_device(axes.reshard(source, names))
 
 
 def by_feature(

@@ -23,7 +23,8 @@ from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
 from tpu_embed.core.layout import Layout
 from tpu_embed.core.place.agreement import Agreement
 from tpu_embed.core.place.keys import KeyedBatches
-from tpu_embed.core.place.router import Router
+from tpu_embed.core.place.rooms import Rooms
+from tpu_embed.core.place.router import route
 from tpu_embed.processes import Order
 from tpu_embed.vocabulary import Pin, Vocabularies
 
@@ -59,7 +60,7 @@ class Intake:
         if vocabularies is not None:
             self._keyed = KeyedBatches(layout, vocabularies, self.agreements)
         # By the size of the small tables of lookups; 0 for batches without them.
-        self._routers = {0: Router(layout, self.agreements)}
+        self._rooms = {0: Rooms(layout)}
 
     def place(
         self,
@@ -103,10 +104,9 @@ class Intake:
 
         With one process, that is where no map learns. Engines that share maps share their order.
         """
-        routed: Routed = "update" if training else "lookup"
         if training and self.vocabularies is not None:
             return self.vocabularies.order
-        agreement = self.agreements[routed]
+        agreement = self.agreements["update" if training else "lookup"]
         return None if agreement.alone else agreement.order
 
     def pin(self) -> Pin | None:
@@ -121,7 +121,7 @@ class Intake:
         Args:
           features: the ids; of a batch that is only looked up, mappings may leave out some.
           weights: their weights, or None.
-          spec: see `Router.route`.
+          spec: see `route`.
           step: of a batch that is only looked up: the step whose rows it gets of living
             vocabularies. None: a training batch.
 
@@ -143,16 +143,12 @@ class Intake:
         if self._keyed is not None:
             keyed = self._keyed.learn(hosts) if step is None else self._keyed.find(hosts, step)
         with keyed as (hosts, fields):
-            router = self._router(fields.get("visit_rows", 0))
-            batch = router.route(hosts, spec, routed)
+            number, agreement = fields.get("visit_rows", 0), self.agreements[routed]
+            if number not in self._rooms:  # another thread may make one, too
+                self._rooms.setdefault(number, Rooms(self._layout.visiting(number)))
+            rooms = self._rooms[number]
+            batch = route(hosts, spec, routed, rooms=rooms, agreement=agreement)
             return dataclasses.replace(batch, left_out=left_out, **fields)
-
-    def _router(self, rows: int) -> Router:
-        """Return the router of batches whose small tables have this many rows on each shard."""
-        if rows not in self._routers:
-            router = Router(self._layout.visiting(rows), self.agreements)
-            self._routers.setdefault(rows, router)  # another thread may have made one
-        return self._routers[rows]
 
     def _filled(
         self, features: PyTree, weights: PyTree | None
@@ -178,7 +174,7 @@ class Intake:
     def shapes(self) -> Any:
         """Return the shapes that batches get, as JSON; None if no feature is jagged."""
         jagged = any(feature.config.jagged for feature in self._layout.features)
-        return self._routers[0].rooms.copy() if jagged else None
+        return self._rooms[0].copy() if jagged else None
 
     def expect(self, shapes: Any) -> None:
         """Give the next batches shapes that `shapes` returned; see `rooms.py`.
@@ -186,7 +182,7 @@ class Intake:
         Raises:
           ValueError: it is something else.
         """
-        self._routers[0].rooms.set(shapes)
+        self._rooms[0].set(shapes)
 
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature; see `EmbeddingEngine.host_ids`."""

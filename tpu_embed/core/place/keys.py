@@ -192,15 +192,14 @@ class KeyedBatches:
         }
         if not self._finding.alone:
             rows, every = self._of_all(steps.first, rows, every)
-        visited = None if homes is None else visit(self._layout, homes, guests, every)
         fields, make = {}, None
-        if visited is not None:
-            fields["visit_rows"], small, make = visited
+        if homes is not None:
+            fields["visit_rows"], small, make = visit(self._layout, homes, guests, every)
             found |= small
-            # If batches before it are still to be admitted, its rows come when it is admitted.
-            if steps.first <= self._vocabularies.admitted:
-                with self._finding.refusals():
-                    fields["visits"] = make()
+        # If batches before it are still to be admitted, its rows come when it is admitted.
+        if make is not None and steps.first <= self._vocabularies.admitted:
+            with self._finding.refusals():
+                fields["visits"] = make()
         tables = {
             name: KeyedRows(each, None, visits=make is not None and name in guests)
             for name, each in rows.items()

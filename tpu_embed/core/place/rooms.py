@@ -48,7 +48,7 @@ class Rooms:
     """
 
     def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+        self.layout = layout
         # `_kind_of` a spec -> its class of sizes -> the spec.
         self._specs: dict[Any, dict[int, BatchSpec]] = collections.defaultdict(dict)
         self._lock = threading.RLock()
@@ -77,7 +77,7 @@ class Rooms:
             raise ValueError(text) from error
         # Those of another layout are no error: a checkpoint may be restored on other devices or
         # with other features. The room of its batches is then found anew.
-        if not all(_is_of(spec, self._layout) for spec in specs):
+        if not all(_is_of(spec, self.layout) for spec in specs):
             return
         with self._lock:
             self._specs |= {_kind_of(spec): {} for spec in specs}
@@ -132,7 +132,7 @@ class Rooms:
     def _room(self, spec: BatchSpec) -> int:
         """Return the places for ids and rows that a device has in a spec."""
         total = 0
-        for g, (stack, one) in enumerate(zip(self._layout.stacks, spec.stacks, strict=True)):
+        for g, (stack, one) in enumerate(zip(self.layout.stacks, spec.stacks, strict=True)):
             exchanged = stack.num_shards * (one.row_capacity + one.partials)
             total += spec.ids(g) + exchanged + one.merged
         return total

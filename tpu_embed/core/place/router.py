@@ -9,7 +9,7 @@ Input: validated ids, with rows in the place of keys. Output: a `Batch`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -37,69 +37,63 @@ def exact_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
     return with_capacities(sort_stacks(hosts, natural, layout, replicas), natural, layout)
 
 
-class Router:
-    """Routes batches and sends them, in specs of earlier batches where they fit.
+def route(
+    hosts: Sequence[HostIds],
+    requested: BatchSpec | None,
+    routed: Routed,
+    *,
+    rooms: Rooms,
+    agreement: Agreement,
+) -> Batch:
+    """Return the batch in the requested spec, or in one of earlier batches, on the devices.
 
     Several processes route their parts together, and agree on the spec of each batch.
 
     Args:
-      layout: the engine's layout.
-      agreements: with the other processes, by what of a batch is routed.
-
-    Attributes:
+      hosts: the ids of every feature, of this process's part of the batch.
+      requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
+        of them grows if it fits none.
+      routed: what of the batch is routed.
       rooms: the specs of earlier batches.
+      agreement: with the other processes.
+
+    Raises:
+      ValueError: the batch does not fit the requested spec; the message says which it fits. Or
+        this process has no device of the mesh.
     """
-
-    def __init__(self, layout: Layout, agreements: Mapping[Routed, Agreement]) -> None:
-        self._layout, self._agreements = layout, agreements
-        self.rooms = Rooms(layout)
-
-    def route(self, hosts: Sequence[HostIds], requested: BatchSpec | None, routed: Routed) -> Batch:
-        """Return the batch in the requested spec, or in one of earlier batches.
-
-        Args:
-          hosts: the ids of every feature, of this process's part of the batch.
-          requested: the spec to use. None: the smallest spec of earlier batches that it fits; one
-            of them grows if it fits none.
-          routed: what of the batch is routed.
-
-        Raises:
-          ValueError: the batch does not fit the requested spec; the message says which it fits. Or
-            this process has no device of the mesh.
-        """
-        layout, axes, agreement = self._layout, self._layout.axes, self._agreements[routed]
-        replicas = axes.local_parts(axes.batch_axes)
-        with agreement.refusals():
-            if not replicas.size:
-                expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
-                raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
-            # `exact` is what the ids need, of this process's part, and of a batch of such parts.
-            here = natural_spec(hosts, layout, replicas.size, routed)
-            exact = here.over(axes.replicas)
-            # Pack and sort first, in a spec with room for the ids, then count capacities. The order
-            # does not depend on the capacities; the positions, which do, are written when all
-            # agree.
-            packed_as = BatchSpec.union(requested or self.rooms.propose(exact), exact)
-            stacks = sort_stacks(hosts, packed_as, layout, replicas)
-            exact = with_capacities(stacks, here, layout).over(axes.replicas)
-            wanted = requested or self.rooms.propose(exact)
-            if requested and (fitting := BatchSpec.union(packed_as, exact)) != requested:
-                expected, got = "one that the batch fits", f"{requested}"
-                remedy = f"use {fitting}, or BatchSpec.union of the specs of all batches"
-                raise ValueError(message("spec", expected=expected, got=got, remedy=remedy))
-        spec, as_requested = agreement.agree(wanted, exact=requested is not None)
-        if not as_requested:
-            spec = self.rooms.accept(spec)
-        if _ids_of(spec) != _ids_of(packed_as):  # another process or thread needed more ids
-            stacks = sort_stacks(hosts, spec, layout, replicas)
-        packed = write_lines(stacks, spec.over(replicas.size), layout)
-        sharding = axes.sharding(axes.names)
-        if axes.one_process:
-            array = send_lines(packed, sharding)  # takes half the time of the general call below
-        else:
-            whole = (axes.size(axes.names), packed.shape[1])
-            array = jax.make_array_from_process_local_data(sharding, packed, whole)
-        return Batch.of(array, spec, layout)
+    layout, axes = rooms.layout, rooms.layout.axes
+    replicas = axes.local_parts(axes.batch_axes)
+    with agreement.refusals():
+        if not replicas.size:
+            expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
+            raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
+        # `exact` is what the ids need, of this process's part, and of a batch of such parts.
+        here = natural_spec(hosts, layout, replicas.size, routed)
+        exact = here.over(axes.replicas)
+        # Pack and sort first, in a spec with room for the ids, then count capacities. The order
+        # does not depend on the capacities; the positions, which do, are written when all
+        # agree.
+        packed_as = BatchSpec.union(requested or rooms.propose(exact), exact)
+        stacks = sort_stacks(hosts, packed_as, layout, replicas)
+        exact = with_capacities(stacks, here, layout).over(axes.replicas)
+        wanted = requested or rooms.propose(exact)
+        if requested and (fitting := BatchSpec.union(packed_as, exact)) != requested:
+            expected, got = "one that the batch fits", f"{requested}"
+            remedy = f"use {fitting}, or BatchSpec.union of the specs of all batches"
+            raise ValueError(message("spec", expected=expected, got=got, remedy=remedy))
+    spec, as_requested = agreement.agree(wanted, exact=requested is not None)
+    if not as_requested:
+        spec = rooms.accept(spec)
+    if _ids_of(spec) != _ids_of(packed_as):  # another process or thread needed more ids
+        stacks = sort_stacks(hosts, spec, layout, replicas)
+    packed = write_lines(stacks, spec.over(replicas.size), layout)
+    sharding = axes.sharding(axes.names)
+    if axes.one_process:
+        array = send_lines(packed, sharding)  # takes half the time of the general call below
+    else:
+        whole = (axes.size(axes.names), packed.shape[1])
+        array = jax.make_array_from_process_local_data(sharding, packed, whole)
+    return Batch.of(array, spec, layout)
 
 
 def _ids_of(spec: BatchSpec) -> tuple[Any, ...]:

@@ -34,8 +34,8 @@ Guests = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 def visit(
     layout: Layout, homes: Homes, given: Mapping[str, Mapping[int, np.ndarray]], every: Guests
-) -> tuple[int, dict[int, np.ndarray], Callable[[], tuple[np.ndarray, dict[str, Visits]]]] | None:
-    """Return the small tables of a batch; None if the devices hold all of its rows.
+) -> tuple[int, dict[int, np.ndarray], Callable[[], tuple[np.ndarray, dict[str, Visits]]] | None]:
+    """Return the small tables of a batch; 0, nothing and None if the devices hold all of its rows.
 
     Args:
       layout: the engine's layout.
@@ -51,7 +51,7 @@ def visit(
     if all(
         ((rows >= 0) | (keys == NOBODY)).all() for some in every.values() for keys, rows in some
     ):
-        return None
+        return 0, {}, None
     seats = {
         table.name: _seats(stack, table, every[table.name], homes.tables[table.name].row_groups)
         for stack, table in layout.on_host
@@ -68,7 +68,7 @@ def visit(
         found = np.append(logical, PADDING_ID).astype(np.int32)
         of_features |= {f: found[np.searchsorted(keys, x)] for f, x in given[table.name].items()}
 
-    def make() -> tuple[np.ndarray, dict[str, Visits]]:
+    def make():
         # Before rows are read, because another thread may replace some meanwhile.
         replaced, stacks = np.array(homes.replaced, np.int32), {}
         for large, small in zip(layout.stacks, layout.visiting(rows).stacks, strict=True):

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.exchange import collectives
+from tpu_embed.core.exchange import collectives, route
 from tpu_embed.core.layout import Layout, MeshAxes, aligned_empty, bucket, parcel_operand
 from tpu_embed.core.rows.grid import BLOCK, Grid, Ids, Rows, below, pieces
 from tpu_embed.core.state import Field, TableState, fields
@@ -124,11 +124,11 @@ class DeviceRows:
     def _copy(self, lines: Array, local: Any, f: Field, rows: np.ndarray, at: Any) -> None:
         """Copy local rows of a table, from the lines of its shard, to their places in `rows`."""
         if self._axes.on_cpu:  # the lines are in the host's memory
-            rows[at] = f.row_format.unpack(
-                f.row_format.by_row(np.asarray(lines))[_moved(local, f.table.offset)]
-            )
+            stored = f.row_format.by_row(np.asarray(lines))
+            rows[at] = f.row_format.unpack(stored[f.table.offset :][local])
             return
-        places, wanted = np.arange(len(rows))[at], _numbers(local) + f.table.offset
+        # `np.r_` makes an array of numbers of a slice, too.
+        places, wanted = np.arange(len(rows))[at], np.r_[local] + f.table.offset
         for some in pieces(len(places), self.block):
             found = _take(lines, _padded(wanted[some], f.stack.index_dtype), f.row_format)
             rows[places[some]] = np.asarray(found)[: some.stop - some.start]
@@ -152,7 +152,7 @@ class DeviceRows:
                 self.write(ids[at], {part: array[at] for part, array in rows.items()})
             return
         written = tuple(f for part, f in self.fields.items() if part in rows)
-        cut = [(shard, _numbers(local), at) for shard, local, at in self.grid.cut(ids)]
+        cut = [(shard, np.r_[local], at) for shard, local, at in self.grid.cut(ids)]
         most = max((len(local) for _, local, _ in cut), default=0)
         if self._shared:  # processes have other ids, and one program
             most = max(most, min(self.grid.size, self.block // self.grid.shards))
@@ -174,18 +174,6 @@ class DeviceRows:
         jax.block_until_ready(arrays)  # no more than two blocks are held
         for part, array in call(_write, arrays, *operands, written, self._axes).items():
             self.state = self.fields[part].write(self.state, array)
-
-
-def _numbers(local: Any) -> np.ndarray:
-    """Return local rows, a slice or an array of them, as an array."""
-    return np.arange(local.start, local.stop, local.step) if isinstance(local, slice) else local
-
-
-def _moved(local: Any, offset: int) -> Any:
-    """Return local rows, a slice or an array of them, so many rows later."""
-    if isinstance(local, slice):
-        return slice(local.start + offset, local.stop + offset, local.step)
-    return local + offset
 
 
 def _room(n: int) -> int:
@@ -222,7 +210,7 @@ def _write(
       axes: the mesh.
     """
 
-    def shard(arrays: Any, places: Array, values: Any) -> dict[str, Array]:
+    def shard(arrays, places, values):
         return {
             f.part: dispatch.write_ascending_rows(
                 arrays[f.part], places[0], values[f.part][0], f.row_format
@@ -231,9 +219,7 @@ def _write(
         }
 
     spec = axes.spec(written[0].stack.shard_axes)
-    return jax.shard_map(
-        shard, mesh=axes.mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
-    )(arrays, places, values)
+    return collectives.per_device(shard, axes, spec, spec)(arrays, places, values)
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))
@@ -242,13 +228,11 @@ def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> A
     stack = f.stack
     places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
 
-    def shard(physical: Array, places: Array) -> Array:
-        # Physical rows [first, first + num_rows) are this shard's: with 10 rows per shard, shard 2
-        # reads place 23 as its local row 3, and gives zeros for places outside of [20, 30).
-        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
-        local = places - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        rows = _take(physical, jnp.where(mine, local, PADDING_ID), f.row_format)
+    def shard(physical, places):
+        # With 10 rows per shard, shard 2 reads place 23 as its local row 3, and gives zeros for
+        # places outside of [20, 30).
+        local = route.rows_of_shard(places, stack)
+        mine, rows = local >= 0, _take(physical, local, f.row_format)
         unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
         cast = jax.lax.convert_element_type if rows.dtype == bool else jax.lax.bitcast_convert_type
         bits = cast(rows, unsigned).astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
@@ -256,10 +240,5 @@ def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> A
         # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
         return collectives.psum(bits, stack.shard_axes)
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(axes.spec(stack.shard_axes), PartitionSpec()),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(physical, places)
+    whole, specs = PartitionSpec(), (axes.spec(stack.shard_axes), PartitionSpec())
+    return collectives.per_device(shard, axes, specs, whole)(physical, places)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.core.exchange import collectives
+from tpu_embed.core.exchange import collectives, route
 from tpu_embed.core.layout import Layout, MeshAxes
 from tpu_embed.core.rows.devices import DeviceRows
 from tpu_embed.core.state import Field, TableState, check_own, fields, logical_rows
@@ -58,22 +58,14 @@ def write_copy(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshA
     places = jnp.where(valid, stack.physical(ids, f.table), PADDING_ID)
     stored = storage.encode(jnp.asarray(values), f.shape.dtype)
 
-    def shard(physical: Array, places: Array, values: Array) -> Array:
-        # Every device sees all n rows and writes those in its range [first, first + R).
-        first = collectives.axis_index(stack.shard_axes).astype(places.dtype) * stack.num_rows
-        local = places - first
-        mine = (local >= 0) & (local < stack.num_rows)
-        local = jnp.where(mine, local, PADDING_ID)
+    def shard(physical, places, values):
+        # Every device sees all n rows and writes its own.
+        local = route.rows_of_shard(places, stack)
         return dispatch.write_rows(physical, local, values, f.row_format)
 
-    spec = axes.spec(stack.shard_axes)
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(spec, PartitionSpec(), PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
-    )(physical, places, stored)
+    spec, whole = axes.spec(stack.shard_axes), PartitionSpec()
+    on_devices = collectives.per_device(shard, axes, (spec, whole, whole), spec)
+    return on_devices(physical, places, stored)
 
 
 def host_arrays(

@@ -34,7 +34,6 @@ from tpu_embed.core.state.table_state import (
     check_not_donated,
     check_own,
     check_state,
-    check_tables_not_donated,
     describe_leaf,
     field,
     fields,
@@ -46,7 +45,8 @@ from tpu_embed.core.state.table_state import (
     rule_slots,
     slot_format,
     slot_shapes,
-    state_specs,
+    split_shards,
+    stack_specs,
 )
 
 __all__ = [
@@ -63,7 +63,6 @@ __all__ = [
     "check_own",
     "check_rule",
     "check_state",
-    "check_tables_not_donated",
     "describe_leaf",
     "field",
     "fields",
@@ -87,7 +86,8 @@ __all__ = [
     "rule_slots",
     "slot_format",
     "slot_shapes",
-    "state_specs",
+    "split_shards",
+    "stack_specs",
     "visiting_tables",
     "vocabulary_of_maps",
 ]

@@ -48,7 +48,13 @@ from tpu_embed.core.layout import (
     round_up,
     send_lines,
 )
-from tpu_embed.core.state.table_state import StackShard, slot_format, slot_shapes, state_specs
+from tpu_embed.core.state.table_state import (
+    StackShard,
+    slot_format,
+    slot_shapes,
+    split_shards,
+    stack_specs,
+)
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import LINE, RowFormat
 from tpu_embed.kernels.stochastic import row_number
@@ -120,18 +126,11 @@ def _make(
     """Return tables and slots, of which each device makes its shard of every stack."""
     axes.check_context()
 
-    def shard(*key: Array) -> tuple[dict, dict]:
-        made = {stack.name: make(stack, *key) for stack in stacks}
-        tables = {name: one.table for name, one in made.items()}
-        return tables, {name: one.slots for name, one in made.items()}
+    def shard(*key):
+        return {stack.name: make(stack, *key) for stack in stacks}
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=PartitionSpec(),
-        out_specs=state_specs(stacks, axes),
-        check_vma=False,
-    )(*key)
+    specs = {stack.name: stack_specs(stack, axes) for stack in stacks}
+    return split_shards(collectives.per_device(shard, axes, PartitionSpec(), specs)(*key))
 
 
 def _blank(stack: Stack) -> StackShard:
@@ -175,7 +174,7 @@ def row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewR
     shape = (1, stack.dim)
 
     # The initializer makes [1, D]; [0] takes the row out, and vmap stacks n of them to [n, D].
-    def one(key: Array) -> Array:
+    def one(key):
         return _of_shape(initializer(key, shape, stack.compute_dtype), shape, what)[0]
 
     return lambda lines: jax.vmap(one)(lines.keys)
@@ -241,7 +240,7 @@ def _fill(
     chunk = min(last - first, max(ROW_MULTIPLE, CHUNK // width))
     numbers = jnp.arange(round_up(chunk, ROW_MULTIPLE), dtype=stack.index_dtype)
 
-    def write(i: Array, made: StackShard) -> StackShard:
+    def write(i, made):
         # The last chunk starts earlier, so that it ends at `last`. With rows 0 … 9 and chunk 4:
         # 0-3, 4-7, 6-9. Rows 6 and 7 are created twice, with equal values.
         start = jnp.minimum(first + i * chunk, last - chunk).astype(stack.index_dtype)
@@ -323,22 +322,37 @@ def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> 
       tables: adjacent tables that contain all of the local rows.
       local: local rows `[n]`.
     """
-    # Tables of 3 and 2 local rows end at 3 and 5. searchsorted then maps the local rows 0 … 4 to
-    # the tables 0, 0, 0, 1, 1.
-    ends = np.array([table.offset + table.rows_per_shard for table in tables], stack.index_dtype)
-    which = jnp.searchsorted(jnp.asarray(ends), local, side="right")
-
-    def column(field: str) -> Array:
-        return jnp.asarray(np.array([getattr(t, field) for t in tables], stack.index_dtype))[which]
-
-    shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
-    row_ids = stack.logical_in(shard, local - column("offset"), column("rows_per_shard"))
+    which, row_ids, exists = rows_of_tables(stack, tables, local)
     low, high = row_ids.astype(jnp.uint32), jnp.zeros(row_ids.shape, jnp.uint32)
     if row_ids.dtype == jnp.int64:
         high = (row_ids >> 32).astype(jnp.uint32)
     keys = jax.vmap(fold_row_id)(table_keys(key, tables)[which], low, high)
     numbers = row_number(low, high) if stack.keeps_numbers else None
-    return NewRows(local, keys, row_ids, row_ids < column("vocabulary_size"), numbers)
+    return NewRows(local, keys, row_ids, exists, numbers)
+
+
+def rows_of_tables(
+    stack: Stack, tables: Sequence[TableSlice], local: Array
+) -> tuple[Array, Array, Array]:
+    """Return the table of each local row of this device, its row id, and whether it has one.
+
+    Args:
+      stack: the stack.
+      tables: adjacent tables of it.
+      local: local rows `[n]` from the first table on.
+
+    Returns:
+      `[n]` numbers among the tables; `[n]`; bool `[n]`, false for padding after a table's rows.
+    """
+    names = ("offset", "rows_per_shard", "vocabulary_size")
+    columns = ([getattr(table, name) for table in tables] for name in names)
+    offset, size, limit = (jnp.asarray(np.array(c, stack.index_dtype)) for c in columns)
+    # Offsets 0 and 3 map the local rows 0 … 4 to the tables 0, 0, 0, 1, 1.
+    which = jnp.searchsorted(offset, local, side="right") - 1
+    index, size = local - offset[which], size[which]
+    shard = collectives.axis_index(stack.shard_axes).astype(stack.index_dtype)
+    row_ids = stack.logical_in(shard, index, size)
+    return which, row_ids, (index < size) & (row_ids < limit[which])
 
 
 # -- what a state has besides rows ---------------------------------------------------------------

@@ -22,6 +22,7 @@ import numpy as np
 
 from tpu_embed._checks import message
 from tpu_embed._types import Array
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
     Agreed,
     Arrival,
@@ -142,26 +143,17 @@ class RowMover:
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self.traces = layout, 0
-        self._collecting = {s.name: self._program(s, _collect, ()) for s in layout.stacks}
-        self._exchanging = {s.name: self._program(s, _exchange, 0) for s in layout.stacks}
+        self._programs = {
+            stack.name: jax.jit(functools.partial(self._exchange, stack), donate_argnums=0)
+            for stack in layout.stacks
+        }
 
-    def _program(self, stack: Stack, function: Any, donated: Any) -> Any:
-        axes = self._layout.axes
-        held = stack_specs(stack, axes)
-        split = axes.spec(stack.shard_axes)
-
-        def run(held_arrays: StackShard, rows: Any) -> Any:
-            self.traces += 1  # this line runs once per trace, not once per step
-            shard = functools.partial(function, stack)
-            return jax.shard_map(
-                shard,
-                mesh=axes.mesh,
-                in_specs=(held, split),
-                out_specs=split if function is _collect else (split, tuple(held)),
-                check_vma=False,
-            )(held_arrays, rows)
-
-        return jax.jit(run, donate_argnums=donated)
+    def _exchange(self, stack: Stack, held: StackShard, sent: Sent) -> Any:
+        self.traces += 1  # this line runs once per trace, not once per step
+        axes, shard = self._layout.axes, functools.partial(_exchange, stack)
+        specs, split = stack_specs(stack, axes), axes.spec(stack.shard_axes)
+        run = collectives.per_device(shard, axes, (specs, split), (split, tuple(specs)))
+        return run(held, sent)
 
     def send(
         self,
@@ -211,10 +203,7 @@ class RowMover:
         tables, slots, copies = dict(state.tables), dict(state.slots), {}
         for name, one in sent.items():
             held = StackShard(tables[name], slots[name])
-            if one.fields:
-                copies[name], held = call(self._exchanging[name], held, one)
-            else:
-                copies[name] = call(self._collecting[name], held, one.places)
+            copies[name], held = call(self._programs[name], held, one)
             tables[name], slots[name] = held
         if not self._layout.axes.on_cpu:  # the host's memory is where they are then
             for array in jax.tree.leaves(copies):
@@ -224,7 +213,7 @@ class RowMover:
 
     def lower(self, stack: Stack, held: StackShard, sent: Sent) -> Any:
         """Return the program of `exchange`, lowered for the shapes of a stack's shard and rows."""
-        return self._exchanging[stack.name].lower(held, sent)
+        return self._programs[stack.name].lower(held, sent)
 
 
 def leaving_rooms(
@@ -248,19 +237,15 @@ def leaving_rooms(
     return rooms
 
 
-def _collect(stack: Stack, held: StackShard, places: Array) -> Fields:
-    """Return this device's copies `[1, m, …]` of local rows, given in halves `[1, 2, m]`."""
-    local = open_rows(places[0], stack)
-    arrays = held.by_part()
-    return {
+def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple[Any, ...]]:
+    """Return this device's copies `[1, m, …]` of rows, and its shard with those that were sent."""
+    local, arrays = open_rows(sent.places[0], stack), held.by_part()
+    copies = {
         part: one.unpack(dispatch.read_rows(arrays[part], local, one))[None]
         for part, one in row_formats(stack).items()
     }
-
-
-def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple[Any, ...]]:
-    """Return copies as `_collect` does, and this device's shard with the rows that were sent."""
-    copies = _collect(stack, held, sent.places)
+    if not sent.fields:
+        return copies, tuple(held)
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
     values = {part: field[0] for part, field in sent.fields.items()}

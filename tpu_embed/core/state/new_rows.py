@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
     BY_ID,
     Layout,
@@ -61,8 +61,6 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.stochastic import row_number
 from tpu_embed.storage import VALUES, slot_field
-
-_NONE: Mapping[str, int] = types.MappingProxyType({})
 
 
 class KeyedParcel(NamedTuple):
@@ -110,7 +108,7 @@ class NewRowWriter:
         self,
         state: TableState,
         new: Mapping[str, NewKeys],
-        most: Mapping[str, int] = _NONE,
+        most: Mapping[str, int] | None = None,
         *,
         call: Callable[..., Any] = call,
     ) -> TableState:
@@ -127,13 +125,11 @@ class NewRowWriter:
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
-        chosen = {name: one for name, one in new.items() if one.keys.size}
-        rows = {name: one.rows for name, one in chosen.items()}
-        keys = {name: one.keys for name, one in chosen.items()}
-        by_id = {name: one.by_id for name, one in chosen.items()}
+        given: list[Any] = [(name, *one) for name, one in new.items() if one.keys.size]
+        keys, rows, by_id = ({one[0]: one[i] for one in given} for i in (1, 2, 3))
         for stack in self._programs:
-            least = most.get(stack.name, 0)
-            if least or any(table.name in chosen for table in stack.tables):
+            least = (most or {}).get(stack.name, 0)
+            if least or any(table.name in keys for table in stack.tables):
                 keyed = Parcels(stack, rows, least).keyed(keys, by_id)
                 parcels[stack] = parcel_operand(keyed, axes.sharding(stack.shard_axes))
         # The first program donates an array of the state: what can fail before has been done.
@@ -185,18 +181,13 @@ class NewRowWriter:
         axes = self._layout.axes
         specs = stack_specs(stack, axes)
 
-        def device(held: StackShard, key: dict[str, Array], parcels: Array) -> tuple[Any, ...]:
+        def device(held, key, parcels):
             rows = open_rows(parcels[0, :2], stack)
             drawn = _draw_parts(stack, key, parcels[0])
             return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
 
-        return jax.shard_map(
-            device,
-            mesh=axes.mesh,
-            in_specs=(specs, PartitionSpec(), axes.spec(stack.shard_axes)),
-            out_specs=tuple(specs),
-            check_vma=False,
-        )(held, key, parcels)
+        given = specs, PartitionSpec(), axes.spec(stack.shard_axes)
+        return collectives.per_device(device, axes, given, tuple(specs))(held, key, parcels)
 
 
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
@@ -247,7 +238,7 @@ def first_rows(
     """
     known, number = jax.tree.map(np.asarray, random_key(vocabulary)), stack.tables.index(table)
 
-    def drawn(ids: Array) -> Array:
+    def drawn(ids):
         # All rows are of one table, and none has a place on a device: they are only numbered.
         rows = jax.lax.iota(jnp.int32, ids.shape[0])
         same = jnp.zeros_like(rows)
@@ -305,13 +296,8 @@ def visiting_tables(
         if stack.is_on_host:
             split = axes.spec(stack.shard_axes)
             shard = functools.partial(_small_table, large, stack)
-            made[stack.name] = jax.shard_map(
-                shard,
-                mesh=axes.mesh,
-                in_specs=(split, PartitionSpec(), split),
-                out_specs=split,
-                check_vma=False,
-            )(tables[stack.name], random_key(vocabulary), visits[stack.name])
+            make = collectives.per_device(shard, axes, (split, PartitionSpec(), split), split)
+            made[stack.name] = make(tables[stack.name], random_key(vocabulary), visits[stack.name])
     return made
 
 

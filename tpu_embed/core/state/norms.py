@@ -18,8 +18,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed._types import Array
-from tpu_embed.core.exchange import axis_index, psum
+from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout, MeshAxes, Stack
+from tpu_embed.core.state.init import rows_of_tables
 from tpu_embed.core.state.table_state import TableState, read_rows, rule_slots, slot_format
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 
@@ -75,7 +76,7 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
     size = min(BLOCK_ROWS, stack.num_rows)
     numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
 
-    def shard(physical: Array) -> RowNorms:
+    def shard(physical):
         # parts: arrays [blocks, T]. `lax.map` runs the blocks one after the other.
         parts = jax.lax.map(
             lambda number: _of_block(physical, number * size, size, row_format, stack), numbers
@@ -90,16 +91,11 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
         if not stack.shard_axes:
             return mine
         # Everything adds up over the shards but the largest row, which is a maximum.
-        whole = jax.tree.map(lambda part: psum(part, stack.shard_axes), mine)
+        whole = jax.tree.map(lambda part: collectives.psum(part, stack.shard_axes), mine)
         return whole._replace(largest=jax.lax.pmax(mine.largest, stack.shard_axes))
 
-    return jax.shard_map(
-        shard,
-        mesh=axes.mesh,
-        in_specs=(axes.spec(stack.shard_axes),),
-        out_specs=PartitionSpec(),
-        check_vma=False,
-    )(physical)
+    spec = axes.spec(stack.shard_axes)
+    return collectives.per_device(shard, axes, spec, PartitionSpec())(physical)
 
 
 def _of_block(
@@ -110,7 +106,7 @@ def _of_block(
     # `fresh` leaves out rows 6 and 7, which the block before has counted.
     start = jnp.minimum(first, stack.num_rows - size)
     local = start + jnp.arange(size, dtype=first.dtype)
-    table, present = _tables_of(local, stack)
+    table, _, present = rows_of_tables(stack, stack.tables, local)
     values = read_rows(physical, start, size, row_format).reshape(size, -1)
     finite = jnp.isfinite(values).all(axis=1)
     fresh = present & (local >= first)
@@ -126,22 +122,6 @@ def _of_block(
     sums, total, whole, broken = jax.ops.segment_sum(of_rows, table, **by_table).T
     largest = jnp.maximum(jax.ops.segment_max(squares, table, **by_table), 0)
     return RowNorms(sums, total, largest, whole.astype(jnp.int32), broken.astype(jnp.int32))
-
-
-def _tables_of(local: Array, stack: Stack) -> tuple[Array, Array]:
-    """Return the table number of each local row `[n]`, and whether it is a row and not padding."""
-    names = ("offset", "rows_per_shard", "vocabulary_size")
-    offset, per_shard, vocabulary = (
-        np.array([getattr(table, name) for table in stack.tables], stack.index_dtype)
-        for name in names
-    )
-    # Offsets 0 and 3 map the local rows 0 … 4 to the tables 0, 0, 0, 1, 1.
-    table = jnp.searchsorted(offset, local, side="right") - 1
-    index = local - jnp.asarray(offset)[table]
-    per_shard = jnp.asarray(per_shard)[table]
-    shard = axis_index(stack.shard_axes).astype(local.dtype)
-    row_ids = stack.logical_in(shard, index, per_shard)
-    return table, (index < per_shard) & (row_ids < jnp.asarray(vocabulary)[table])
 
 
 def _in_pairs(parts: Array) -> Array:

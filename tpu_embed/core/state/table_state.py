@@ -131,23 +131,18 @@ def describe_leaf(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def state_specs(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
-    """Return the partition specs of `TableState.tables` and of `TableState.slots`."""
-    tables = {stack.name: axes.spec(stack.shard_axes) for stack in stacks}
-    slots = {
-        stack.name: {
-            name: axes.spec(stack.shard_axes) if shape.per_row else PartitionSpec()
-            for name, shape in slot_shapes(stack).items()
-        }
-        for stack in stacks
-    }
-    return tables, slots
-
-
 def stack_specs(stack: Stack, axes: MeshAxes) -> Any:
     """Return the partition specs of the arrays of one stack, as those of a `StackShard`."""
-    tables, slots = state_specs((stack,), axes)
-    return StackShard(tables[stack.name], slots[stack.name])
+    split: Any = axes.spec(stack.shard_axes)
+    whole: Any = PartitionSpec()
+    shapes = slot_shapes(stack).items()
+    return StackShard(split, {name: split if one.per_row else whole for name, one in shapes})
+
+
+def split_shards(shards: Mapping[str, StackShard]) -> tuple[dict, dict]:
+    """Return the tables and the slots of stacks, by name, as in a `TableState`."""
+    tables = {name: one.table for name, one in shards.items()}
+    return tables, {name: one.slots for name, one in shards.items()}
 
 
 def slot_shapes(stack: Stack) -> Mapping[str, SlotShape]:
@@ -383,29 +378,21 @@ def check_own(state: Any, layout: Layout) -> None:
     check_layout(state.slots, layout)
 
 
-def check_not_donated(state: Any) -> None:
-    """Check that an object is a state and that none of its arrays was donated.
+def check_not_donated(state: Any, *, tables_alone: bool = False) -> None:
+    """Check that an object is a state and that none of its arrays, or tables, was donated.
 
     Raises:
       ValueError: it is not a state, or an array was donated; the message names its stack.
-    """
-    check_tables_not_donated(state)
-    for name, by_slot in state.slots.items():
-        check_live(f"state: slots of stack {name!r}", by_slot.values())
-    check_live("state", (state.step, *state.counters.values()))
-
-
-def check_tables_not_donated(state: Any) -> None:
-    """Check that an object is a state and that none of its tables was donated.
-
-    Raises:
-      ValueError: it is not a state, or a table was donated; the message names its stack.
     """
     if not isinstance(state, TableState):
         got = type(state).__name__
         raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
     for name, table in state.tables.items():
         check_live(f"state: stack {name!r}", (table,))
+    if not tables_alone:
+        for name, by_slot in state.slots.items():
+            check_live(f"state: slots of stack {name!r}", by_slot.values())
+        check_live("state", (state.step, *state.counters.values()))
 
 
 def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:

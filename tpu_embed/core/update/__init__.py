@@ -1,6 +1,5 @@
 """Activation gradients in, new rows out: sum the gradients of each row, apply the optimizer."""
 
-from tpu_embed.core.update.apply import StackShard
 from tpu_embed.core.update.gradients import Guard, OnBadGradient, check_trainable, checked_gradients
 from tpu_embed.core.update.in_place import (
     LOOKUP,
@@ -17,7 +16,6 @@ __all__ = [
     "Guard",
     "OnBadGradient",
     "Operands",
-    "StackShard",
     "check_in_place",
     "check_trainable",
     "checked_gradients",

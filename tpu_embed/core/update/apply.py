@@ -227,7 +227,7 @@ def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
     before it fuses, so there the rule is a branch of a `cond`, which is compiled by itself.
     """
 
-    def branch(*operands: Any) -> tuple:
+    def branch(*operands):
         # operands[3] is the step. It is always positive, which XLA cannot know, so the branch that
         # changes nothing is never taken but keeps the `cond` from being removed.
         return jax.lax.cond(operands[3] > 0, rule, lambda *unchanged: unchanged[:2], *operands)
@@ -284,7 +284,7 @@ def apply_each(
     ordered = jax.tree.map(lambda x: jnp.pad(x, (0, CHUNK)), ordered)
     one_each = jax.lax.iota(jnp.int32, CHUNK)
 
-    def one_chunk(carry: tuple[Array, StackShard]) -> tuple[Array, StackShard]:
+    def one_chunk(carry):
         start, held = carry
         number, here = jax.tree.map(
             lambda x: jax.lax.dynamic_slice_in_dim(x, start, CHUNK), ordered

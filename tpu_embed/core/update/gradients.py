@@ -249,7 +249,7 @@ def not_finite(
     axes = layout.axes
     batch = axes.spec(axes.batch_axes)
 
-    def is_bad(f: int, gradient: Array | None, splits: Mapping[int, Array]) -> Array:
+    def is_bad(f, gradient, splits):
         stack = layout.stacks[layout.features[f].stack]
         if gradient is None or stack.optimizer is None:
             return jnp.asarray(False)
@@ -259,14 +259,13 @@ def not_finite(
             finite |= ~Jagged(gradient, splits[f]).valid[..., None]
         return ~jnp.all(finite)
 
-    def device(gradients: Sequence[Array | None], splits: Mapping[int, Array]) -> Array:
+    def device(gradients, splits):
         with jax.named_scope("guard"):
             bad = [is_bad(f, gradient, splits) for f, gradient in enumerate(gradients)]
             return collectives.any_device(jnp.stack(bad), axes.mesh)
 
-    return jax.shard_map(
-        device, mesh=axes.mesh, in_specs=batch, out_specs=PartitionSpec(), check_vma=False
-    )(*axes.reshard((list(gradients), splits), axes.batch_axes))
+    given = axes.reshard((list(gradients), splits), axes.batch_axes)
+    return collectives.per_device(device, axes, batch, PartitionSpec())(*given)
 
 
 _not_finite_program = partial(jax.jit, static_argnames="layout")(not_finite)

@@ -14,10 +14,9 @@ that may be copied, whether they are donated, and the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -40,16 +39,7 @@ _DONATED = ("tf.aliasing_output", "jax.buffer_donor")
 """Attributes of the arguments that a program may reuse."""
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
-
-
-@contextlib.contextmanager
-def unwarned() -> Iterator[None]:
-    """Lower programs without a warning: nobody will run them."""
-    token = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
+"""Whether programs are lowered that nobody will run, so that they need no warning."""
 
 
 def note_copies(number: Array, arrays: Sequence[Array]) -> Array:
@@ -140,7 +130,7 @@ def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the function with another name, which its programs and profiles then show."""
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
+    def call(*args):
         return function(*args)
 
     call.__name__ = call.__qualname__ = name
@@ -154,8 +144,11 @@ def check_in_place(
     if not hasattr(step, "trace"):
         got = getattr(step, "__name__", type(step).__name__)
         raise ValueError(message("step", expected="a jitted function", got=got, remedy=_DONATE))
-    with unwarned():
+    token = _quiet.set(True)
+    try:
         lowered = step.trace(*args, **kwargs).lower()
+    finally:
+        _quiet.reset(token)
     leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
     held = [(f, own) for f in fields(layout) if f.shape.per_row and (own := _held(f, leaves))]
     if not held:

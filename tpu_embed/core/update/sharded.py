@@ -41,7 +41,7 @@ from tpu_embed.core.batch import (
 from tpu_embed.core.exchange import RowSums, collectives, number_runs, route
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.lookup import sum_gradients
-from tpu_embed.core.state import StackShard, rule_slots, state_specs
+from tpu_embed.core.state import StackShard, rule_slots, split_shards, stack_specs
 from tpu_embed.core.update.apply import (
     apply_each,
     apply_rule,
@@ -307,43 +307,24 @@ def update(
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
     trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
 
-    def device(
-        tables: dict[str, Array],
-        slots: dict[str, dict[str, Array]],
-        source: Batch | TracedIds,
-        operands: Operands,
-    ) -> tuple[dict[str, Array], dict[str, dict[str, Array]], Array]:
-        (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
-        new_tables, new_slots = {}, {}
+    def device(held, source, operands):
+        (located, bad_ids), splits, new = source.locate(layout), source.row_splits(layout), {}
         for view in trained:
             name = view.stack.name
             with jax.named_scope(f"update/{view.stack.label}"):
-                held = StackShard(tables[name], slots[name])
-                new_tables[name], new_slots[name] = _apply(
-                    held, located[view.number], view, splits, operands
-                )
-        return new_tables, new_slots, collectives.psum(bad_ids, axes.batch_axes)
+                new[name] = _apply(held[name], located[view.number], view, splits, operands)
+        return new, collectives.psum(bad_ids, axes.batch_axes)
 
-    table_specs, slot_specs = state_specs(tuple(view.stack for view in trained), axes)
-    whole, batch = PartitionSpec(), axes.spec(axes.batch_axes)
+    specs = {view.stack.name: stack_specs(view.stack, axes) for view in trained}
+    whole, batch, names = PartitionSpec(), axes.spec(axes.batch_axes), source.axes(layout)
     gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
-    new_tables, new_slots, bad_ids = jax.shard_map(
-        device,
-        mesh=axes.mesh,
-        in_specs=(
-            table_specs,
-            slot_specs,
-            axes.spec(source.axes(layout)),
-            Operands(batch, whole, whole, batch, whole),  # type: ignore
-        ),
-        out_specs=(table_specs, slot_specs, whole),
-        check_vma=False,
-    )(
-        {name: tables[name] for name in table_specs},
-        {name: slots[name] for name in table_specs},
-        axes.reshard(source, source.axes(layout)),
-        operands._replace(gradients=gradients, reads=reads),
-    )
+    of_operands = Operands(batch, whole, whole, batch, whole)  # type: ignore
+    given = specs, axes.spec(names), of_operands
+    held = {name: StackShard(tables[name], slots[name]) for name in specs}
+    operands = operands._replace(gradients=gradients, reads=reads)
+    run = collectives.per_device(device, axes, given, (specs, whole))
+    new, bad_ids = run(held, axes.reshard(source, names), operands)
+    new_tables, new_slots = split_shards(new)
     return {**tables, **new_tables}, {**slots, **new_slots}, bad_ids
 
 
@@ -372,7 +353,7 @@ def _apply(
     firsts = [read.reshape(-1)[:1] for read in operands.reads[stack.name] if read.size]
     ids, firsts = jax.lax.optimization_barrier((ids, firsts))
 
-    def to_apply(row_ids: Array) -> Array:
+    def to_apply(row_ids):
         """Return row ids that depend on all lookups; all padding if the step is skipped."""
         # Adds a zero that is computed from the activations.
         if firsts:
@@ -406,12 +387,12 @@ def _apply(
         SparseCores that know the rule do all in one kernel.
         """
 
-        def in_steps(held: StackShard, given: RowSums) -> StackShard:
+        def in_steps(held, given):
             with jax.named_scope("merge"):
                 sums = route.merge(given)
             return to_sums(held, sums)
 
-        def at_once(held: StackShard, given: RowSums) -> StackShard:
+        def at_once(held, given):
             assert rule is not None
             with jax.named_scope("rule"):
                 given = given._replace(row_ids=to_apply(given.row_ids))
@@ -432,7 +413,7 @@ def _apply(
         return to_sums(held, psum_sums(ids, gradients, view, splits))
     if view.routes_update:
         # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
-        def adds_up(held: StackShard, given: RowSums) -> StackShard:
+        def adds_up(held, given):
             sums = storage.widened(given.sums)  # M sums are M bags of one id each
             by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
             return in_kernel(held, by_row, GradientLayout(sums.shape[:1]))
@@ -448,13 +429,13 @@ def _apply(
             ids = ids._replace(index=to_apply(ids.index))
             return apply_each(held, ids, each, stack, step, rate)
 
-    def sorts(held: StackShard) -> StackShard:
+    def sorts(held):
         return in_kernel(held, *gradients_to_sort(*every, view, splits))
 
-    def in_steps(held: StackShard) -> StackShard:
+    def in_steps(held):
         return to_partials(held, sum_own_rows(*every, view))
 
-    def by_bag(held: StackShard) -> StackShard:
+    def by_bag(held):
         return to_partials(held, bags_to_merge(*every, view))
 
     # The CPU's kernel takes the gradients as they are, and sorts the ids, too. That of the
