@@ -54,6 +54,28 @@ def message(what: str, *, expected: str, got: Any, remedy: str = "") -> str:
     return f"{text}; {remedy}" if remedy else text
 
 
+def refuse(
+    what: str,
+    *,
+    expected: str,
+    got: Any,
+    remedy: str = "",
+    error: type[Exception] = ValueError,
+    cause: BaseException | None = None,
+) -> NoReturn:
+    """Raise an error with the wording of `message`.
+
+    Args:
+      what, expected, got, remedy: as for `message`.
+      error: the kind of the error.
+      cause: what it was caught as, if anything.
+    """
+    fault = error(message(what, expected=expected, got=got, remedy=remedy))
+    if cause is not None:
+        raise fault from cause
+    raise fault
+
+
 def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:
     """Join several messages about one thing: one line for each, and one line for the remedy.
 
@@ -307,7 +329,7 @@ def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Ca
         return tree
 
     @identity.defjvp
-    def refuse(primals: tuple, tangents: tuple) -> tuple:
+    def refused(primals: tuple, tangents: tuple) -> tuple:
         raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
 
     return identity

@@ -14,7 +14,7 @@ import jax
 
 from tpu_embed._checks import message
 from tpu_embed.processes.departures import client
-from tpu_embed.processes.messages import WAIT_SECONDS, exchange, refuse
+from tpu_embed.processes.messages import WAIT_SECONDS, exchange, tell_refusal
 from tpu_embed.processes.order import order_of
 
 _END = "no more batches"
@@ -76,7 +76,7 @@ class Conversation:
     def refuse(self, error: BaseException) -> None:
         """Tell the other processes that this one raises an error and does not place its part."""
         if not self.alone:
-            refuse("place", self._name, error, WAIT_SECONDS)
+            tell_refusal("place", self._name, error, WAIT_SECONDS)
 
     def end(self, reason: BaseException | None = None) -> None:
         """Tell the other processes that this one has no more batches, or why.

@@ -83,7 +83,7 @@ def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     try:
         result = function()
     except Exception as error:
-        refuse(what, name, error, FILES_SECONDS)
+        tell_refusal(what, name, error, FILES_SECONDS)
         raise
     exchange(what, name, None, FILES_SECONDS, refused=f"{what} {path}: process {{}} failed")
     return result
@@ -167,7 +167,7 @@ def check_same(
         )
 
 
-def refuse(what: str, name: str, error: BaseException, seconds: int) -> None:
+def tell_refusal(what: str, name: str, error: BaseException, seconds: int) -> None:
     """Take part in an exchange with the error that this process raises; see `exchange`."""
     kind = type(error) if type(error) in _ERRORS else RuntimeError
     with contextlib.suppress(Exception):  # this process raises its own error

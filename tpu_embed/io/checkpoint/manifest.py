@@ -195,7 +195,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
     label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
 
-    def refuse(what: str, expected: str, got: str, remedy: str) -> MismatchError:
+    def mismatch(what: str, expected: str, got: str, remedy: str) -> MismatchError:
         return MismatchError(label, [message(what, expected=expected, got=got)], remedy)
 
     for name in wanted.leave_out:
@@ -208,9 +208,9 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
         expected, got = f"it among the engine's tables {names}", "none of this name"
         left_out = f"leave_out=({wanted.layer or name!r},)"
         remedy = f"name one {name!r}, or leave it out: {left_out}"
-        raise refuse(f"table {name!r}", expected, got, remedy)
-    found_maps = maps.read(directory, checkpoint, checksums, engine, refuse, saved_tables=tables)
-    lacking = [_lacks_rows(f, tables, wanted, refuse) for f in fields(engine.layout)]
+        raise mismatch(f"table {name!r}", expected, got, remedy)
+    found_maps = maps.read(directory, checkpoint, checksums, engine, mismatch, saved_tables=tables)
+    lacking = [_lacks_rows(f, tables, wanted, mismatch) for f in fields(engine.layout)]
     return SavedTables(checkpoint, manifest, tables, checksums, not any(lacking), found_maps)
 
 
@@ -251,7 +251,7 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
 
 
 def _lacks_rows(
-    f: Field, found: dict[str, Any], wanted: Wanted, refuse: Callable[..., MismatchError]
+    f: Field, found: dict[str, Any], wanted: Wanted, mismatch: Callable[..., MismatchError]
 ) -> bool:
     """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
@@ -259,27 +259,27 @@ def _lacks_rows(
         return False  # keys and ids tell it: `tables.py` makes them
     if form is None:
         if wanted.key is None:
-            raise refuse(f.label, *_absent(f, found), "give key= to make it anew")
+            raise mismatch(f.label, *_absent(f, found), "give key= to make it anew")
         return True
     if f.slot is None and wanted.key is None and _loses_slots(f, found, wanted):
         remedy = "give key= to go on without them"
-        raise refuse(f"{f.label}, slots", *_absent(f, found), remedy)
+        raise mismatch(f"{f.label}, slots", *_absent(f, found), remedy)
     for what in ("shape", "per_row", "dtype"):
         rounds = what == "dtype" and is_float(form[what]) and is_float(expected[what])
         if form[what] != expected[what] and not (rounds and wanted.convert):
             remedy = "convert=True rounds it" if rounds else "declare it as it was"
             got, wish = f"{what} {form[what]}", f"{what} {expected[what]}"
-            raise refuse(f.label, wish, got, remedy)
+            raise mismatch(f.label, wish, got, remedy)
     rows = found[f.table.name]["vocabulary_size"]
     if f.table.key_rules is not None:
         # `maps.py` finds room for rows with keys and for the shared one; others need no values.
         return False
     if rows > size:
         remedy = "tables grow, and never shrink"
-        raise refuse(f.label, f"at most {size} rows", f"{rows}", remedy)
+        raise mismatch(f.label, f"at most {size} rows", f"{rows}", remedy)
     if rows < size and wanted.key is None:
         remedy = "give key= to make the new rows"
-        raise refuse(f.label, f"{size} rows", f"{rows}", remedy)
+        raise mismatch(f.label, f"{size} rows", f"{rows}", remedy)
     return rows < size
 
 

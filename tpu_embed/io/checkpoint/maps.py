@@ -131,7 +131,7 @@ def read(
     checkpoint: str,
     checksums: Mapping[str, dict[str, int]],
     engine: EmbeddingEngine,
-    refuse: Callable[[str, str, str, str], Exception],
+    mismatch: Callable[[str, str, str, str], Exception],
     *,
     saved_tables: Mapping[str, Any],
 ) -> FoundMaps | None:
@@ -142,7 +142,7 @@ def read(
       checkpoint: the name that the file must carry.
       checksums: of all files, by directory.
       engine: the engine.
-      refuse: makes the error of a table that is not what is wanted: of what, expected, got, remedy.
+      mismatch: makes the error of a table that is not what is wanted: of what, expected, got, remedy.
       saved_tables: the tables that are to be read, by name.
 
     Raises:
@@ -157,7 +157,7 @@ def read(
         if (name in saved) != (name in wanted):
             forms = ["row numbers", "keys of a living vocabulary"]
             expected, got = forms[name in wanted], forms[name in saved]
-            raise refuse(f"table {name!r}: ids", expected, got, "declare it as it was")
+            raise mismatch(f"table {name!r}: ids", expected, got, "declare it as it was")
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
@@ -169,7 +169,7 @@ def read(
             continue
         before, now = saved[name]["unseen"], rules.unseen
         if now == "shared" and before != now:
-            raise refuse(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
+            raise mismatch(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
         state = read_state(directory, name, saved[name], step, checksums)
         capacity = saved[name]["capacity"], before
         maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, rules)
