@@ -3,7 +3,7 @@
     python benchmarks/delta.py --rows 1000000 --dim 64 --touched 100000
     python benchmarks/delta.py --rows 1000000 --dim 64 --touched 10000 --living
 
-With `--living`, ids are keys of a living vocabulary that is full, and one touched row of ten
+With `--living`, ids are keys of a dynamic vocabulary that is full, and one touched row of ten
 belongs to a key that came since. Files go to a temporary directory. The full export is of one
 table, with a model that returns its activations.
 """

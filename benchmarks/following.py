@@ -2,9 +2,9 @@
 
     python benchmarks/following.py --rows 1000000 --dim 64 --touched 10000
 
-Four threads ask a `FollowingModel` all the time, each for 10 bags of 10 keys of a living vocabulary
-that is full. First they are alone; then a delta is applied every 100 ms, in which one row of ten
-belongs to a key that came since the delta before.
+Four threads ask a `FollowingModel` all the time, each for 10 bags of 10 keys of a dynamic
+vocabulary that is full. First they are alone; then a delta is applied every 100 ms, in which one
+row of ten belongs to a key that came since the delta before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A living vocabulary that doubles its capacity while it trains, by `EmbeddingEngine.adopt`.
+"""A dynamic vocabulary that doubles its capacity while it trains, by `EmbeddingEngine.adopt`.
 
     python benchmarks/growth.py [--first 1000] [--last 64000] [--dim 16] [--devices 1] [--on-host]
 

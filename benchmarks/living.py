@@ -1,4 +1,4 @@
-"""A training step with a living vocabulary beside the same step on a fixed table, in the same run.
+"""A training step with a dynamic vocabulary beside the same step on a fixed table, in the same run.
 
     python benchmarks/living.py [--capacities 500000 50000000] [--dim 2] [--device-rows 100000]
 

@@ -3,8 +3,8 @@
     python benchmarks/living_processes.py [--new 0.05]
 
 This starts two processes of one device each on this machine. Each places its half of the batches
-of `living.py`, in turns for a table with a living vocabulary and for a fixed one. Prints medians of
-the milliseconds of `place` in process 0, and the bytes that this process sends for a batch.
+of `living.py`, in turns for a table with a dynamic vocabulary and for a fixed one. Prints medians
+of the milliseconds of `place` in process 0, and the bytes that this process sends for a batch.
 """
 
 from __future__ import annotations

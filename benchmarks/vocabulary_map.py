@@ -1,4 +1,4 @@
-"""The map of a living vocabulary: keys per second, bytes, and what it costs at another capacity.
+"""The map of a dynamic vocabulary: keys per second, bytes, and what it costs at another capacity.
 
     python benchmarks/vocabulary_map.py
 

@@ -1,9 +1,9 @@
 """Learn from a stream of clicks on items that are born and die, named by strings.
 
-A living vocabulary gives an item a row when it has been shown often enough, and later gives the row
-to another item. A second model learns from the same clicks with what is usual today: a fixed table
-of as many rows, onto which the names are hashed, so that items share rows, alive or dead. Each
-batch is scored before it is trained on (progressive validation), so no score knows its click.
+A dynamic vocabulary gives an item a row when it has been shown often enough, and later gives the
+row to another item. A second model learns from the same clicks with what is usual today: a fixed
+table of as many rows, onto which the names are hashed, so that items share rows, alive or dead.
+Each batch is scored before it is trained on (progressive validation), so no score knows its click.
 
 Why `evict="lru"`: a dead item is not shown again, so the item not seen for longest goes first. With
 "lfu", items that were popular once would keep their rows for good. Why `admit_after=2`: there are

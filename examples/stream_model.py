@@ -66,7 +66,7 @@ class Learner:
         self.engine = tpu_embed.EmbeddingEngine(self.feature_config, adagrad)
         self.state = self.engine.init(jax.random.key(config.seed))
         self.step = make_step(self.engine)
-        # Names become keys of 63 bits for a living vocabulary, row numbers for a fixed table.
+        # Names become keys of 63 bits for a dynamic vocabulary, row numbers for a fixed table.
         self.ids = None if vocabulary else config.rows
 
     def features(self, batch: Impressions) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""A call on living vocabularies that fails or is interrupted: maps, queue and state still agree."""
+"""A call on dynamic vocabularies that fails or is cut short: maps, queue and state still agree."""
 
 import contextlib
 import threading

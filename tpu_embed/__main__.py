@@ -23,7 +23,7 @@ from typing import Any, get_args
 import jax
 
 from tpu_embed import planning
-from tpu_embed._checks import did_you_mean, message
+from tpu_embed._checks import did_you_mean, refuse
 from tpu_embed.check import PARTS, run_parts
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype
@@ -82,7 +82,7 @@ def check_machine(args: argparse.Namespace) -> None:
     devices, chosen = jax.local_devices(), args.only or PARTS
     names = [name for name in PARTS if name in chosen and (args.speed or name != "speed")]
     if not names:
-        raise ValueError(message("check", expected="a part to run", got="--only speed --no-speed"))
+        refuse("check", expected="a part to run", got="--only speed --no-speed")
     if not args.json:
         print(info(), end="\n\n", flush=True)
     parts = []
@@ -128,9 +128,12 @@ def show_plan(args: argparse.Namespace) -> None:
     if isinstance(target, str):
         args.topology = planning.Topology(target).name  # v5p-8 is v5p:2x2x1
     if args.compile and isinstance(target, int):
-        remedy = "for example --topology v5p:2x2x1"
-        got = f"{target} device(s)"
-        raise ValueError(message("--compile", expected="a topology", got=got, remedy=remedy))
+        refuse(
+            "--compile",
+            expected="a topology",
+            got=f"{target} device(s)",
+            remedy="for example --topology v5p:2x2x1",
+        )
     memory = None if args.memory is None else _bytes(args.memory)
     rates, touched = _host_options(
         feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
@@ -199,8 +202,11 @@ def _host_options(
     for text in samples:
         name, _, path = text.partition("=")
         if name not in stored or not path:
-            expected = f"TABLE=FILE, of the tables on the host {sorted(stored)}"
-            raise ValueError(message("--sample", expected=expected, got=text))
+            refuse(
+                "--sample",
+                expected=f"TABLE=FILE, of the tables on the host {sorted(stored)}",
+                got=text,
+            )
         rates[name] = planning.count_hits(path, stored[name], warm_up=1)
     touched: dict[str, int] = {}
     for text in touched_rows:
@@ -214,7 +220,7 @@ def _number(option: str, text: str, expected: str) -> float:
         found = float(text)
         int(found)  # refuses what is not finite
     except (ValueError, OverflowError) as error:
-        raise ValueError(message(option, expected=expected, got=text or "nothing")) from error
+        refuse(option, expected=expected, got=text or "nothing", cause=error)
     return found
 
 
@@ -228,7 +234,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
     expected = "a Python file that defines workload()"
     remedy = "for example configs/dlrm_dcnv2.py"
     if not path.is_file():
-        raise ValueError(message(what, expected=expected, got="no file", remedy=remedy))
+        refuse(what, expected=expected, got="no file", remedy=remedy)
     try:
         workload = runpy.run_path(str(path)).get("workload")
         found = workload() if callable(workload) else None
@@ -236,15 +242,26 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
         # The line of the user's file, not the line of the library function that raised.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         line = f" at line {frames[-1].lineno}" if frames else ""
-        got = f"{type(error).__name__}: {error}{line}"
-        raise ValueError(message(what, expected="one that runs", got=got)) from error
+        refuse(
+            what,
+            expected="one that runs",
+            got=f"{type(error).__name__}: {error}{line}",
+            cause=error,
+        )
     if not callable(workload):
-        got = "none" if workload is None else f"workload = {workload!r}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected=expected,
+            got="none" if workload is None else f"workload = {workload!r}",
+            remedy=remedy,
+        )
     if not isinstance(found, (tuple, list)) or len(found) != 3:
-        expected = "workload() -> (feature_config, optimizer, batch)"
-        got = f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found)
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="workload() -> (feature_config, optimizer, batch)",
+            got=f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found),
+            remedy=remedy,
+        )
     feature_config, optimizer, batch = found
     return feature_config, optimizer, batch
 
@@ -262,8 +279,12 @@ def _bytes(text: str) -> int:
     except ValueError:
         size = 0
     if not 1 <= size < 2**63:
-        expected, remedy = "bytes of memory per device", "for example --memory 80GiB"
-        raise ValueError(message("--memory", expected=expected, got=text, remedy=remedy))
+        refuse(
+            "--memory",
+            expected="bytes of memory per device",
+            got=text,
+            remedy="for example --memory 80GiB",
+        )
     return int(size)
 
 
@@ -332,7 +353,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def show_vocabulary(args: argparse.Namespace) -> None:
-    """Print how the living vocabularies of a checkpoint fare.
+    """Print how the dynamic vocabularies of a checkpoint fare.
 
     Args:
       args: `checkpoint`, its directory; `table`, the only one to show, or None; `hottest`, how many
@@ -393,16 +414,22 @@ def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.Argume
     if command.startswith("-"):
         return
     if command not in commands:
-        remedy, expected = did_you_mean(command, commands), f"one of {', '.join(commands)}"
-        raise ValueError(message("command", expected=expected, got=command, remedy=remedy))
+        refuse(
+            "command",
+            expected=f"one of {', '.join(commands)}",
+            got=command,
+            remedy=did_you_mean(command, commands),
+        )
     options = set(re.findall(r"--[a-z][a-z-]*", commands[command].format_help()))
     for argument in arguments[1:]:
         name = argument.partition("=")[0]
         if name.startswith("--") and not any(one.startswith(name) for one in options):
-            expected = f"one of {', '.join(sorted(options))}"
-            remedy = did_you_mean(name, options)
-            text = message(f"option of {command}", expected=expected, got=name, remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                f"option of {command}",
+                expected=f"one of {', '.join(sorted(options))}",
+                got=name,
+                remedy=did_you_mean(name, options),
+            )
 
 
 def main() -> None:

@@ -137,9 +137,13 @@ def explain_arguments(**ours: str) -> Callable[[_T], _T]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for name in ours.keys() & kwargs:
-                got, remedy = f"{name}=, which TensorFlow has", "see docs/migrating.md"
-                what = target.__qualname__
-                raise TypeError(message(what, expected=ours[name], got=got, remedy=remedy))
+                refuse(
+                    target.__qualname__,
+                    expected=ours[name],
+                    got=f"{name}=, which TensorFlow has",
+                    remedy="see docs/migrating.md",
+                    error=TypeError,
+                )
             return function(*args, **kwargs)
 
         if not isinstance(target, type):
@@ -167,7 +171,7 @@ def check_int(what: str, value: Any, *, minimum: int) -> int:
       ValueError: `value` is not an integer of at least `minimum`.
     """
     if not is_int(value) or value < minimum:
-        raise ValueError(message(what, expected=f"an integer >= {minimum}", got=repr(value)))
+        refuse(what, expected=f"an integer >= {minimum}", got=repr(value))
     return int(value)
 
 
@@ -188,16 +192,19 @@ def check_ids(what: str, given: Any) -> Array:
     if not isinstance(array, jax.Array) and not array.size:
         array = np.zeros(array.shape, np.int32)
     if not jax.numpy.issubdtype(array.dtype, np.integer):
-        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+        refuse(what, expected="integers", got=f"{array.dtype}", error=TypeError)
     if isinstance(array, jax.Array):
         return array
     bits = 64 if jax.config.read("jax_enable_x64") else 32
     known = array.compressed() if isinstance(array, np.ma.MaskedArray) else array
     if known.size and not (known.min() >= -(2 ** (bits - 1)) and known.max() < 2 ** (bits - 1)):
         largest = max(known.max(), known.min(), key=lambda one: abs(int(one)))
-        expected = f"ids of {bits} bits" + (" while x64 is off" if bits == 32 else "")
-        remedy = "number the keys: np.unique(keys, return_inverse=True)[1]"
-        raise ValueError(message(what, expected=expected, got=f"{largest}", remedy=remedy))
+        refuse(
+            what,
+            expected=f"ids of {bits} bits" + (" while x64 is off" if bits == 32 else ""),
+            got=f"{largest}",
+            remedy="number the keys: np.unique(keys, return_inverse=True)[1]",
+        )
     signed = array.astype(np.int64 if bits == 64 else np.int32)
     return jax.numpy.asarray(np.ma.filled(signed, -1))
 
@@ -216,8 +223,13 @@ def check_same_ids(what: str, first: Array, second: Array) -> tuple[Array, Array
     wide = np.promote_types(first.dtype, second.dtype)
     off = wide.itemsize > 4 and not jax.config.read("jax_enable_x64")
     if off or not np.issubdtype(wide, np.integer):
-        got, remedy = f"{first.dtype} and {second.dtype}", "cast both to int32"
-        raise TypeError(message(what, expected="ids of one dtype", got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="ids of one dtype",
+            got=f"{first.dtype} and {second.dtype}",
+            remedy="cast both to int32",
+            error=TypeError,
+        )
     return first.astype(wide), second.astype(wide)
 
 
@@ -228,8 +240,7 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
       ValueError: `value` is none of `choices`.
     """
     if value not in choices:
-        words = " | ".join(repr(choice) for choice in choices)
-        raise ValueError(message(what, expected=words, got=repr(value)))
+        refuse(what, expected=" | ".join(repr(choice) for choice in choices), got=repr(value))
     return value
 
 
@@ -250,9 +261,12 @@ def local_path(path: str | os.PathLike[str], what: str = "path") -> Path:
     """
     text = os.fspath(path)
     if is_url(text):
-        remedy = "use a disk, and copy whole folders to the bucket and from it"
-        expected = "one of a file system"
-        raise ValueError(message(what, expected=expected, got=repr(text), remedy=remedy))
+        refuse(
+            what,
+            expected="one of a file system",
+            got=repr(text),
+            remedy="use a disk, and copy whole folders to the bucket and from it",
+        )
     return Path(text)
 
 
@@ -266,9 +280,13 @@ def check_key(what: str, key: Any) -> None:
     if dtype is None or not (
         jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and key.ndim)
     ):
-        got = f"{type(key).__name__} {key!r}"
-        remedy = "jax.random.key(0) makes one"
-        raise TypeError(message(what, expected="a jax PRNG key", got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="a jax PRNG key",
+            got=f"{type(key).__name__} {key!r}",
+            remedy="jax.random.key(0) makes one",
+            error=TypeError,
+        )
 
 
 def check_live(what: str, arrays: Iterable[Any]) -> None:
@@ -283,9 +301,12 @@ def check_live(what: str, arrays: Iterable[Any]) -> None:
     """
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
-            remedy = "use what that call returned; donate_argnums says what a jit donates"
-            got = "one that was donated to an earlier call, or deleted"
-            raise ValueError(message(what, expected="arrays that exist", got=got, remedy=remedy))
+            refuse(
+                what,
+                expected="arrays that exist",
+                got="one that was donated to an earlier call, or deleted",
+                remedy="use what that call returned; donate_argnums says what a jit donates",
+            )
 
 
 def warn_user(text: str) -> None:
@@ -310,8 +331,13 @@ def refuse_pickle(what: str, *, remedy: str) -> NoReturn:
     Raises:
       TypeError: always, as `pickle` itself does.
     """
-    got = "an object with devices and compiled programs"
-    raise TypeError(message(f"pickle of {what}", expected="plain data", got=got, remedy=remedy))
+    refuse(
+        f"pickle of {what}",
+        expected="plain data",
+        got="an object with devices and compiled programs",
+        remedy=remedy,
+        error=TypeError,
+    )
 
 
 def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Callable[[_T], _T]:
@@ -330,7 +356,7 @@ def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Ca
 
     @identity.defjvp
     def refused(primals: tuple, tangents: tuple) -> tuple:
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(what, expected=expected, got=got, remedy=remedy, error=TypeError)
 
     return identity
 

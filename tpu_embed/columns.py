@@ -86,10 +86,13 @@ def to_array(what: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        expected, got = "an array", "lists of different lengths"
-        remedy = "from_lists takes one flat list per example"
-        text = _checks.message(what, expected=expected, got=got, remedy=remedy)
-        raise ValueError(text) from error
+        _checks.refuse(
+            what,
+            expected="an array",
+            got="lists of different lengths",
+            remedy="from_lists takes one flat list per example",
+            cause=error,
+        )
     # np.asarray([]) is float64.
     return array if array.size or hasattr(value, "dtype") else array.astype(np.int64)
 
@@ -137,8 +140,9 @@ def chain_lists(what: str, lists: Sequence[Sequence[Any]]) -> Lists:
         # Name the item that has no length; an iterator as a whole has none either.
         items = lists if hasattr(lists, "__len__") else [lists]
         got = next(item for item in items if not hasattr(item, "__len__"))
-        expected = "a list of lists"
-        raise TypeError(_checks.message(what, expected=expected, got=repr(got))) from error
+        _checks.refuse(
+            what, expected="a list of lists", got=repr(got), error=TypeError, cause=error
+        )
     return Lists(list(itertools.chain.from_iterable(lists)), lengths)
 
 
@@ -226,16 +230,26 @@ def read_stream(value: Any) -> Any | None:
     try:
         import pyarrow
     except ImportError as error:
-        expected, remedy = "pyarrow, which reads it", "pip install pyarrow"
-        text = _checks.message(what, expected=expected, got="none", remedy=remedy)
-        raise ImportError(text) from error
+        _checks.refuse(
+            what,
+            expected="pyarrow, which reads it",
+            got="none",
+            remedy="pip install pyarrow",
+            error=ImportError,
+            cause=error,
+        )
     # The stream of a frame is one of structs, with a field per column.
     try:
         streamed = pyarrow.chunked_array(value)
     except pyarrow.ArrowException as error:
-        expected, remedy = "columns of types that pyarrow has", "select those of the features"
-        text = _checks.message(what, expected=expected, got=error, remedy=remedy)
-        raise TypeError(text) from error
+        _checks.refuse(
+            what,
+            expected="columns of types that pyarrow has",
+            got=error,
+            remedy="select those of the features",
+            error=TypeError,
+            cause=error,
+        )
     is_frame = pyarrow.types.is_struct(streamed.type)
     return pyarrow.Table.from_struct_array(streamed) if is_frame else streamed
 

@@ -62,16 +62,13 @@ class QuantizationConfig:
         for field in ("lower", "upper"):
             bound = getattr(self, field)
             if not _checks.is_number(bound) or not np.isfinite(bound):
-                what = f"QuantizationConfig.{field}"
-                raise ValueError(_checks.message(what, expected="a finite number", got=repr(bound)))
+                _checks.refuse(
+                    f"QuantizationConfig.{field}", expected="a finite number", got=repr(bound)
+                )
             object.__setattr__(self, field, float(bound))
         if not self.lower < self.upper:
-            raise ValueError(
-                _checks.message(
-                    "QuantizationConfig",
-                    expected="lower < upper",
-                    got=f"{self.lower} and {self.upper}",
-                )
+            _checks.refuse(
+                "QuantizationConfig", expected="lower < upper", got=f"{self.lower} and {self.upper}"
             )
 
 
@@ -101,7 +98,7 @@ class TableConfig:
       shard_axes: the mesh axes over which rows are split. None: all axes.
       trainable: False: the table is looked up but never updated; it has no optimizer and no slots.
       quantization_config: how each looked-up row is quantized. None: not at all.
-      vocabulary: how keys of 64 bits get rows and lose them again: a living vocabulary. None: ids
+      vocabulary: how keys of 64 bits get rows and lose them again: a dynamic vocabulary. None: ids
         are row numbers in [0, V).
       storage: keep the rows on the host, and those that batches need on the devices; V may then be
         up to 2⁶³, or, with `vocabulary`, is the capacity of the host. None: all rows are on the
@@ -149,7 +146,7 @@ class TableConfig:
         if self.vocabulary is not None:
             _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
             _check_map(what, self.vocabulary, self.vocabulary_size)
-            self._check_rows_alone(what, "a living vocabulary")
+            self._check_rows_alone(what, "a dynamic vocabulary")
         if self.storage is not None:
             self._check_storage(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
@@ -165,13 +162,11 @@ class TableConfig:
         """Check that only tables whose dtype needs it are rounded at random."""
         _checks.check_choice(f"{what}.rounding", self.rounding, get_args(Rounding))
         if self.rounding == "stochastic" and self.dtype != "bfloat16":
-            raise ValueError(
-                _checks.message(
-                    f"{what}.rounding",
-                    expected=f'"nearest" for a {self.dtype} table',
-                    got='"stochastic"',
-                    remedy='set dtype="bfloat16", or leave rounding out',
-                )
+            _checks.refuse(
+                f"{what}.rounding",
+                expected=f'"nearest" for a {self.dtype} table',
+                got='"stochastic"',
+                remedy='set dtype="bfloat16", or leave rounding out',
             )
 
     def _check_storage(self, what: str) -> None:
@@ -183,22 +178,23 @@ class TableConfig:
         }
         for field, (is_bad, expected) in refused.items():
             if is_bad:
-                label, got = f"{what}.{field} with storage", repr(getattr(self, field))
-                raise ValueError(_checks.message(label, expected=expected, got=got))
+                _checks.refuse(
+                    f"{what}.{field} with storage",
+                    expected=expected,
+                    got=repr(getattr(self, field)),
+                )
         _check_map(f"{what}.storage", self.row_rules, self.device_rows)
         self._check_rows_alone(what, "a table on the host")
 
     def _check_rows_alone(self, what: str, kind: str) -> None:
         """Check that the initializer makes each row by itself, wherever it comes to stand."""
         if self.initializer is not None and initializers.wants_shard_info(self.initializer):
-            raise ValueError(
-                _checks.message(
-                    f"{what}.initializer",
-                    expected=f"one that makes a row from its random key, for {kind}",
-                    got=f"{self.initializer!r}, which looks at row numbers (shard_info)",
-                    remedy="a new row must not depend on the row number that it gets: give an "
-                    "initializer (key, shape, dtype)",
-                )
+            _checks.refuse(
+                f"{what}.initializer",
+                expected=f"one that makes a row from its random key, for {kind}",
+                got=f"{self.initializer!r}, which looks at row numbers (shard_info)",
+                remedy="a new row must not depend on the row number that it gets: give an "
+                "initializer (key, shape, dtype)",
             )
 
     @property
@@ -266,22 +262,22 @@ class FeatureConfig:
         _check_type(f"{what}.jagged", self.jagged, bool)
         _checks.check_choice(f"{what}.keep", self.keep, get_args(Keep))
         if self.keep == "last" and not length:
-            expected, remedy = '"first" where no row is cut', "give max_sequence_length=L, too"
-            got = '"last" with max_sequence_length=0'
-            text = _checks.message(f"{what}.keep", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
+            _checks.refuse(
+                f"{what}.keep",
+                expected='"first" where no row is cut',
+                got='"last" with max_sequence_length=0',
+                remedy="give max_sequence_length=L, too",
+            )
         if self.output_shape is None:
             return
         if length or self.jagged:
             kind = "jagged=True" if self.jagged else f"max_sequence_length={length}"
             shape = "a Jagged" if self.jagged else "[B, max_sequence_length, D]"
-            raise ValueError(
-                _checks.message(
-                    f"{what}.output_shape",
-                    expected="None for a sequence",
-                    got=f"{self.output_shape!r} with {kind}",
-                    remedy=f"a sequence's activation is {shape}",
-                )
+            _checks.refuse(
+                f"{what}.output_shape",
+                expected="None for a sequence",
+                got=f"{self.output_shape!r} with {kind}",
+                remedy=f"a sequence's activation is {shape}",
             )
         object.__setattr__(
             self, "output_shape", _output_shape(f"{what}.output_shape", self.output_shape)
@@ -290,7 +286,7 @@ class FeatureConfig:
 
 def _check_type(what: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
-        raise ValueError(_checks.message(what, expected=f"a {kind.__name__}", got=repr(value)))
+        _checks.refuse(what, expected=f"a {kind.__name__}", got=repr(value))
 
 
 def _check_map(what: str, rules: DynamicVocabulary | None, capacity: int) -> None:
@@ -307,8 +303,9 @@ def _described(kind: str, name: Any) -> str:
     if name is None:
         return kind
     if not (isinstance(name, str) and name and _is_text(name)):
-        expected = "None or a non-empty string of Unicode text"
-        raise ValueError(_checks.message(f"{kind}.name", expected=expected, got=ascii(name)))
+        _checks.refuse(
+            f"{kind}.name", expected="None or a non-empty string of Unicode text", got=ascii(name)
+        )
     return f"{kind} {name!r}"
 
 
@@ -330,13 +327,11 @@ def _dtype_name(what: str, dtype: Any) -> str:
         name = dtype
     _checks.check_choice(what, name, _DTYPES)
     if name == "float64" and not jax.config.read("jax_enable_x64"):
-        raise ValueError(
-            _checks.message(
-                what,
-                expected="float32 or bfloat16 while x64 is off",
-                got="float64",
-                remedy='turn it on with jax.config.update("jax_enable_x64", True)',
-            )
+        _checks.refuse(
+            what,
+            expected="float32 or bfloat16 while x64 is off",
+            got="float64",
+            remedy='turn it on with jax.config.update("jax_enable_x64", True)',
         )
     return str(name)
 
@@ -347,20 +342,14 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
         return None
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
-        raise ValueError(
-            _checks.message(what, expected="None or names of mesh axes", got=repr(axes))
-        )
+        _checks.refuse(what, expected="None or names of mesh axes", got=repr(axes))
     if not names or len(set(names)) != len(names):
-        raise ValueError(
-            _checks.message(what, expected="at least one axis, each once", got=repr(axes))
-        )
+        _checks.refuse(what, expected="at least one axis, each once", got=repr(axes))
     return tuple(names)
 
 
 def _output_shape(what: str, shape: Any) -> tuple[int, ...]:
     """Return an output shape as a tuple of positive ints."""
     if not isinstance(shape, (tuple, list)) or not shape:
-        raise ValueError(
-            _checks.message(what, expected="None or a shape (B, ...)", got=repr(shape))
-        )
+        _checks.refuse(what, expected="None or a shape (B, ...)", got=repr(shape))
     return tuple(_checks.check_int(f"{what}[{i}]", n, minimum=1) for i, n in enumerate(shape))

@@ -110,8 +110,7 @@ class RowIdInitializer:
 
     def __post_init__(self) -> None:
         if not _checks.is_int(self.offset):
-            what = "RowIdInitializer.offset"
-            raise ValueError(_checks.message(what, expected="an integer", got=repr(self.offset)))
+            _checks.refuse("RowIdInitializer.offset", expected="an integer", got=repr(self.offset))
 
     def __call__(
         self, key: Array, shape: tuple[int, ...], dtype: Any, shard_info: ShardInfo
@@ -163,9 +162,7 @@ class VarianceScaling:
         )
         shape = self.table_shape
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-            raise ValueError(
-                _checks.message(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
-            )
+            _checks.refuse(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
         sizes = tuple(
             _checks.check_int(f"{what}.table_shape[{i}]", n, minimum=1) for i, n in enumerate(shape)
         )
@@ -262,19 +259,18 @@ def check(what: str, initializer: Any) -> None:
     if initializer is None:
         return
     if not callable(initializer):
-        expected = "None or a callable (key, shape, dtype) -> array"
-        raise ValueError(_checks.message(what, expected=expected, got=repr(initializer)))
+        _checks.refuse(
+            what, expected="None or a callable (key, shape, dtype) -> array", got=repr(initializer)
+        )
     # The initializers of JAX are closures: `he_normal()` is "variance_scaling.<locals>.init".
     factory = getattr(_innermost(initializer), "__qualname__", "").split(".")[0]
     if factory in _FAN_IN_FACTORIES:
-        raise ValueError(
-            _checks.message(
-                what,
-                expected="an initializer that can make one row at a time",
-                got=f"{factory}, which looks at the fan-in and would see one row",
-                remedy="use tpu_embed.initializers.variance_scaling(table_shape=(V, D)), or give "
-                "yours a shard_info argument",
-            )
+        _checks.refuse(
+            what,
+            expected="an initializer that can make one row at a time",
+            got=f"{factory}, which looks at the fan-in and would see one row",
+            remedy="use tpu_embed.initializers.variance_scaling(table_shape=(V, D)), or give "
+            "yours a shard_info argument",
         )
 
 
@@ -291,5 +287,4 @@ def _innermost(function: Any) -> Any:
 
 def _check_finite(what: str, value: Any) -> None:
     if not _checks.is_number(value) or not 0 <= value < math.inf:
-        expected = "a finite number >= 0"
-        raise ValueError(_checks.message(what, expected=expected, got=repr(value)))
+        _checks.refuse(what, expected="a finite number >= 0", got=repr(value))

@@ -142,20 +142,25 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
     if objects.dtype != object:
         nan = 'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
         got, remedy = describe_values(array)
-        remedy = nan if array.dtype.kind == "f" else remedy
-        raise TypeError(_checks.message(_KEYS, expected=_EXPECTED, got=got, remedy=remedy))
+        _checks.refuse(
+            _KEYS,
+            expected=_EXPECTED,
+            got=got,
+            remedy=nan if array.dtype.kind == "f" else remedy,
+            error=TypeError,
+        )
     kinds = set(map(type, objects))
     if all(issubclass(kind, (str, bytes)) for kind in kinds):
         return objects
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         if not all(-(2**63) <= key < 2**64 for key in objects):
-            expected = "integers of 64 bits"
-            raise ValueError(_checks.message(_KEYS, expected=expected, got="a larger one"))
+            _checks.refuse(_KEYS, expected="integers of 64 bits", got="a larger one")
         # Some are negative and others beyond int64: modulo 2⁶⁴.
         return np.array([int(key) % 2**64 for key in objects], np.uint64)
     got, remedy = describe_values(objects)
-    expected = f"{_EXPECTED}, not both"
-    raise TypeError(_checks.message(_KEYS, expected=expected, got=got, remedy=remedy))
+    _checks.refuse(
+        _KEYS, expected=f"{_EXPECTED}, not both", got=got, remedy=remedy, error=TypeError
+    )
 
 
 def _strings_of(keys: np.ndarray) -> _Strings:

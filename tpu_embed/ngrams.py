@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, message, refuse
 from tpu_embed._types import PADDING_ID
 
 _MODULUS = 2**32
@@ -135,8 +135,7 @@ def _integers(what: str, given: Any) -> Any:
     """
     array = given if isinstance(given, jax.Array) else np.asarray(given)
     if array.dtype.kind not in "iu":
-        text = message(f"ngram_ids: {what}", expected="integers", got=f"{array.dtype}")
-        raise TypeError(text)
+        refuse(f"ngram_ids: {what}", expected="integers", got=f"{array.dtype}", error=TypeError)
     if not array.ndim:
         raise _refused(what, "an array [..., L]", "a number")
     if isinstance(array, np.ndarray) and array.size and array.max() >= _MODULUS:

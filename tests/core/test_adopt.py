@@ -149,7 +149,7 @@ DIFFERENT = {
     "keys": (
         {"vocabulary": DynamicVocabulary()},
         {},
-        r"table 't': ids: expected keys of a living vocabulary, got row numbers",
+        r"table 't': ids: expected keys of a dynamic vocabulary, got row numbers",
     ),
     "unseen": (
         {"vocabulary": SHARED},

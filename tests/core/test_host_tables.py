@@ -223,7 +223,7 @@ def test_no_thread_outlives_its_engine():
 
 
 def with_keys(capacity, rows):
-    """Return an engine with one table on the host whose vocabulary lives, and a first state."""
+    """Return an engine with one table on the host with a dynamic vocabulary, and a first state."""
     storage, living = HostStorage(device_rows=rows), DynamicVocabulary()
     table = TableConfig(capacity, 4, name="items", vocabulary=living, storage=storage)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))

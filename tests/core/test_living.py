@@ -1,4 +1,4 @@
-"""Tables whose vocabularies live: rows follow plain Python, and values follow their keys."""
+"""Tables with a dynamic vocabulary: rows follow plain Python, and values follow their keys."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Several engines with living vocabularies: states and batches of one are not taken for another's.
+"""Several engines with dynamic vocabularies: states and batches of one are not taken for another's.
 
 The random test does what people do, and what they do by mistake: two engines with maps of their
 own and a third that shares those of the first; states and batches go to any of them, in a jit and

@@ -174,7 +174,7 @@ def test_keys_without_a_row_are_named():
     with pytest.raises(ValueError, match=re.escape(said)):
         made.rows(state, "t", keys=["red", "green", "blue", "white"])
     assert made.vocabularies.find("t", ["red", "green"]).tolist() == [0, -1]
-    with pytest.raises(ValueError, match="expected one of \\['t'\\], whose vocabularies live"):
+    with pytest.raises(ValueError, match="expected one of \\['t'\\], with a dynamic vocabulary"):
         made.vocabularies.find("u", ["red"])
 
 

@@ -1,4 +1,4 @@
-"""Engines with living vocabularies, their batches, and what plain Python expects of them."""
+"""Engines with dynamic vocabularies, their batches, and what plain Python expects of them."""
 
 import functools
 import zlib

@@ -2,7 +2,7 @@
 
 A program that draws random numbers takes half a second per table to compile, ten times as long as
 one that does not, and every engine of every test has such a program. So tables without an
-initializer get these values in tests. Living vocabularies keep the default, which draws by key.
+initializer get these values in tests. Dynamic vocabularies keep the default, which draws by key.
 """
 
 import dataclasses

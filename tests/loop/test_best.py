@@ -174,7 +174,7 @@ def test_the_report_is_that_of_the_best_step(case, tmp_path):
 
 
 def test_a_run_in_two_calls_ends_with_what_the_best_step_left(tmp_path):
-    """A network, a living vocabulary, a table on the host."""
+    """A network, a dynamic vocabulary, a table on the host."""
     made = make_engine()
     model = {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "progress": False}
     undisturbed = fit(made, loss_of_network, batches(4), **model)

@@ -1,4 +1,4 @@
-"""Searches of tables whose vocabularies live: only rows with keys are found, and keys come back."""
+"""Searches of dynamic vocabularies: only rows with keys are found, and keys come back."""
 
 import jax
 import numpy as np
@@ -69,7 +69,7 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="keys_of: ids: expected integers, got float64"):
         retrieval.keys_of(engine, state, "t", [0.5])
     plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
-    with pytest.raises(ValueError, match="expected a table whose vocabulary lives, got 'p'"):
+    with pytest.raises(ValueError, match="expected a table with a dynamic vocabulary, got 'p'"):
         retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")
 
 

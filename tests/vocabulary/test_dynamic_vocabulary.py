@@ -1,4 +1,4 @@
-"""The declaration of a living vocabulary: what it takes and what it refuses."""
+"""The declaration of a dynamic vocabulary: what it takes and what it refuses."""
 
 import dataclasses
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import ArrayLike
 from tpu_embed.core.ids import (
     RaggedIds,
@@ -63,14 +63,17 @@ def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.nd
     replicas = check_int("balance_replicas: replicas", replicas, minimum=1)
     given = np.asarray(lengths)
     if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(message(what, expected="integers", got=str(given.dtype)))
+        refuse(what, expected="integers", got=str(given.dtype), error=TypeError)
     if given.ndim != 1 or given.size % replicas:
-        expected, got = f"[B], B a multiple of {replicas}", f"shape {given.shape}"
-        remedy = "tpu_embed.pad_batch adds empty examples"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected=f"[B], B a multiple of {replicas}",
+            got=f"shape {given.shape}",
+            remedy="tpu_embed.pad_batch adds empty examples",
+        )
     if given.size and given.min() < 0:
         at = int(given.argmin())
-        raise ValueError(message(what, expected="at least 0", got=f"{given[at]} at {at}"))
+        refuse(what, expected="at least 0", got=f"{given[at]} at {at}")
     events_of, room = given.tolist(), given.size // replicas
     chosen = [[] for _ in range(replicas)]
     # (events so far, replica): the first of the heap has the fewest events, of several the lowest
@@ -118,11 +121,13 @@ def reorder_batch(batch: Any, order: ArrayLike | Sequence[int]) -> Any:
     """
     given = np.asarray(order)
     if given.dtype.kind not in "iu" and given.size:
-        raise TypeError(message("order", expected="integers", got=str(given.dtype)))
+        refuse("order", expected="integers", got=str(given.dtype), error=TypeError)
     if given.ndim != 1 or not np.array_equal(np.sort(given), np.arange(given.size)):
-        expected = "[B], each of 0 … B - 1 once"
-        got = f"shape {given.shape}" if given.ndim != 1 else "another list of numbers"
-        raise ValueError(message("order", expected=expected, got=got))
+        refuse(
+            "order",
+            expected="[B], each of 0 … B - 1 once",
+            got=f"shape {given.shape}" if given.ndim != 1 else "another list of numbers",
+        )
     moves = given.astype(np.int64)
     leaves = [(path, read_ids(path, leaf)) for path, leaf in collect_leaves("reorder_batch", batch)]
     return rebuild_nest(batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves]))
@@ -136,16 +141,14 @@ def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
     """
     rows, size = count_rows(path, leaf), order.size
     if rows % size if size else rows:
-        expected, got = f"a multiple of {size} rows, as many as `order` has", f"{rows}"
-        raise ValueError(message(path, expected=expected, got=got))
+        refuse(path, expected=f"a multiple of {size} rows, as many as `order` has", got=f"{rows}")
     # 2 rows per example, order (1, 0): rows 2 3 0 1.
     each = np.arange(rows // size if size else 0)
     by_row = (order[:, None] * each.size + each).reshape(-1)
     if not isinstance(leaf, (SparseIds, RaggedIds)):
         return leaf[by_row]
     if leaf.weights is not None and leaf.weights.shape != leaf.values.shape:
-        expected, got = f"weights of shape {leaf.values.shape}", f"{leaf.weights.shape}"
-        raise ValueError(message(path, expected=expected, got=got))
+        refuse(path, expected=f"weights of shape {leaf.values.shape}", got=f"{leaf.weights.shape}")
     if isinstance(leaf, SparseIds):
         return _reorder_sparse(path, leaf, by_row)
     return _reorder_ragged(path, leaf, by_row)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import did_you_mean, message
+from tpu_embed._checks import did_you_mean, refuse
 from tpu_embed._types import ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch
@@ -76,9 +76,12 @@ class EventValues:
             leaves = part.match(features, what="features", columns=True)
             ids = dict(zip(part.labels, leaves, strict=True)).get(self.feature)
             if not isinstance(ids, RaggedIds):
-                what, got = f"EventValues: feature {self.feature!r}", type(ids).__name__
-                expected, remedy = "RaggedIds, which have some", "give the row splits"
-                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+                refuse(
+                    f"EventValues: feature {self.feature!r}",
+                    expected="RaggedIds, which have some",
+                    got=type(ids).__name__,
+                    remedy="give the row splits",
+                )
             splits = ids.row_splits
         return place_values(engine, batch, self.feature, self.values, splits)
 
@@ -131,9 +134,12 @@ def place_values(
     lengths = lengths.reshape(replicas, examples)
     local = np.pad(np.cumsum(lengths, axis=1), ((0, 0), (1, 0))).astype(np.int32)
     if local[:, -1].max() > capacity:
-        expected, got = f"at most {capacity} events on a device", f"{local[:, -1].max()}"
-        remedy = "give the row splits of the ids that were placed"
-        raise ValueError(message(_SPLITS, expected=expected, got=got, remedy=remedy))
+        refuse(
+            _SPLITS,
+            expected=f"at most {capacity} events on a device",
+            got=f"{local[:, -1].max()}",
+            remedy="give the row splits of the ids that were placed",
+        )
     placed = np.zeros((replicas, capacity, *values.shape[1:]), values.dtype)
     placed[np.arange(capacity) < local[:, -1:]] = values
     return Jagged(_on_devices(axes, placed), _on_devices(axes, local))
@@ -154,9 +160,12 @@ def _look_up(engine: EmbeddingEngine, batch: Batch, name: str) -> tuple[FeatureC
     }
     if name in jagged:
         return jagged[name]
-    expected, remedy = f"a jagged feature among {list(jagged)}", did_you_mean(name, jagged)
-    what = f"{_WHAT}: feature"
-    raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
+    refuse(
+        f"{_WHAT}: feature",
+        expected=f"a jagged feature among {list(jagged)}",
+        got=repr(name),
+        remedy=did_you_mean(name, jagged),
+    )
 
 
 def _check_values(values: np.ndarray) -> None:
@@ -168,14 +177,22 @@ def _check_values(values: np.ndarray) -> None:
     """
     what, known = f"{_WHAT}: values", jax.dtypes.canonicalize_dtype
     if values.dtype.kind in "OSUMm":
-        got, remedy = str(values.dtype), "of datetimes, give the seconds since the first event"
-        raise TypeError(message(what, expected="numbers", got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="numbers",
+            got=str(values.dtype),
+            remedy="of datetimes, give the seconds since the first event",
+            error=TypeError,
+        )
     if values.dtype.kind in "iu" and values.size and known(values.dtype) != values.dtype:
         kept = np.iinfo(known(values.dtype))
         if values.min() < kept.min or values.max() > kept.max:
-            expected, got = f"integers that fit {kept.dtype}", f"{values.min()} to {values.max()}"
-            remedy = "give times in seconds, or since the first event"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                what,
+                expected=f"integers that fit {kept.dtype}",
+                got=f"{values.min()} to {values.max()}",
+                remedy="give times in seconds, or since the first event",
+            )
 
 
 def _check_splits(given: Any, values: np.ndarray, examples: int) -> np.ndarray:
@@ -187,17 +204,26 @@ def _check_splits(given: Any, values: np.ndarray, examples: int) -> np.ndarray:
     """
     splits = np.asarray(given)
     if splits.dtype.kind not in "iu":
-        raise TypeError(message(_SPLITS, expected="integers", got=str(splits.dtype)))
+        refuse(_SPLITS, expected="integers", got=str(splits.dtype), error=TypeError)
     if splits.shape != (examples + 1,):
-        expected = f"[{examples + 1}], for the {examples} examples of this process"
-        raise ValueError(message(_SPLITS, expected=expected, got=f"shape {splits.shape}"))
+        refuse(
+            _SPLITS,
+            expected=f"[{examples + 1}], for the {examples} examples of this process",
+            got=f"shape {splits.shape}",
+        )
     lengths = np.diff(splits.astype(np.int64))
     if splits[0] != 0 or (lengths < 0).any():
-        got = np.array2string(splits, threshold=8, edgeitems=3)
-        raise ValueError(message(_SPLITS, expected="numbers that rise from 0", got=got))
+        refuse(
+            _SPLITS,
+            expected="numbers that rise from 0",
+            got=np.array2string(splits, threshold=8, edgeitems=3),
+        )
     if values.shape[:1] != (splits[-1],):
-        expected, got = f"[{splits[-1]}, …], one per event", f"shape {values.shape}"
-        raise ValueError(message(f"{_WHAT}: values", expected=expected, got=got))
+        refuse(
+            f"{_WHAT}: values",
+            expected=f"[{splits[-1]}, …], one per event",
+            got=f"shape {values.shape}",
+        )
     return lengths
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data.items import ItemRules
@@ -18,9 +18,14 @@ from tpu_embed.data.items import ItemRules
 try:
     from grain.transforms import Map
 except ImportError as error:
-    _remedy = 'pip install "tpu-embed[grain]"'
-    _text = message("tpu_embed.data.Place", expected="grain", got=f"{error}", remedy=_remedy)
-    raise ImportError(_text) from error
+    refuse(
+        "tpu_embed.data.Place",
+        expected="grain",
+        got=f"{error}",
+        remedy='pip install "tpu-embed[grain]"',
+        error=ImportError,
+        cause=error,
+    )
 
 
 class Place(Map):
@@ -73,6 +78,11 @@ class Place(Map):
         Raises:
           TypeError: always.
         """
-        expected, got = "to run in the process that has the devices", "pickling for another one"
-        remedy = "use worker_count=0, or no Place and tpu_embed.data.Prefetcher around the loader"
-        raise TypeError(message("Place", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "Place",
+            expected="to run in the process that has the devices",
+            got="pickling for another one",
+            remedy="use worker_count=0, or no Place and tpu_embed.data.Prefetcher around "
+            "the loader",
+            error=TypeError,
+        )

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.data.event_values import EventValues
@@ -89,8 +89,12 @@ class ItemRules:
             return Item(item, None, None)
         least = "(features, weights, …)" if self.weighted else "(features, …)"
         if type(item) is not tuple or len(item) < least.count(","):
-            got = f"a tuple of {len(item)}" if type(item) is tuple else type(item).__name__
-            raise TypeError(message("an item of the data", expected=f"a tuple {least}", got=got))
+            refuse(
+                "an item of the data",
+                expected=f"a tuple {least}",
+                got=f"a tuple of {len(item)}" if type(item) is tuple else type(item).__name__,
+                error=TypeError,
+            )
         if self.weighted:
             return Item(item[0], item[1], item[2:])
         return Item(item[0], None, item[1:])

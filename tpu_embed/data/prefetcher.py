@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from tpu_embed._checks import check_int, is_int, message
+from tpu_embed._checks import check_int, is_int, refuse
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import check_engine
 from tpu_embed.data.items import ItemRules
@@ -88,8 +88,11 @@ class Prefetcher:
         if not hasattr(engine, "intake"):
             check_engine("Prefetcher: engine", engine)
         if not isinstance(batches, Iterable):
-            raise TypeError(
-                message("Prefetcher: batches", expected="an iterable", got=type(batches).__name__)
+            refuse(
+                "Prefetcher: batches",
+                expected="an iterable",
+                got=type(batches).__name__,
+                error=TypeError,
             )
         self._engine, self._rules = engine, ItemRules(weighted, spec, training)
         # The iterator moves to the thread with the first batch: a prefetcher that is closed does
@@ -260,7 +263,7 @@ class _Loop:
 
 
 def _refuse(*, expected: str, got: str, remedy: str) -> NoReturn:
-    raise RuntimeError(message("Prefetcher", expected=expected, got=got, remedy=remedy))
+    refuse("Prefetcher", expected=expected, got=got, remedy=remedy, error=RuntimeError)
 
 
 # -- positions as JSON -----------------------------------------------------------------------------
@@ -297,26 +300,31 @@ def _decode(position: Any, *, stateful: bool) -> tuple[int, Any]:
     what, remedy = "Prefetcher.set_state", "give what get_state returned"
     known = isinstance(position, dict) and is_int(position.get("batches"))
     if not known or not 0 <= position["batches"] < 2**63:
-        raise ValueError(message(what, expected="a position", got=repr(position), remedy=remedy))
+        refuse(what, expected="a position", got=repr(position), remedy=remedy)
     if not stateful:
         if "sources" in position:
-            expected, got = "a source with get_state and set_state", "one without them"
-            remedy = "give a source of the same kind as when the position was saved"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                what,
+                expected="a source with get_state and set_state",
+                got="one without them",
+                remedy="give a source of the same kind as when the position was saved",
+            )
         return position["batches"], None
     sources, (here, processes) = position.get("sources"), who()
     if not isinstance(sources, list) or len(sources) != processes:
         count = len(sources) if isinstance(sources, list) else "no"
-        expected, got = f"one state per process, {processes} in all", f"{count} states"
-        remedy = "continue with as many processes, and a source of the same kind"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected=f"one state per process, {processes} in all",
+            got=f"{count} states",
+            remedy="continue with as many processes, and a source of the same kind",
+        )
     match sources[here]:
         case {"json": state, **rest} if not rest:
             return position["batches"], state
         case {"bytes": str(text), **rest} if not rest and _BASE64.fullmatch(text):
             return position["batches"], base64.b64decode(text)
-    expected, got = "a source's state", repr(sources[here])
-    raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+    refuse(what, expected="a source's state", got=repr(sources[here]), remedy=remedy)
 
 
 _BASE64 = re.compile("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?")

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._stop import check_stop
 from tpu_embed.data.items import ItemRules
 from tpu_embed.vocabulary import Pin
@@ -125,13 +125,11 @@ class Feed:
         wanted, self._skipped = self._skipped, 0
         found = sum(1 for _ in itertools.islice(self._source, wanted))
         if found < wanted:
-            raise ValueError(
-                message(
-                    "the data",
-                    expected=f"{wanted} batches before the next one",
-                    got=found,
-                    remedy="give the same data again",
-                )
+            refuse(
+                "the data",
+                expected=f"{wanted} batches before the next one",
+                got=found,
+                remedy="give the same data again",
             )
         return next(self._source)
 

@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed.io import crc_json, files, schema
 from tpu_embed.io.store import Bucket, Place, place_of
 
@@ -67,8 +67,13 @@ def find(path: Any) -> Place:
         return place
     root = committer(place).find()
     if root is None:
-        remedy = "give the URL that it was written to"
-        raise FileNotFoundError(message(f"{place}", expected="a commit", got="none", remedy=remedy))
+        refuse(
+            f"{place}",
+            expected="a commit",
+            got="none",
+            remedy="give the URL that it was written to",
+            error=FileNotFoundError,
+        )
     return root
 
 
@@ -194,8 +199,13 @@ class _InBucket:
     def finish(self, root: Any, parts: Sequence[Parts]) -> None:
         if self._mark(root.name).get() in (None, _SWEEPING):
             if self._commit.exists():
-                text = message(f"{self.place}", expected="none", got="a commit", remedy=_ONE_WRITER)
-                raise FileExistsError(text)
+                refuse(
+                    f"{self.place}",
+                    expected="none",
+                    got="a commit",
+                    remedy=_ONE_WRITER,
+                    error=FileExistsError,
+                )
             raise OSError(_swept(root))
         start, own = len(self._beside("").key), f"{root.name}/"
         named = {key[start:]: said for mine in parts for key, said in mine.items()}
@@ -239,8 +249,12 @@ class _InBucket:
             return None
         for name in (found["root"], *found["parts"], *found["shared"]):
             if not {"", ".", ".."}.isdisjoint(name.split("/")) or "/" in found["root"]:
-                what, expected = f"{self._commit}", "names that lead nowhere else"
-                raise ValueError(message(what, expected=expected, got=repr(name), remedy=_REMEDY))
+                refuse(
+                    f"{self._commit}",
+                    expected="names that lead nowhere else",
+                    got=repr(name),
+                    remedy=_REMEDY,
+                )
         return found
 
     def remove(self) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.io import files, schema
 from tpu_embed.io.store import Place
 
@@ -60,16 +60,18 @@ def read_with_crc(
         whole = json.loads(content)
         checksum = _checksum(whole)
     except (ValueError, RecursionError) as error:
-        expected, got = "a JSON object", f"{error}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy)) from error
+        refuse(f"{path}", expected="a JSON object", got=f"{error}", remedy=remedy, cause=error)
     schema.check(path, whole, schema.mapping(schema.anything), remedy)
     other = "read it with the tpu_embed that wrote it, or write it again"
     wanted = ("format", version, other), ("crc32", checksum, remedy), ("kind", kind, remedy)
     for what, expected, advice in wanted:
         if whole.get(what) != expected:
-            got = reprlib.repr(whole.get(what))
-            text = message(f"{path}: {what}", expected=f"{expected!r}", got=got, remedy=advice)
-            raise ValueError(text)
+            refuse(
+                f"{path}: {what}",
+                expected=f"{expected!r}",
+                got=reprlib.repr(whole.get(what)),
+                remedy=advice,
+            )
     value = {key: part for key, part in whole.items() if key not in _ENVELOPE}
     schema.check(path, value, form, remedy)
     return value

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.io import crc_json, files, schema
 from tpu_embed.io.commits import committer
 from tpu_embed.io.store import Bucket, Place
@@ -69,8 +69,13 @@ def check_free(root: Place) -> None:
       FileExistsError: something does.
     """
     if committer(root).find() is not None or (isinstance(root, Path) and root.is_symlink()):
-        remedy = "remove it, or give each version a directory of its own"
-        raise FileExistsError(message(f"{root}", expected="nothing", got="a file", remedy=remedy))
+        refuse(
+            f"{root}",
+            expected="nothing",
+            got="a file",
+            remedy="remove it, or give each version a directory of its own",
+            error=FileExistsError,
+        )
 
 
 @contextlib.contextmanager
@@ -133,19 +138,21 @@ def check_file(
     """
     path = _inside(root, file, remedy)
     if described["file"] != file:
-        what, got = f"{root / METADATA}: file", reprlib.repr(described["file"])
-        raise ValueError(message(what, expected=repr(file), got=got, remedy=remedy))
+        refuse(
+            f"{root / METADATA}: file",
+            expected=repr(file),
+            got=reprlib.repr(described["file"]),
+            remedy=remedy,
+        )
     if isinstance(path, Bucket):
         return path  # whoever reads it compares the sum that the commit has
     with files.name_errors(path, remedy):
         size = path.stat().st_size
     if size != described["bytes"]:
-        expected = f"{described['bytes']} bytes"
-        raise ValueError(message(f"{path}", expected=expected, got=f"{size}", remedy=remedy))
+        refuse(f"{path}", expected=f"{described['bytes']} bytes", got=f"{size}", remedy=remedy)
     got = files.checksum(path, remedy) if whole else described["crc32"]
     if got != described["crc32"]:
-        expected = f"checksum {described['crc32']}"
-        raise ValueError(message(f"{path}", expected=expected, got=f"{got}", remedy=remedy))
+        refuse(f"{path}", expected=f"checksum {described['crc32']}", got=f"{got}", remedy=remedy)
     return path
 
 
@@ -156,8 +163,7 @@ def _inside(root: Any, file: str, remedy: str) -> Any:
         return path
     found = os.path.realpath(path)
     if not Path(found).is_relative_to(os.path.realpath(root)):
-        expected, got = f"a file inside {root}", f"a link to {found}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+        refuse(f"{path}", expected=f"a file inside {root}", got=f"a link to {found}", remedy=remedy)
     return path
 
 
@@ -305,8 +311,12 @@ def read_arrays(
     """
     said = {part: (one["dtype"], tuple(one["shape"])) for part, one in described.items()}
     if said != forms:
-        what = f"{root / METADATA}: table {name!r}"
-        raise ValueError(message(what, expected=f"{dict(forms)}", got=f"{said}", remedy=remedy))
+        refuse(
+            f"{root / METADATA}: table {name!r}",
+            expected=f"{dict(forms)}",
+            got=f"{said}",
+            remedy=remedy,
+        )
     arrays = {}
     for part, one in described.items():
         path = check_file(root, _array_file(name, part), one, remedy, whole=whole)
@@ -323,8 +333,7 @@ def _array(path: Any, dtype: str, shape: tuple[int, ...], remedy: str) -> np.nda
         array = np.load(file) if is_read else np.lib.format.open_memmap(file, mode="r")
         got = f"{array.dtype} of shape {array.shape}"
     except Exception as error:  # NumPy parses the header as Python
-        got = f"no array ({error})"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy)) from error
+        refuse(f"{path}", expected=expected, got=f"no array ({error})", remedy=remedy, cause=error)
     if got != expected:
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+        refuse(f"{path}", expected=expected, got=got, remedy=remedy)
     return array

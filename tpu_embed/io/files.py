@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.io.store import Bucket, NewFile, Place
 
 try:
@@ -122,12 +122,22 @@ def name_errors(path: Place, remedy: str) -> Iterator[None]:
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
-        text = message(f"{path}", expected="a file", got="none", remedy=remedy)
-        raise FileNotFoundError(text) from error
+        refuse(
+            f"{path}",
+            expected="a file",
+            got="none",
+            remedy=remedy,
+            error=FileNotFoundError,
+            cause=error,
+        )
     except OSError as error:
-        expected, got = "a file that can be read", f"{error.strerror or error}"
-        text = message(f"{path}", expected=expected, got=got, remedy=remedy)
-        raise ValueError(text) from error
+        refuse(
+            f"{path}",
+            expected="a file that can be read",
+            got=f"{error.strerror or error}",
+            remedy=remedy,
+            cause=error,
+        )
 
 
 def read(path: Place, remedy: str) -> bytes:

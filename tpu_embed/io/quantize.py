@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 
@@ -109,11 +109,14 @@ def _scale(low: np.ndarray, high: np.ndarray) -> np.ndarray:
 def _check_table(table: Any) -> None:
     array = isinstance(table, (np.ndarray, jax.Array))
     if not array or not jnp.issubdtype(table.dtype, jnp.floating):
-        got = getattr(table, "dtype", type(table).__name__)
-        raise TypeError(message("quantize_rows", expected="an array of floats", got=got))
+        refuse(
+            "quantize_rows",
+            expected="an array of floats",
+            got=getattr(table, "dtype", type(table).__name__),
+            error=TypeError,
+        )
     if table.ndim != 2 or not table.shape[1]:
-        expected, got = "a table [V, D]", f"shape {table.shape}"
-        raise ValueError(message("quantize_rows", expected=expected, got=got))
+        refuse("quantize_rows", expected="a table [V, D]", got=f"shape {table.shape}")
 
 
 def _check_rows(low: np.ndarray, high: np.ndarray, start: int) -> None:
@@ -127,11 +130,9 @@ def _check_rows(low: np.ndarray, high: np.ndarray, start: int) -> None:
     if fits.all():
         return
     row = int(np.argmin(fits))
-    raise ValueError(
-        message(
-            f"quantize_rows: row {start + row}",
-            expected="finite numbers with a range of at most 2**127",
-            got=f"numbers from {low[row]} to {high[row]}",
-            remedy="find what made them, or serve this table unquantized",
-        )
+    refuse(
+        f"quantize_rows: row {start + row}",
+        expected="finite numbers with a range of at most 2**127",
+        got=f"numbers from {low[row]} to {high[row]}",
+        remedy="find what made them, or serve this table unquantized",
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import is_int, message
+from tpu_embed._checks import is_int, refuse
 
 Problem = tuple[str, str, str]
 """(where inside the value, what was expected, what was got)"""
@@ -41,7 +41,7 @@ def check(file: Any, value: Any, form: Form, remedy: str) -> None:
     problem = form(value)
     if problem is not None:
         where, expected, got = problem
-        raise ValueError(message(f"{file}{where}", expected=expected, got=got, remedy=remedy))
+        refuse(f"{file}{where}", expected=expected, got=got, remedy=remedy)
 
 
 def anything(value: Any) -> None:

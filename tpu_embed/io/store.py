@@ -29,7 +29,7 @@ from typing import Any, final
 
 import tensorstore as ts
 
-from tpu_embed._checks import is_url, message
+from tpu_embed._checks import is_url, refuse
 
 DRIVERS = {"gs": "gcs", "s3": "s3"}
 
@@ -138,8 +138,12 @@ class Bucket:
             found = [found[0] + len(some), zlib.crc32(some, found[1])]
             yield some
         if found != [size, crc32]:
-            expected = f"size and CRC-32 {[size, crc32]}, as its commit says"
-            raise OSError(message(f"{self}", expected=expected, got=f"{found}"))
+            refuse(
+                f"{self}",
+                expected=f"size and CRC-32 {[size, crc32]}, as its commit says",
+                got=f"{found}",
+                error=OSError,
+            )
 
     def put(self, data: bytes, *, new: bool = False) -> None:
         """Write the object.
@@ -156,9 +160,13 @@ class Bucket:
         stamp = wait(self._store.write(self.key, data, **condition), self)
         # An answer may be lost, and the request is repeated: then our own bytes are there.
         if new and not stamp.generation and self.get() != data:
-            remedy = "one writer per directory: give another one, or another step"
-            text = message(f"{self}", expected="none", got="one of another writer", remedy=remedy)
-            raise FileExistsError(text)
+            refuse(
+                f"{self}",
+                expected="none",
+                got="one of another writer",
+                remedy="one writer per directory: give another one, or another step",
+                error=FileExistsError,
+            )
         if self.written is not None:
             self.written[self.key] = [len(data), zlib.crc32(data)]
 
@@ -212,7 +220,7 @@ class Bucket:
         """
         found = wait(read, self)
         if found.state != "value":
-            raise FileNotFoundError(message(f"{self}", expected="an object", got="none"))
+            refuse(f"{self}", expected="an object", got="none", error=FileNotFoundError)
         return found.value
 
     def _piece(self, number: int) -> str:
@@ -287,8 +295,11 @@ def place_of(path: Any, what: str = "path") -> Place:
     text = os.fspath(path)
     found = re.fullmatch(r"(gs|s3)://([^/]+)/([^/].*?)/*", text)
     if found is None and is_url(text):
-        expected = "a path, or a URL such as gs://bucket/name or s3://bucket/name"
-        raise ValueError(message(what, expected=expected, got=repr(text)))
+        refuse(
+            what,
+            expected="a path, or a URL such as gs://bucket/name or s3://bucket/name",
+            got=repr(text),
+        )
     if found is None:
         return Path(text).absolute()
     scheme, bucket, key = found.groups()
@@ -317,4 +328,4 @@ def wait(future: ts.Future, place: Place) -> Any:
         got = f"none in {DEADLINE:.0f} s"
     except Exception as error:
         got = f"{error}"
-    raise OSError(message(f"{place}", expected="an answer", got=got, remedy=_REMEDY))
+    refuse(f"{place}", expected="an answer", got=got, remedy=_REMEDY, error=OSError)

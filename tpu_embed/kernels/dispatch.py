@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels import (
     cpu,
@@ -73,15 +73,19 @@ def kernels_in_use() -> str:
         return "reference"
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "native", "reference"):
-        raise ValueError(message(VARIABLE, expected="native, reference or unset", got=repr(wanted)))
+        refuse(VARIABLE, expected="native, reference or unset", got=repr(wanted))
     if wanted == "reference":
         return "reference"
     loaded = cpu.load()
     if loaded.path is not None:
         return "native"
     if wanted == "native":
-        raise RuntimeError(
-            message(VARIABLE, expected="compiled kernels", got=loaded.why_not, remedy=_REMEDY)
+        refuse(
+            VARIABLE,
+            expected="compiled kernels",
+            got=loaded.why_not,
+            remedy=_REMEDY,
+            error=RuntimeError,
         )
     _say_once(loaded.why_not)
     return "reference"

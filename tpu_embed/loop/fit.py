@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import optax
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
@@ -237,7 +237,10 @@ def _placed(engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int)
     if not isinstance(source, Prefetcher):
         return Prefetcher(engine, source, depth, weighted=weighted)
     if weighted:
-        remedy = "give weighted=True to the Prefetcher"
-        expected, got = "False with a Prefetcher", "True"
-        raise ValueError(message("fit: weighted", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "fit: weighted",
+            expected="False with a Prefetcher",
+            got="True",
+            remedy="give weighted=True to the Prefetcher",
+        )
     return source

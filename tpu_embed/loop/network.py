@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
-from tpu_embed._checks import message, warn_user
+from tpu_embed._checks import message, refuse, warn_user
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
@@ -132,15 +132,23 @@ def split_model(
         arrays.
     """
     if not callable(loss):
-        remedy = "write a function of the activations and the other parts of a batch"
-        got = type(loss).__name__
-        raise TypeError(message("fit: loss", expected="a function", got=got, remedy=remedy))
+        refuse(
+            "fit: loss",
+            expected="a function",
+            got=type(loss).__name__,
+            remedy="write a function of the activations and the other parts of a batch",
+            error=TypeError,
+        )
     keywords = _keywords(loss)
     if not isinstance(model, nnx.Module):
         if rows is not None:
-            expected, got = "an nnx module that has the layer", type(model).__name__
-            remedy = "give its engine, fit(rows.engine, …, state=rows.state)"
-            raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "fit: model",
+                expected="an nnx module that has the layer",
+                got=type(model).__name__,
+                remedy="give its engine, fit(rows.engine, …, state=rows.state)",
+                error=TypeError,
+            )
         for path, leaf in jax.tree.leaves_with_path(model):
             _check_parameter(jax.tree_util.keystr(path), leaf)
         return Objective(loss, None, model is not None, keywords), Network(model, None)
@@ -152,7 +160,7 @@ def split_model(
         if rows is not None:
             expected = "a model with the one layer that stands in place of the engine"
             got = f"{type(model).__name__} with {len(layers)} others"
-        raise TypeError(message("fit: model", expected=expected, got=got, remedy=remedy))
+        refuse("fit: model", expected=expected, got=got, remedy=remedy, error=TypeError)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tables)
     return Objective(loss, graph, True, keywords, shapes), Network(trained, others)
 
@@ -178,8 +186,13 @@ def _check_parameter(path: str, leaf: Any) -> None:
     if isinstance(leaf, linen.Module):
         got = f"{got}, a flax linen module, which has no parameters in itself"
         remedy = 'give net.init(…)["params"], and call net.apply({"params": model}, …) in the loss'
-    expected = "a flax nnx module, or a pytree of floating-point arrays"
-    raise TypeError(message(f"fit: model{path}", expected=expected, got=got, remedy=remedy))
+    refuse(
+        f"fit: model{path}",
+        expected="a flax nnx module, or a pytree of floating-point arrays",
+        got=got,
+        remedy=remedy,
+        error=TypeError,
+    )
 
 
 def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
@@ -190,17 +203,22 @@ def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
       ValueError: there is a model and no optimizer, or the other way round.
     """
     if (optimizer is None) != (model is None):
-        pair = ("a model and no optimizer", "an optimizer and no model")[model is None]
-        remedy = "tables have the optimizer of the engine; `optimizer` trains `model`"
-        raise ValueError(
-            message("fit: optimizer", expected="both or neither", got=pair, remedy=remedy)
+        refuse(
+            "fit: optimizer",
+            expected="both or neither",
+            got=("a model and no optimizer", "an optimizer and no model")[model is None],
+            remedy="tables have the optimizer of the engine; `optimizer` trains `model`",
         )
     if optimizer is None:
         return optax.identity()
     if not isinstance(optimizer, optax.GradientTransformation):
-        remedy = "of a rule of tpu_embed.optimizers, give rule.as_optax()"
-        expected, got = "a transformation of optax", type(optimizer).__name__
-        raise TypeError(message("fit: optimizer", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "fit: optimizer",
+            expected="a transformation of optax",
+            got=type(optimizer).__name__,
+            remedy="of a rule of tpu_embed.optimizers, give rule.as_optax()",
+            error=TypeError,
+        )
     return optimizer
 
 
@@ -217,9 +235,13 @@ def _keywords(loss: Callable[..., Any]) -> tuple[str, ...]:
     named = [parameters[name] for name in KEYWORDS if name in parameters]
     for one in named:
         if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is None:
-            expected, got = f"{one.name!r} as a keyword-only parameter", "one among the others"
-            remedy = f"write a star before it: *, {one.name}=None"
-            raise TypeError(message("fit: loss", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "fit: loss",
+                expected=f"{one.name!r} as a keyword-only parameter",
+                got="one among the others",
+                remedy=f"write a star before it: *, {one.name}=None",
+                error=TypeError,
+            )
     free = [one for one in named if one.default is None or one.default is one.empty]
     return tuple(one.name for one in free if one.kind is one.KEYWORD_ONLY)
 
@@ -258,16 +280,21 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     named = isinstance(metrics, Mapping)
     if not named or not all(map(_is_number, [loss, *metrics.values()])):
-        expected = "a number, or a number and a dictionary of named numbers"
-        got = jax.tree.map(lambda leaf: getattr(leaf, "shape", type(leaf).__name__), found)
-        remedy = "take the mean over the examples"
-        raise TypeError(
-            message("fit: what loss returned", expected=expected, got=got, remedy=remedy)
+        refuse(
+            "fit: what loss returned",
+            expected="a number, or a number and a dictionary of named numbers",
+            got=jax.tree.map(lambda leaf: getattr(leaf, "shape", type(leaf).__name__), found),
+            remedy="take the mean over the examples",
+            error=TypeError,
         )
     if "loss" in metrics:
-        expected, got = "metrics with names of their own", "one named 'loss'"
-        what, remedy = "fit: what loss returned", "give the metric another name"
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            "fit: what loss returned",
+            expected="metrics with names of their own",
+            got="one named 'loss'",
+            remedy="give the metric another name",
+            error=TypeError,
+        )
     return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in metrics.items()}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.data import Prefetcher
 from tpu_embed.loop.network import Objective
@@ -53,14 +53,20 @@ class Reporter:
 
     def __post_init__(self) -> None:
         if self.callback is not None and not callable(self.callback):
-            got, remedy = type(self.callback).__name__, "it is called with each Report"
-            text = message("fit: callback", expected="a function", got=got, remedy=remedy)
-            raise TypeError(text)
+            refuse(
+                "fit: callback",
+                expected="a function",
+                got=type(self.callback).__name__,
+                remedy="it is called with each Report",
+                error=TypeError,
+            )
         if self.evaluate_every is not None and self.evaluate is None:
-            expected, got = "an evaluation beside it", f"{self.evaluate_every} alone"
-            remedy = "give evaluation=, a second source, or measure=, a function"
-            text = message("fit: evaluate_every", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "fit: evaluate_every",
+                expected="an evaluation beside it",
+                got=f"{self.evaluate_every} alone",
+                remedy="give evaluation=, a second source, or measure=, a function",
+            )
         self._window = Window()
         self._last: Report | None = None
 
@@ -144,19 +150,27 @@ def make_evaluate(
       ValueError: the source can be read only once.
     """
     if measure is not None and not callable(measure):
-        got, remedy = type(measure).__name__, "it is called with a Report"
-        text = message("fit: measure", expected="a function", got=got, remedy=remedy)
-        raise TypeError(text)
+        refuse(
+            "fit: measure",
+            expected="a function",
+            got=type(measure).__name__,
+            remedy="it is called with a Report",
+            error=TypeError,
+        )
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)
     got = type(source).__name__
     if not callable(source) and not isinstance(source, Iterable):
-        expected = "an iterable, or a function that returns one"
-        raise TypeError(message(WHAT, expected=expected, got=got))
+        refuse(
+            WHAT, expected="an iterable, or a function that returns one", got=got, error=TypeError
+        )
     if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
-        expected, got = "what can be read several times", f"{got}, which can be read once"
-        remedy = "give the function that makes it, such as functools.partial(batches, path)"
-        raise ValueError(message(WHAT, expected=expected, got=got, remedy=remedy))
+        refuse(
+            WHAT,
+            expected="what can be read several times",
+            got=f"{got}, which can be read once",
+            remedy="give the function that makes it, such as functools.partial(batches, path)",
+        )
     step = make_evaluation_step(engine, objective)
 
     def evaluate(run: Run, report: Report) -> dict[str, float]:
@@ -168,9 +182,12 @@ def make_evaluate(
                 found.add(*step(run.state, run.network, batch, rest, number))
                 found.wait(depth)
         if not found.count:
-            remedy = "a function that returns an iterator must make a new one in each call"
-            text = message(WHAT, expected="at least one batch", got="none", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                WHAT,
+                expected="at least one batch",
+                got="none",
+                remedy="a function that returns an iterator must make a new one in each call",
+            )
         means = found.means()
         if measure is None:
             return means
@@ -190,9 +207,17 @@ def _measured(measure: Callable[[Report], Any], report: Report) -> dict[str, flo
     try:
         numbers = {str(name): float(value) for name, value in found.items()}
     except (AttributeError, TypeError, ValueError) as error:
-        text = message(what, expected="a dictionary of named numbers", got=repr(found))
-        raise TypeError(text) from error
+        refuse(
+            what,
+            expected="a dictionary of named numbers",
+            got=repr(found),
+            error=TypeError,
+            cause=error,
+        )
     if numbers.keys() & known.keys():
-        expected = f"names that evaluation= does not have, {sorted(known)}"
-        raise ValueError(message(what, expected=expected, got=f"{sorted(numbers)}"))
+        refuse(
+            what,
+            expected=f"names that evaluation= does not have, {sorted(known)}",
+            got=f"{sorted(numbers)}",
+        )
     return gather_from_all("fit: measure", numbers)[0]

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tpu_embed._checks import check_choice, check_int, did_you_mean, message
+from tpu_embed._checks import check_choice, check_int, did_you_mean, message, refuse
 from tpu_embed.core.state import TableState
 
 
@@ -238,9 +238,12 @@ class Best:
         """
         numbers = report.evaluation or {}
         if self.name not in numbers:
-            expected, remedy = f"one of {sorted(numbers)}", did_you_mean(self.name, numbers)
-            text = message("fit: best", expected=expected, got=repr(self.name), remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "fit: best",
+                expected=f"one of {sorted(numbers)}",
+                got=repr(self.name),
+                remedy=did_you_mean(self.name, numbers),
+            )
         of = [self.name, self.mode]
         if record.get("of") != of:
             record = {"of": of, "since": 0}
@@ -270,9 +273,13 @@ def check_best(best: Any, evaluate_every: int | None, directory: Any) -> None:
     if best is None:
         return
     if not isinstance(best, Best):
-        expected, remedy = "a Best", 'such as tpu_embed.loop.Best("loss", "min")'
-        raise TypeError(message("fit: best", expected=expected, got=repr(best), remedy=remedy))
+        refuse(
+            "fit: best",
+            expected="a Best",
+            got=repr(best),
+            remedy='such as tpu_embed.loop.Best("loss", "min")',
+            error=TypeError,
+        )
     for name, value in {"evaluate_every": evaluate_every, "directory": directory}.items():
         if value is None:
-            text = message("fit: best", expected=f"{name}= beside it", got="none")
-            raise ValueError(text)
+            refuse("fit: best", expected=f"{name}= beside it", got="none")

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import optax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
@@ -156,12 +156,15 @@ class Run:
           ValueError: the source had no batch.
         """
         if not self.step:
-            remedy = "an iterator that was read has no more: give a new one"
-            text = message("fit: source", expected="at least one batch", got="none", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "fit: source",
+                expected="at least one batch",
+                got="none",
+                remedy="an iterator that was read has no more: give a new one",
+            )
 
     def forget_placed(self) -> None:
-        """Take living vocabularies back to the state: batches placed beyond it will not come."""
+        """Take dynamic vocabularies back to the state: batches placed beyond it will not come."""
         if self.engine.vocabularies is not None:
             self.engine.vocabularies.rewind(self.state)
 
@@ -252,16 +255,21 @@ class Keeper:
         if latest is None:
             return False
         if run.steps is not None and run.steps < latest:
-            expected = f"at least {latest}, as the latest checkpoint in {self.directory} has"
-            remedy = "give more steps, or another directory for another run"
-            text = message("fit: steps", expected=expected, got=f"{run.steps}", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "fit: steps",
+                expected=f"at least {latest}, as the latest checkpoint in {self.directory} has",
+                got=f"{run.steps}",
+                remedy="give more steps, or another directory for another run",
+            )
         model = _saved_model(run)
         saved = f"{self.directory}/{latest}"
         if model is None and self._manager.has(latest, MODEL):  # the next one would not have it
-            remedy = "give the model and its optimizer as before, or another directory"
-            expected = f"one, as it is in {saved}"
-            raise ValueError(message("fit: model", expected=expected, got="None", remedy=remedy))
+            refuse(
+                "fit: model",
+                expected=f"one, as it is in {saved}",
+                got="None",
+                remedy="give the model and its optimizer as before, or another directory",
+            )
         try:
             position, carry = self._restored(run, latest)
         except (ValueError, FileNotFoundError) as error:
@@ -270,9 +278,12 @@ class Keeper:
             error.add_note("fit: to begin a new run instead, name another directory.")
             raise
         if not isinstance(position, dict) or position.get("fit") != FORMAT:
-            expected, got = "checkpoints that fit has written", f"one with position {position!r}"
-            what, remedy = f"fit: directory {self.directory}", "give another directory"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"fit: directory {self.directory}",
+                expected="checkpoints that fit has written",
+                got=f"one with position {position!r}",
+                remedy="give another directory",
+            )
         run.carry, run.step, run.position = carry, position["step"], position["data"]
         run.note_first()
         run.best = position.get("best", {})

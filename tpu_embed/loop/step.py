@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_int, did_you_mean, message
+from tpu_embed._checks import check_int, did_you_mean, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
@@ -89,13 +89,12 @@ class Parts:
         self._paths = engine.structure.paths
         for name in [whole] if isinstance(whole, str) else whole:
             if name not in self._paths or name is whole:
-                expected, remedy = (
-                    f"a list of some of {self._paths}",
-                    did_you_mean(name, self._paths),
+                refuse(
+                    "fit: whole_features",
+                    expected=f"a list of some of {self._paths}",
+                    got=repr(whole),
+                    remedy=did_you_mean(name, self._paths),
                 )
-                what = "fit: whole_features"
-                text = message(what, expected=expected, got=repr(whole), remedy=remedy)
-                raise ValueError(text)
 
     def cuts(self, batch: Batch, rest: tuple[Any, ...]) -> Cuts:
         """Return how the arrays of a batch are cut, and those of the rest.
@@ -135,13 +134,15 @@ class Parts:
         if len(cut) != 1:
             remedy = "name those that belong to no example in whole_features; K ids of each "
             remedy += "example can be an array [B, K, 1]"
-            text = message(what, expected="features of one size", got=f"{sizes}", remedy=remedy)
-            raise ValueError(text)
+            refuse(what, expected="features of one size", got=f"{sizes}", remedy=remedy)
         (examples,) = cut
         if examples % least:
-            expected = f"a multiple of {least} examples, {self._count} parts on each device"
-            remedy = f"take other batches, or tpu_embed.pad_batch(features, {least})"
-            raise ValueError(message(what, expected=expected, got=f"{examples}", remedy=remedy))
+            refuse(
+                what,
+                expected=f"a multiple of {least} examples, {self._count} parts on each device",
+                got=f"{examples}",
+                remedy=f"take other batches, or tpu_embed.pad_batch(features, {least})",
+            )
         return examples
 
     def _most(self, splits: Any) -> int:
@@ -322,10 +323,13 @@ def _operand(engine: EmbeddingEngine, where: str, part: PyTree) -> PyTree:
         return part
     array = np.asarray(part)
     if array.dtype != bool and not jnp.issubdtype(array.dtype, jnp.number):
-        remedy = "leave text and objects out of the tuples that the source yields"
-        what = f"fit: an item of the source: {where} after the features"
-        text = message(what, expected="numbers", got=f"dtype {array.dtype}", remedy=remedy)
-        raise TypeError(text)
+        refuse(
+            f"fit: an item of the source: {where} after the features",
+            expected="numbers",
+            got=f"dtype {array.dtype}",
+            remedy="leave text and objects out of the tuples that the source yields",
+            error=TypeError,
+        )
     if jax.process_count() == 1 or array.ndim == 0:
         return array
     axes = engine.layout.axes

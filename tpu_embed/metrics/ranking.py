@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_ids, check_int, check_same_ids, message
+from tpu_embed._checks import check_ids, check_int, check_same_ids, refuse
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
 
@@ -193,9 +193,11 @@ def _checked(
         given = _array(f"{what}: weights", weights)
     for name, array in {"labels": labels, "weights": given}.items():
         if scores.ndim != 1 or array.shape != scores.shape:
-            expected = "arrays [N] of one length"
-            got = f"{first} {list(scores.shape)}, {name} {list(array.shape)}"
-            raise ValueError(message(what, expected=expected, got=got))
+            refuse(
+                what,
+                expected="arrays [N] of one length",
+                got=f"{first} {list(scores.shape)}, {name} {list(array.shape)}",
+            )
     labels = labels.astype(scores.dtype)
     # Only bools are counted in integers: weights that are integers may have a sum beyond 2³¹.
     return (
@@ -217,12 +219,14 @@ def _hits(
     ids = gather_explicit(check_ids(f"{what}: ids", ids))
     relevant = gather_explicit(check_ids(f"{what}: relevant", relevant))
     if ids.ndim != 2 or relevant.ndim != 2 or len(ids) != len(relevant):
-        got = f"{list(ids.shape)} and {list(relevant.shape)}"
-        raise ValueError(message(what, expected="ids [B, K] and relevant [B, R]", got=got))
+        refuse(
+            what,
+            expected="ids [B, K] and relevant [B, R]",
+            got=f"{list(ids.shape)} and {list(relevant.shape)}",
+        )
     k = ids.shape[1] if k is None else check_int(f"{what}: k", k, minimum=1)
     if k > ids.shape[1]:
-        expected, got = f"k of at most {ids.shape[1]}, as there are so many ids", f"{k}"
-        raise ValueError(message(what, expected=expected, got=got))
+        refuse(what, expected=f"k of at most {ids.shape[1]}, as there are so many ids", got=f"{k}")
     ids, relevant = check_same_ids(f"{what}: ids and relevant", ids, relevant)
     first = ids[:, :k]
     hits = (first[:, :, None] == relevant[:, None, :]).any(axis=-1) & (first >= 0)
@@ -231,8 +235,7 @@ def _hits(
     if weights is not None:
         given = _array(f"{what}: weights", weights)
     if given.shape != count.shape:
-        expected, got = f"shape [{len(ids)}]", f"{list(given.shape)}"
-        raise ValueError(message(f"{what}: weights", expected=expected, got=got))
+        refuse(f"{what}: weights", expected=f"shape [{len(ids)}]", got=f"{list(given.shape)}")
     return hits, count, jnp.where(count > 0, given.astype(jnp.float32), jnp.float32(0))
 
 
@@ -245,8 +248,13 @@ def _array(what: str, given: Any) -> Array:
     array = given if isinstance(given, jax.Array) else np.asarray(given)
     kind = array.dtype
     if not any(jnp.issubdtype(kind, one) for one in (jnp.bool_, jnp.integer, jnp.floating)):
-        remedy = "give an array of floats, integers or bools"
-        raise TypeError(message(what, expected="numbers", got=f"{kind}", remedy=remedy))
+        refuse(
+            what,
+            expected="numbers",
+            got=f"{kind}",
+            remedy="give an array of floats, integers or bools",
+            error=TypeError,
+        )
     if isinstance(array, np.ndarray) and kind.kind in "iu" and kind.itemsize > 4:
         array = array.astype(np.float64)  # JAX would cut integers to 32 bits
     return gather_explicit(jnp.asarray(array))

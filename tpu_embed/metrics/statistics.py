@@ -1,9 +1,9 @@
-"""What a run can be watched by: batches, tables, counters and living vocabularies, and scalars.
+"""What a run can be watched by: batches, tables, counters and dynamic vocabularies, and scalars.
 
 `counters` tells what a state has counted since it was made, such as ids that were not allowed;
 `table_statistics` how large the numbers in tables and slots are; `batch_statistics` which ids a
 batch looks up, and how often: the hot rows, the duplicates and the bad ids; the other two how the
-living vocabularies fare. `write_scalars` plots any of them.
+dynamic vocabularies fare. `write_scalars` plots any of them.
 
 Input: an engine, and its state or the ids of a batch.
 Output: nested dicts of numbers; calls of a writer, one for each number.
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tpu_embed._checks import check_int, is_number, message
+from tpu_embed._checks import check_int, is_number, refuse
 from tpu_embed._types import PADDING_ID, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds, looked_up, read_ids
@@ -38,7 +38,7 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
       a jit could have too little room); `bad_ids` by feature path, the ids in traced batches
       that no policy allows; and, unless `on_bad_gradient` is "allow", `bad_gradients` by feature
       path, the number of skipped steps in which the gradient of the feature was not finite. With
-      living vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
+      dynamic vocabularies also `refused_batches`, the steps skipped inside a jit because the batch
       was not in order, and `vocabularies` by table: `keys` that have a row, `occupancy`, their
       share of the rows, and totals of keys "admitted", "evicted", "expired", "unseen" and
       "forgotten", of all batches that were admitted, whatever was placed ahead. With tables on the
@@ -128,7 +128,7 @@ def batch_statistics(
       that they touch; `unique_ratio`, unique / ids (0 without ids); `bad`, the number of ids that
       are outside of the table and that `on_bad_id` dropped or clipped; `hottest`, pairs (id,
       count), the most frequent first and the smaller id first among equals; `hottest_share`, the
-      fraction of all ids that are the most frequent one. Keys of living vocabularies count as ids.
+      fraction of all ids that are the most frequent one. Keys of dynamic vocabularies count as ids.
       A table on the host has also `hits`, how many of the rows the devices hold after the batches
       placed so far, and `misses`, how many they do not: if this batch is placed next, these rows
       will be brought.
@@ -155,7 +155,7 @@ def batch_statistics(
         ids[name].append(
             given_ids[looked_up(host)] if host.keys is not None else host.ids[host.ids >= 0]
         )
-        if config.vocabulary is None:  # no key of a living vocabulary is bad
+        if config.vocabulary is None:  # no key of a dynamic vocabulary is bad
             bad[name] += _bad(leaf, config.vocabulary_size)
     joined = {name: np.concatenate(some) for name, some in ids.items()}
     return {
@@ -200,7 +200,7 @@ def _counts(ids: np.ndarray, bad: int, top: int) -> dict[str, Any]:
 
 
 def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
-    """Return numbers to plot of every living vocabulary, by tag; it costs no pass over the keys.
+    """Return numbers to plot of every dynamic vocabulary, by tag; it costs no pass over the keys.
 
     Args:
       engine: the engine.
@@ -213,7 +213,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
       that the devices hold.
 
     Raises:
-      ValueError: the engine has no living vocabulary, and no table on the host.
+      ValueError: the engine has no dynamic vocabulary, and no table on the host.
 
     Example:
       >>> import jax, tpu_embed
@@ -237,7 +237,7 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
 def vocabulary_statistics(
     engine: EmbeddingEngine, *, hottest: int = 10
 ) -> dict[str, dict[str, Any]]:
-    """Return how full each living vocabulary is, how old its keys are, and which ones are busy.
+    """Return how full each dynamic vocabulary is, how old its keys are, and which ones are busy.
 
     It takes time in proportion to the tables' capacities. `python -m tpu_embed vocabulary` prints
     the same figures of a checkpoint.
@@ -255,8 +255,8 @@ def vocabulary_statistics(
       `batches_seen` and `last_seen`; and `waiting_most`, dicts of `key` and `count`.
 
     Raises:
-      ValueError: the engine has no living vocabulary, and no table on the host; `hottest` is not an
-        integer of at least 0.
+      ValueError: the engine has no dynamic vocabulary, and no table on the host; `hottest` is not
+        an integer of at least 0.
     """
     most, maps, found = check_int("hottest", hottest, minimum=0), _maps(engine), {}
     for name, counted in maps.admitted_counters.items():
@@ -274,8 +274,7 @@ def _totals(maps: Vocabularies) -> dict[str, dict[str, float]]:
 
 def _maps(engine: EmbeddingEngine) -> Vocabularies:
     if engine.vocabularies is None:
-        expected, got = "a table with vocabulary=DynamicVocabulary(…)", "none"
-        raise ValueError(message("engine", expected=expected, got=got))
+        refuse("engine", expected="a table with vocabulary=DynamicVocabulary(…)", got="none")
     return engine.vocabularies
 
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 
@@ -91,13 +91,11 @@ def jagged_attention(
       ((5, 1, 4), True)
     """
     if time_bias is not None and times is None:
-        raise ValueError(
-            message(
-                "jagged_attention: times",
-                expected="int32 [N] with a time_bias",
-                got="None",
-                remedy="give both, or neither",
-            )
+        refuse(
+            "jagged_attention: times",
+            expected="int32 [N] with a time_bias",
+            got="None",
+            remedy="give both, or neither",
         )
     if not len(q):
         return v

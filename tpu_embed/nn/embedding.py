@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
@@ -48,7 +48,7 @@ class Embeddings(TableLayer):
       optimizer: the optimizer of tables that have none of their own.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
-      lookahead: with living vocabularies; see `EmbeddingEngine`.
+      lookahead: with dynamic vocabularies; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
       options: further arguments of `EmbeddingEngine`, such as `exchange_dtype`.
 
@@ -107,13 +107,11 @@ class Embeddings(TableLayer):
         """
         if isinstance(ids, Activations):
             if weights is not None:
-                raise ValueError(
-                    message(
-                        "weights",
-                        expected="None with what was looked up",
-                        got="a value",
-                        remedy="weights belong to ids",
-                    )
+                refuse(
+                    "weights",
+                    expected="None with what was looked up",
+                    got="a value",
+                    remedy="weights belong to ids",
                 )
             return ids.found
         return self.look_up(ids, weights)
@@ -138,7 +136,7 @@ class EmbeddingBag(TableLayer):
         counts it in `bad_ids`.
       mesh: the devices; None means the mesh of `jax.set_mesh`, or else one axis over all devices.
       batch_axes: the mesh axes that split a batch; None means all.
-      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
+      lookahead: of a table with a dynamic vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:
@@ -257,7 +255,7 @@ class Embed(nnx.Module):
       batch_axes: the mesh axes that split a batch; None means all.
       vocabulary: a `DynamicVocabulary`, if ids are keys; then `num_embeddings` is its capacity.
       storage: a `HostStorage`, if the rows are at home on the host.
-      lookahead: of a table with a living vocabulary; see `EmbeddingEngine`.
+      lookahead: of a table with a dynamic vocabulary; see `EmbeddingEngine`.
       rngs: random streams; `params` initializes the rows.
 
     Raises:
@@ -355,13 +353,12 @@ class Embed(nnx.Module):
         """
         array = read_ids(FEATURE, ids)  # masked where ids are missing
         if not isinstance(array, np.ndarray):
-            raise TypeError(
-                message(
-                    FEATURE,
-                    expected="an array",
-                    got=type(array).__name__,
-                    remedy="an EmbeddingBag takes bags of any length",
-                )
+            refuse(
+                FEATURE,
+                expected="an array",
+                got=type(array).__name__,
+                remedy="an EmbeddingBag takes bags of any length",
+                error=TypeError,
             )
         bags = array if array.ndim == 1 else array[..., None]  # one id is not combined
         return self.rows.place(bags, spec=spec, training=training)
@@ -395,7 +392,8 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
       features: by the path of a layer (its keys joined by slashes, such as `films` or
         `user/tags`), what its `place` takes. For one layer, what its `place` takes.
       weights: one weight per id, by path as well; a path that is absent has none.
-      training: False for a batch that is only looked up; living vocabularies learn nothing from it.
+      training: False for a batch that is only looked up; dynamic vocabularies learn nothing
+        from it.
 
     Returns:
       a `Batch` by path; for one layer, its `Batch`.
@@ -420,13 +418,11 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
         if not isinstance(layer, Embed):
             return layer.place(ids, by_path.get(path), training=training)
         if path in by_path:
-            raise ValueError(
-                message(
-                    f"weights of layer {path!r}",
-                    expected="none for an Embed",
-                    got="some",
-                    remedy="use an EmbeddingBag",
-                )
+            refuse(
+                f"weights of layer {path!r}",
+                expected="none for an Embed",
+                got="some",
+                remedy="use an EmbeddingBag",
             )
         return layer.place(ids, training=training)
 
@@ -470,13 +466,11 @@ def _each(
     rows = [getattr(layers.get(path), "rows", layers.get(path)) for path in by_path]
     for path, one in zip(by_path, rows, strict=True):
         if one is None or rows.count(one) > 1:
-            raise ValueError(
-                message(
-                    "features",
-                    expected=f"paths among {sorted(layers)}",
-                    got=f"{path!r}" if one is None else f"{path!r}, a layer that has two paths",
-                    remedy="name each layer once",
-                )
+            refuse(
+                "features",
+                expected=f"paths among {sorted(layers)}",
+                got=f"{path!r}" if one is None else f"{path!r}, a layer that has two paths",
+                remedy="name each layer once",
             )
     found = {path: function(path, layers[path], one) for path, one in by_path.items()}
     return found[""] if isinstance(model, Embed | TableLayer) else found
@@ -491,12 +485,11 @@ def _given(model: nnx.Module, given: Any, what: str) -> dict[str, Any]:
     if isinstance(model, Embed | TableLayer):
         return {"": given}
     if not isinstance(given, Mapping):
-        raise TypeError(
-            message(
-                what,
-                expected="a dict by layer",
-                got=type(given).__name__,
-                remedy='give {"films": keys}',
-            )
+        refuse(
+            what,
+            expected="a dict by layer",
+            got=type(given).__name__,
+            remedy='give {"films": keys}',
+            error=TypeError,
         )
     return dict(given)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
-from tpu_embed._checks import message, warn_user
+from tpu_embed._checks import refuse, warn_user
 from tpu_embed._types import Array
 from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.layer import (
@@ -236,13 +236,12 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
       1
     """
     if not isinstance(gradients, TableGradients):
-        raise TypeError(
-            message(
-                "gradients",
-                expected="TableGradients",
-                got=type(gradients).__name__,
-                remedy="give what sparse_value_and_grad returned",
-            )
+        refuse(
+            "gradients",
+            expected="TableGradients",
+            got=type(gradients).__name__,
+            remedy="give what sparse_value_and_grad returned",
+            error=TypeError,
         )
     _apply([(model, gradients)])
 
@@ -258,13 +257,11 @@ def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
         waiting = {node.rows for node in every if isinstance(node, Embed) and node.trainable}
         for path, lookups in gradients.lookups.items():
             if path not in layers:
-                raise ValueError(
-                    message(
-                        "gradients",
-                        expected=f"layers among {[*layers]}",
-                        got=repr(path),
-                        remedy="apply them to the model that they were computed for",
-                    )
+                refuse(
+                    "gradients",
+                    expected=f"layers among {[*layers]}",
+                    got=repr(path),
+                    remedy="apply them to the model that they were computed for",
                 )
             layer = layers[path]
             layer.engine.check_trainable(f"layer {path!r}")
@@ -284,13 +281,12 @@ def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
     which = positions(argnums, len(args), remedy=remedy)
     for i in which:
         if not isinstance(args[i], nnx.Pytree):
-            raise TypeError(
-                message(
-                    f"argument {i}",
-                    expected="an nnx module",
-                    got=type(args[i]).__name__,
-                    remedy="leave it out of argnums, or hold it in a module",
-                )
+            refuse(
+                f"argument {i}",
+                expected="an nnx module",
+                got=type(args[i]).__name__,
+                remedy="leave it out of argnums, or hold it in a module",
+                error=TypeError,
             )
     return which
 
@@ -462,13 +458,11 @@ def _table_gradients(
             else:
                 others += jax.tree.leaves(ids)
         if path in found[model] and mine:  # the keys ("a", "b") and ("a/b",) have the same path
-            raise ValueError(
-                message(
-                    "layers",
-                    expected="a different path for every layer",
-                    got=f"two at {path!r}",
-                    remedy="name the attributes that hold the layers differently",
-                )
+            refuse(
+                "layers",
+                expected="a different path for every layer",
+                got=f"two at {path!r}",
+                remedy="name the attributes that hold the layers differently",
             )
         if mine:
             # The update comes after the lookups that it does not use, too.

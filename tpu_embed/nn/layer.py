@@ -29,7 +29,7 @@ from flax.errors import TraceContextError
 from jax._src import core  # which trace is current, and of which kind, has no public name
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
-from tpu_embed._checks import message, refuse_derivatives, warn_user
+from tpu_embed._checks import message, refuse, refuse_derivatives, warn_user
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
@@ -195,24 +195,20 @@ class TableLayer(nnx.Module, EngineLayer):
         self.engine = EmbeddingEngine(features, optimizer, **options)
         for one in jax.tree.leaves(features):
             if not isinstance(one, FeatureConfig):
-                raise ValueError(
-                    message(
-                        "features",
-                        expected="containers that JAX knows as pytrees",
-                        got=type(one).__name__,
-                        remedy="jax.tree_util.register_dataclass, or use a dict",
-                    )
+                refuse(
+                    "features",
+                    expected="containers that JAX knows as pytrees",
+                    got=type(one).__name__,
+                    remedy="jax.tree_util.register_dataclass, or use a dict",
                 )
         for stack in self.engine.layout.stacks:
             rule = stack.optimizer
             if rule and learning_rate_kind(rule.learning_rate) is LearningRateKind.HOST:
-                raise ValueError(
-                    message(
-                        f"table {stack.tables[0].name!r}: learning_rate",
-                        expected="a number, or a schedule of the step",
-                        got="a callable without arguments",
-                        remedy="give a schedule: inside a jit such a callable would be read once",
-                    )
+                refuse(
+                    f"table {stack.tables[0].name!r}: learning_rate",
+                    expected="a number, or a schedule of the step",
+                    got="a callable without arguments",
+                    remedy="give a schedule: inside a jit such a callable would be read once",
                 )
         _engines[self.engine] = optimizer, {}
         for name, value in attributes(self.engine.init(rngs.params())).items():
@@ -350,14 +346,12 @@ class TableLayer(nnx.Module, EngineLayer):
                     return self._look_up_arrays(ids, weights)
             ids, weights = self.place(ids, weights), None
         if not isinstance(ids, Batch) or not ids.admitted:
-            raise ValueError(
-                message(
-                    f"table {', '.join(map(repr, engine.table_configs))}",
-                    expected="a Batch that was placed and admitted",
-                    got="one that is not admitted" if isinstance(ids, Batch) else "keys",
-                    remedy="outside the jit: batch = layer.place(keys, weights), or "
-                    "layer.admit(batch) after a Prefetcher; the jit takes the batch as an argument",
-                )
+            refuse(
+                f"table {', '.join(map(repr, engine.table_configs))}",
+                expected="a Batch that was placed and admitted",
+                got="one that is not admitted" if isinstance(ids, Batch) else "keys",
+                remedy="outside the jit: batch = layer.place(keys, weights), or "
+                "layer.admit(batch) after a Prefetcher; the jit takes the batch as an argument",
             )
         found = engine_of_batch(engine, ids).lookup(self._state_to_read(), ids, weights)
         return self._noted(ids, None, self.bare(found))
@@ -414,14 +408,12 @@ class TableLayer(nnx.Module, EngineLayer):
 
     def _state_to_read(self) -> TableState:
         if any(isinstance(x.get_raw_value(), jax.ShapeDtypeStruct) for x in self.tables.values()):
-            raise ValueError(
-                message(
-                    f"table {next(iter(self.engine.table_configs))!r}",
-                    expected="rows",
-                    got="their shape, as in a model that fit or nnx.eval_shape made",
-                    remedy="fit looks up itself: call the layer with what the loss gets in place "
-                    "of ids",
-                )
+            refuse(
+                f"table {next(iter(self.engine.table_configs))!r}",
+                expected="rows",
+                got="their shape, as in a model that fit or nnx.eval_shape made",
+                remedy="fit looks up itself: call the layer with what the loss gets in place "
+                "of ids",
             )
         trainable = any(one.trainable for one in self.engine.table_configs.values())
         # `fused_value_and_grad` and `sparse_value_and_grad` differentiate what they have traced, so
@@ -556,14 +548,12 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
         engine = _engine_of(own, len(each), [own.structure.nest] * len(each))
         given = map(list, zip(*each, strict=True))
     elif others:
-        raise ValueError(
-            message(
-                f"table {next(iter(own.table_configs))!r}",
-                expected="a placed batch as the only lookup of a step",
-                got=f"{len(others) + 1} lookups",
-                remedy='place them together, layer.place({"history": …, "item": …}), join the '
-                "ids in one batch, or look dense ids up",
-            )
+        refuse(
+            f"table {next(iter(own.table_configs))!r}",
+            expected="a placed batch as the only lookup of a step",
+            got=f"{len(others) + 1} lookups",
+            remedy='place them together, layer.place({"history": …, "item": …}), join the '
+            "ids in one batch, or look dense ids up",
         )
     else:
         engine = engine_of_batch(own, first.ids)
@@ -622,7 +612,7 @@ def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> Embeddi
       ValueError: there are no inputs, or a name is not a string.
     """
     if not inputs or not all(isinstance(name, str) for name in inputs):
-        raise ValueError(message("ids", expected="ids by name, a string", got=f"{list(inputs)}"))
+        refuse("ids", expected="ids by name, a string", got=f"{list(inputs)}")
     config = own.layout.features[0].config
     single = dataclasses.replace(config, jagged=False, max_sequence_length=0, keep="first")
     given = {name: read_ids(f"ids {name!r}", inputs[name]) for name in sorted(inputs)}

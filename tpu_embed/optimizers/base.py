@@ -25,7 +25,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import is_number, message
+from tpu_embed._checks import is_number, message, refuse
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels.operands import CompiledRule
 
@@ -78,14 +78,18 @@ def checked_learning_rate(what: str, learning_rate: Any) -> LearningRate:
     """
     if not callable(learning_rate):
         if not is_number(learning_rate):
-            expected = "a number, a schedule of the step, or a callable without arguments"
-            raise ValueError(message(what, expected=expected, got=repr(learning_rate)))
+            refuse(
+                what,
+                expected="a number, a schedule of the step, or a callable without arguments",
+                got=repr(learning_rate),
+            )
         return float(learning_rate)
     required = _required(learning_rate)
     if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required):
-        got = f"one that needs {', '.join(p.name for p in required)}"
-        raise ValueError(
-            message(what, expected="a callable of the step or without arguments", got=got)
+        refuse(
+            what,
+            expected="a callable of the step or without arguments",
+            got=f"one that needs {', '.join(p.name for p in required)}",
         )
     try:
         hash(learning_rate)
@@ -110,9 +114,11 @@ def _scheduled(schedule: Callable[..., Any], count: Any) -> Any:
     )
     if is_number(value) or (real and jnp.shape(value) == ()):
         return value
-    what = f"learning_rate {getattr(schedule, '__qualname__', repr(schedule))}"
-    got = repr(value) if dtype is None else f"{dtype} of shape {jnp.shape(value)}"
-    raise ValueError(message(what, expected="a schedule that returns a number", got=got))
+    refuse(
+        f"learning_rate {getattr(schedule, '__qualname__', repr(schedule))}",
+        expected="a schedule that returns a number",
+        got=repr(value) if dtype is None else f"{dtype} of shape {jnp.shape(value)}",
+    )
 
 
 def _required(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -255,13 +261,11 @@ class TableOptimizer(abc.ABC):
         if kind is LearningRateKind.TRANSFORM:
             return 0.0
         if operand is None:
-            raise ValueError(
-                message(
-                    "learning_rate",
-                    expected="the value of its callable, called outside the compiled program",
-                    got="none",
-                    remedy="pass update(..., learning_rates=engine.learning_rates())",
-                )
+            refuse(
+                "learning_rate",
+                expected="the value of its callable, called outside the compiled program",
+                got="none",
+                remedy="pass update(..., learning_rates=engine.learning_rates())",
             )
         return operand
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array
 from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RowOptimizer, slot_values
@@ -24,8 +24,11 @@ Rule = Callable[[Array, Array, dict[str, Array], Array, Array], tuple[Array, Map
 
 def _checked_rule(what: str, rule: Any) -> Any:
     if not callable(rule):
-        expected = "a function (gradient, row, slots, learning_rate, step) -> (row, slots)"
-        raise ValueError(message(what, expected=expected, got=repr(rule)))
+        refuse(
+            what,
+            expected="a function (gradient, row, slots, learning_rate, step) -> (row, slots)",
+            got=repr(rule),
+        )
     return rule
 
 
@@ -79,8 +82,7 @@ class CustomOptimizer(RowOptimizer):
         def update_row(g: Array, w: Array, slots: Slots) -> Updated:
             returned = self.rule(g, w, slots, lr, t)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                got = type(returned).__name__
-                raise ValueError(message("rule", expected="a pair (row, slots)", got=got))
+                refuse("rule", expected="a pair (row, slots)", got=type(returned).__name__)
             new_w, new_slots = returned
             return _as_before("row", new_w, w), _same_slots(new_slots, slots)
 
@@ -90,13 +92,16 @@ class CustomOptimizer(RowOptimizer):
 def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:
     """Return the slots that the rule returned; `ValueError` if it was given other slots."""
     if not isinstance(new, Mapping) or set(new) != set(old):
-        got = sorted(new) if isinstance(new, Mapping) else repr(new)
-        raise ValueError(message("slots of the rule", expected=f"{sorted(old)}", got=got))
+        refuse(
+            "slots of the rule",
+            expected=f"{sorted(old)}",
+            got=sorted(new) if isinstance(new, Mapping) else repr(new),
+        )
     return {name: _as_before(f"slot {name!r} of the rule", new[name], old[name]) for name in old}
 
 
 def _as_before(what: str, new: Any, old: Array) -> Array:
     """Return an array in the dtype of the old one; `ValueError` if the shapes differ."""
     if jnp.shape(new) != old.shape:
-        raise ValueError(message(what, expected=f"shape {old.shape}", got=jnp.shape(new)))
+        refuse(what, expected=f"shape {old.shape}", got=jnp.shape(new))
     return jnp.asarray(new).astype(old.dtype)

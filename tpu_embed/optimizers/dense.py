@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.optimizers.base import LearningRateKind, TableOptimizer, learning_rate_kind
@@ -52,13 +52,11 @@ def dense_transform(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, RowRuleState]:
         if params is None:
-            raise ValueError(
-                message(
-                    "params",
-                    expected="the parameters",
-                    got="None",
-                    remedy="update(grads, state, params)",
-                )
+            refuse(
+                "params",
+                expected="the parameters",
+                got="None",
+                remedy="update(grads, state, params)",
             )
         step = state.count + 1
         remedy = "update(grads, state, params, learning_rate=value)"
@@ -140,6 +138,10 @@ def rate_of(optimizer: TableOptimizer, step: ArrayLike, given: Any, *, remedy: s
     host = learning_rate_kind(rate) is LearningRateKind.HOST
     # In a jit it would be called once, and its value would be part of the program for good.
     if host and isinstance(step, Tracer):
-        expected = "the value of a callable without arguments, called outside the jit"
-        raise ValueError(message("learning_rate", expected=expected, got="none", remedy=remedy))
+        refuse(
+            "learning_rate",
+            expected="the value of a callable without arguments, called outside the jit",
+            got="none",
+            remedy=remedy,
+        )
     return optimizer.resolve_learning_rate(step, rate() if host else None)

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 from jax.tree_util import KeyPath, SequenceKey, keystr
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.base import Slots, SlotShape, TableOptimizer, Updated
@@ -160,8 +160,7 @@ def _same_leaves(state: Any, layout: _Layout) -> list[Array]:
     shapes = [jnp.shape(leaf) for leaf in leaves]
     expected = [slot.shape for slot in layout.slots.values()]
     if treedef != layout.treedef or shapes != expected:
-        what = "state after an update"
-        raise ValueError(message(what, expected=f"as before: {expected}", got=str(shapes)))
+        refuse("state after an update", expected=f"as before: {expected}", got=str(shapes))
     dtypes = [slot.dtype for slot in layout.slots.values()]
     return [_as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
@@ -199,9 +198,12 @@ def as_table_optimizer(optimizer: Any) -> TableOptimizer | None:
         return optimizer
     if isinstance(optimizer, (optax.GradientTransformation, optax.MultiSteps)):
         return OptaxOptimizer(optimizer)  # type: ignore[arg-type]
-    expected = "one of tpu_embed.optimizers, an optax transform or None"
-    remedy = f"make one: {optimizer.__name__}(...)" if isinstance(optimizer, type) else ""
-    raise ValueError(message("optimizer", expected=expected, got=repr(optimizer), remedy=remedy))
+    refuse(
+        "optimizer",
+        expected="one of tpu_embed.optimizers, an optax transform or None",
+        got=repr(optimizer),
+        remedy=f"make one: {optimizer.__name__}(...)" if isinstance(optimizer, type) else "",
+    )
 
 
 def init_state(transform: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -308,14 +310,22 @@ def _check_row_separable(optimizer: OptaxOptimizer) -> None:
         with jax.ensure_compile_time_eval():
             mapped, whole = jax.device_get(jax.jit(probe)(*_samples()))
     except Exception as error:
-        reason = f"one that cannot be mapped over rows ({_first_line(error)})"
-        hint = f"scalars of its state are shared by all rows and may not depend on them; {_BELONGS}"
-        raise ValueError(message(what, expected=_EXPECTED, got=reason, remedy=hint)) from error
+        refuse(
+            what,
+            expected=_EXPECTED,
+            got=f"one that cannot be mapped over rows ({_first_line(error)})",
+            remedy="scalars of its state are shared by all rows and may not depend on them; "
+            + _BELONGS,
+            cause=error,
+        )
     updates_agree = all(map(_agree, mapped[0], whole[0]))
     if not updates_agree or not _states_agree(mapped[1], whole[1]):
-        reason = "one whose update of a row, or its state, changes with the other rows"
-        hint = f"{_BELONGS}; tpu_embed.optimizers.LAMB takes its norms per row"
-        raise ValueError(message(what, expected=_EXPECTED, got=reason, remedy=hint))
+        refuse(
+            what,
+            expected=_EXPECTED,
+            got="one whose update of a row, or its state, changes with the other rows",
+            remedy=f"{_BELONGS}; tpu_embed.optimizers.LAMB takes its norms per row",
+        )
 
 
 def _refuse_multi_steps(transform: Any, init: Callable[[Any], Any], what: str) -> None:
@@ -326,17 +336,22 @@ def _refuse_multi_steps(transform: Any, init: Callable[[Any], Any], what: str) -
         try:
             state = jax.eval_shape(init, row)
         except Exception as error:
-            reason = f"one that fails on a row ({_first_line(error)})"
-            expected = "a transform with a state for one row"
-            raise ValueError(message(what, expected=expected, got=reason)) from error
+            refuse(
+                what,
+                expected="a transform with a state for one row",
+                got=f"one that fails on a row ({_first_line(error)})",
+                cause=error,
+            )
         states = jax.tree.leaves(state, is_leaf=_is_multi_steps_state)
         multi = any(_is_multi_steps_state(leaf) for leaf in states)
     if multi:
-        remedy = "a row that no id touches in a step would not be counted; use a larger batch, " + (
-            "or accumulate activation gradients before update"
+        refuse(
+            what,
+            expected="a transform that updates at every step",
+            got="optax.MultiSteps",
+            remedy="a row that no id touches in a step would not be counted; use a larger batch, "
+            + ("or accumulate activation gradients before update"),
         )
-        expected = "a transform that updates at every step"
-        raise ValueError(message(what, expected=expected, got="optax.MultiSteps", remedy=remedy))
 
 
 def _is_multi_steps_state(node: Any) -> bool:

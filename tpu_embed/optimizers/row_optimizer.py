@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_embed._checks import is_number, message
+from tpu_embed._checks import is_number, message, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.kernels.operands import CompiledRule
@@ -76,7 +76,7 @@ def fraction(default: float) -> Any:
 
 def _flag(what: str, value: Any) -> bool:
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(message(what, expected="True or False", got=repr(value)))
+        refuse(what, expected="True or False", got=repr(value))
     return bool(value)
 
 
@@ -87,7 +87,7 @@ def number(what: str, value: Any) -> float:
       ValueError: `value` is not a number, or is NaN.
     """
     if not is_number(value) or math.isnan(value):
-        raise ValueError(message(what, expected="a number", got=repr(value)))
+        refuse(what, expected="a number", got=repr(value))
     return float(value)
 
 
@@ -104,7 +104,7 @@ def check_order(what: str, bounds: Bounds) -> None:
     """Raise `ValueError` if the lower bound is above the upper one."""
     low, high = bounds
     if low is not None and high is not None and low > high:
-        raise ValueError(message(what, expected="min <= max", got=f"min {low!r} > max {high!r}"))
+        refuse(what, expected="min <= max", got=f"min {low!r} > max {high!r}")
 
 
 def clip_bounds(what: str, value: Any) -> Bounds | None:
@@ -124,8 +124,7 @@ def clip_bounds(what: str, value: Any) -> Bounds | None:
     elif isinstance(value, (tuple, list)) and len(value) == 2:
         bounds = (optional_number(what, value[0]), optional_number(what, value[1]))
     else:
-        expected = "None, a number c for (-c, c), or a pair (min, max)"
-        raise ValueError(message(what, expected=expected, got=repr(value)))
+        refuse(what, expected="None, a number c for (-c, c), or a pair (min, max)", got=repr(value))
     check_order(what, bounds)
     return None if bounds == (None, None) else bounds
 
@@ -143,10 +142,13 @@ def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
         raise ValueError(message(what, expected=expected, got=repr(values))) from None
     for slot, value in pairs.items():
         if not isinstance(slot, str) or not slot:
-            raise ValueError(message(what, expected="slot names (str)", got=repr(slot)))
+            refuse(what, expected="slot names (str)", got=repr(slot))
         if not callable(value) and not is_number(value):
-            expected = "a number or an initializer (key, shape, dtype) -> array"
-            raise ValueError(message(f"{what}[{slot!r}]", expected=expected, got=repr(value)))
+            refuse(
+                f"{what}[{slot!r}]",
+                expected="a number or an initializer (key, shape, dtype) -> array",
+                got=repr(value),
+            )
     # {"m": 1, "a": np.float32(2)} -> (("a", 2.0), ("m", 1.0)): hashable, in one order.
     plain = {slot: float(value) if is_number(value) else value for slot, value in pairs.items()}
     return tuple((slot, plain[slot]) for slot in sorted(plain))
@@ -214,15 +216,16 @@ class RowOptimizer(TableOptimizer):
         for option in fields:
             value, metadata = getattr(self, option.name), option.metadata
             if "allowed" in metadata and not metadata["allowed"](value, self):
-                what, expected = f"{name}.{option.name}", metadata["expected"]
-                raise ValueError(message(what, expected=expected, got=repr(value)))
+                refuse(f"{name}.{option.name}", expected=metadata["expected"], got=repr(value))
         check_order(f"{name}.clip_weight", (self.clip_weight_min, self.clip_weight_max))
         known = [slot.name for slot in self.declared_slots()]
         for slot, _ in self.slot_initializers:
             if slot not in known:
-                words = f"names of its slots ({', '.join(known) or 'it has none'})"
-                what = f"{name}.slot_initializers"
-                raise ValueError(message(what, expected=words, got=repr(slot)))
+                refuse(
+                    f"{name}.slot_initializers",
+                    expected=f"names of its slots ({', '.join(known) or 'it has none'})",
+                    got=repr(slot),
+                )
 
     @abc.abstractmethod
     def declared_slots(self) -> tuple[Slot, ...]:
@@ -375,8 +378,11 @@ def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
     def draw(key: Array) -> Array:
         value: Any = initial(jax.random.fold_in(key, tag), one_row, rows.dtype)
         if jnp.shape(value) != one_row:
-            what = f"initializer of slot {slot.name!r}"
-            raise ValueError(message(what, expected=f"shape {one_row}", got=jnp.shape(value)))
+            refuse(
+                f"initializer of slot {slot.name!r}",
+                expected=f"shape {one_row}",
+                got=jnp.shape(value),
+            )
         return jnp.asarray(value).astype(rows.dtype)[0]
 
     return jax.vmap(draw)(keys)

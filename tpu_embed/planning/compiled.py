@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
@@ -192,13 +192,20 @@ def compile_for(
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
     if lower is not None and not callable(lower):
-        expected, got = "a function of an engine, a state and a batch", type(lower).__name__
-        remedy = "it returns jax.jit(step).lower(…)"
-        raise TypeError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "compile_for: lower",
+            expected="a function of an engine, a state and a batch",
+            got=type(lower).__name__,
+            remedy="it returns jax.jit(step).lower(…)",
+            error=TypeError,
+        )
     if lower is not None and (loss is not None or not placed):
-        expected, got = "no loss and a placed batch", f"loss {loss}, placed={placed}"
-        remedy = "the step that it lowers has a loss of its own"
-        raise ValueError(message("compile_for: lower", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "compile_for: lower",
+            expected="no loss and a placed batch",
+            got=f"loss {loss}, placed={placed}",
+            remedy="the step that it lowers has a loss of its own",
+        )
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
@@ -313,8 +320,13 @@ def describe_topology(topology: Topology) -> list[Any]:
     from jax.experimental import topologies
 
     if importlib.util.find_spec("libtpu") is None:
-        got, remedy = "none", 'pip install "tpu-embed[tpu]"'
-        raise RuntimeError(message("libtpu", expected="it installed", got=got, remedy=remedy))
+        refuse(
+            "libtpu",
+            expected="it installed",
+            got="none",
+            remedy='pip install "tpu-embed[tpu]"',
+            error=RuntimeError,
+        )
     missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     options = {"chip_config_name": "megacore"} if topology.name.startswith("v4:") else {}
@@ -323,10 +335,14 @@ def describe_topology(topology: Topology) -> list[Any]:
             platform="tpu", topology_name=topology.name, **options
         )
     except Exception as error:
-        expected, got = "one that libtpu knows", f"{type(error).__name__}: {error}"
-        remedy = "take the sizes of a slice that Google offers"
-        what = f"topology {topology.name}"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy)) from error
+        refuse(
+            f"topology {topology.name}",
+            expected="one that libtpu knows",
+            got=f"{type(error).__name__}: {error}",
+            remedy="take the sizes of a slice that Google offers",
+            error=RuntimeError,
+            cause=error,
+        )
     finally:
         for name in missing:
             del os.environ[name]

@@ -58,7 +58,7 @@ def _summary(plan: Any) -> Iterator[str]:
     yield f"{many} {bar} {needed}"
     if plan.host_bytes:
         parts = ", ".join(f"{readable(size)} {what}" for what, size in plan.on_host.items() if size)
-        what = "maps of living vocabularies" if plan.on_host.keys() == {"maps"} else parts
+        what = "maps of dynamic vocabularies" if plan.on_host.keys() == {"maps"} else parts
         yield f"{readable(plan.host_bytes)} on each host: {what}"
     if plan.file_bytes:
         yield f"{readable(plan.file_bytes)} in files of each host: rows at home"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, did_you_mean, is_number, local_path, message
+from tpu_embed._checks import check_int, did_you_mean, is_number, local_path, refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import row_fields
@@ -116,8 +116,12 @@ def count_hits(
             size = storage.device_rows
             many = "a batch" if not lookahead else f"{lookahead + 1} batches"
             expected, got = f"at most {size} distinct ids in {many}", f"{size + moved.unseen}"
-            remedy = f"give HostStorage(device_rows={got}) or more, or smaller batches"
-            raise ValueError(message("batches", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "batches",
+                expected=expected,
+                got=got,
+                remedy=f"give HostStorage(device_rows={got}) or more, or smaller batches",
+            )
         places.forget(places.step)
         brought, left = int(home.contains(moved.new_keys).sum()), moved.evicted_keys
         drawn = moved.new_keys.size - brought
@@ -127,8 +131,7 @@ def count_hits(
             found = {"rows": distinct.size, "hits": known.size, "sent": left.size}
             counts.update(found, brought=brought, drawn=drawn)
     if taken <= warm_up:
-        expected, got = f"more than {warm_up} batches, those of warm_up", f"{taken}"
-        raise ValueError(message("batches", expected=expected, got=got))
+        refuse("batches", expected=f"more than {warm_up} batches, those of warm_up", got=f"{taken}")
     return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)
 
 
@@ -141,11 +144,14 @@ def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        text = message(f"{path}", expected=expected, got=f"{error}", remedy=remedy)
-        raise ValueError(text) from error
+        refuse(f"{path}", expected=expected, got=f"{error}", remedy=remedy, cause=error)
     if not isinstance(array, np.ndarray) or array.ndim < 2:
-        got = f"shape {getattr(array, 'shape', 'of an archive')}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"{path}",
+            expected=expected,
+            got=f"shape {getattr(array, 'shape', 'of an archive')}",
+            remedy=remedy,
+        )
     return array
 
 
@@ -153,14 +159,14 @@ def _keys(ids: Any) -> np.ndarray:
     """Return the ids of a batch that are not padding, uint64 `[n]` in batch order."""
     numbers = np.asarray(ids).reshape(-1)
     if numbers.dtype.kind not in "iu":
-        got = f"{numbers.dtype}"
-        raise TypeError(message("batches", expected="ids of an integer dtype", got=got))
+        refuse(
+            "batches", expected="ids of an integer dtype", got=f"{numbers.dtype}", error=TypeError
+        )
     if numbers.dtype.kind == "i":
         numbers = numbers[numbers != PADDING_ID]
     bad = numbers[(numbers < 0) | (numbers >= np.uint64(_MOST_ROWS))]
     if bad.size:
-        expected, got = "ids from 0 to 2**63 - 1, or -1 for padding", f"{bad[0]}"
-        raise ValueError(message("batches", expected=expected, got=got))
+        refuse("batches", expected="ids from 0 to 2**63 - 1, or -1 for padding", got=f"{bad[0]}")
     return np.ascontiguousarray(numbers.astype(np.uint64))
 
 
@@ -234,13 +240,19 @@ def host_plans(
     for what, given in {"hit_rates": hit_rates, "touched_rows": touched}.items():
         for name in given:
             if name not in sizes:
-                expected = f"tables on the host, of {sorted(sizes)}"
-                remedy = did_you_mean(name, sizes)
-                raise ValueError(message(what, expected=expected, got=repr(name), remedy=remedy))
+                refuse(
+                    what,
+                    expected=f"tables on the host, of {sorted(sizes)}",
+                    got=repr(name),
+                    remedy=did_you_mean(name, sizes),
+                )
     for name, rate in hit_rates.items():
         if not isinstance(rate, HitCount) and not (is_number(rate) and 0 <= rate <= 1):
-            expected, got = "a share from 0 to 1, or what count_hits returned", repr(rate)
-            raise ValueError(message(f"hit_rates[{name!r}]", expected=expected, got=got))
+            refuse(
+                f"hit_rates[{name!r}]",
+                expected="a share from 0 to 1, or what count_hits returned",
+                got=repr(rate),
+            )
     plans = {}
     for stack, table in layout.on_host:
         name, size = table.name, row_bytes(stack)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.ids import structure
@@ -50,7 +50,7 @@ class TablePlan:
       slot_bytes: bytes per device of its slots that have rows.
       wasted_bytes: how many of both are padding: on a TPU, rows are padded to fill lines of 128
         words.
-      lookahead_rows: of a living vocabulary, and of a table on the host: how many rows may have to
+      lookahead_rows: of a dynamic vocabulary, and of a table on the host: how many rows may have to
         stay on the devices together, those of `lookahead + 1` batches. Of ids, the batches are
         taken to share no row; of shapes, all ids to be uniform. None of any other table.
       host: of a table on the host, what it has there and what it moves; None of any other. Then the
@@ -97,7 +97,7 @@ class Plan:
       lookahead: that of the engine.
       hosts: the number of hosts; 1 if it is not known.
       host_bytes: bytes of the memory of each host: the sum of `on_host`.
-      on_host: these bytes by what they are for. "maps": from keys to rows, of living vocabularies
+      on_host: these bytes by what they are for. "maps": from keys to rows, of dynamic vocabularies
         and of tables on the host, when all rows have keys and as many keys wait as may; "rows at
         home": those of tables on the host with their slots, unless they are in a file; "index":
         what finds rows at home. Rows at home are shared among the hosts.
@@ -159,13 +159,11 @@ class Plan:
         """
         memory, needed = self.memory, self.bytes_per_device
         if memory is not None and needed > memory:
-            raise ValueError(
-                message(
-                    f"plan for {self.target}",
-                    expected=f"at most {readable(memory)} a device",
-                    got=f"{readable(needed)}, {readable(needed - memory)} too much",
-                    remedy="; ".join(self.remedies),
-                )
+            refuse(
+                f"plan for {self.target}",
+                expected=f"at most {readable(memory)} a device",
+                got=f"{readable(needed)}, {readable(needed - memory)} too much",
+                remedy="; ".join(self.remedies),
             )
 
 

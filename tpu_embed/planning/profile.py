@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 
 COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 WRITING = ("scatter", "dynamic-update-slice")
@@ -335,8 +335,12 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
         found.append(Operation(fields["hlo_op_name"], int(cycles), int(count)))
     if not found:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        what, expected = "profile of the TensorCore", "estimates by libtpu"
-        raise RuntimeError(message(what, expected=expected, got=f"none: {last}"))
+        refuse(
+            "profile of the TensorCore",
+            expected="estimates by libtpu",
+            got=f"none: {last}",
+            error=RuntimeError,
+        )
     # What a TensorCore runs, and costs cycles.
     program, elsewhere = Program(text), _ON_SPARSE_CORE.findall(text)
     costly = {

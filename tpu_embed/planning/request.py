@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import (
@@ -357,9 +357,12 @@ def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
     leaves = declared.match(batch, what="batch", columns=True)
     shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     if shapes and len(shapes) < len(leaves):
-        remedy, got = "give one or the other for all features", "some of each"
-        expected = "ids, or shapes (jax.ShapeDtypeStruct)"
-        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "batch",
+            expected="ids, or shapes (jax.ShapeDtypeStruct)",
+            got="some of each",
+            remedy="give one or the other for all features",
+        )
     return leaves, bool(shapes)
 
 
@@ -389,10 +392,12 @@ def _with_some_rows(
     if feature.table.is_on_host:
         keys = stored[name]
         if keys.size > size:
-            expected = f"at most {size} distinct ids in a batch"
-            remedy = f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches"
-            got = f"{keys.size}"
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"table {name!r}",
+                expected=f"at most {size} distinct ids in a batch",
+                got=f"{keys.size}",
+                remedy=f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches",
+            )
         # The same seed for all features of the table.
         places = np.random.default_rng(0).choice(size, keys.size, replace=False, shuffle=False)
         rows = places[np.searchsorted(keys, host.keys)]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-from tpu_embed._checks import did_you_mean, is_int, message
+from tpu_embed._checks import did_you_mean, is_int, refuse
 from tpu_embed.core.layout import MeshAxes
 
 GIB = 2**30
@@ -123,18 +123,26 @@ class Topology:
         if known is None or not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes):
             got, remedy = repr(self.name), "for example v5p:4x4x4, v6e:16x16 or v5p-128"
             similar = "" if known else did_you_mean(re.split("[:-]", self.name)[0], _TYPES)
-            expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1"
-            raise ValueError(
-                message("topology", expected=expected, got=got, remedy=similar or remedy)
+            refuse(
+                "topology",
+                expected=f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1",
+                got=got,
+                remedy=similar or remedy,
             )
         if len(self.shape) != known.axes:
-            expected = f"{known.axes} sizes for {kind}"
-            remedy = f"for example {kind}:{'x'.join('2' * known.axes)}"
-            raise ValueError(message("topology", expected=expected, got=self.name, remedy=remedy))
+            refuse(
+                "topology",
+                expected=f"{known.axes} sizes for {kind}",
+                got=self.name,
+                remedy=f"for example {kind}:{'x'.join('2' * known.axes)}",
+            )
         if math.prod(self.shape) > known.pod:
-            expected = f"at most {known.pod:,} chips, a pod of {kind}"
-            remedy = "for several slices give the number of their devices"
-            raise ValueError(message("topology", expected=expected, got=self.name, remedy=remedy))
+            refuse(
+                "topology",
+                expected=f"at most {known.pod:,} chips, a pod of {kind}",
+                got=self.name,
+                remedy="for several slices give the number of their devices",
+            )
 
     @property
     def chip(self) -> Chip:
@@ -189,14 +197,12 @@ def _without_type(name: str) -> str:
     types = {chips * chip.counted: sizes for chips, sizes in _slices(chip).items()}
     if int(given["count"]) not in types:
         counts = "TensorCores, two per chip" if chip.counted == 2 else "chips"
-        expected = f"a number of {counts}, among {', '.join(map(str, types))}"
-        remedy = (
-            f"for another shape give the topology, for example {kind}:{next(iter(types.values()))}"
-        )
-        raise ValueError(
-            message(
-                f"accelerator type {name}", expected=expected, got=given["count"], remedy=remedy
-            )
+        refuse(
+            f"accelerator type {name}",
+            expected=f"a number of {counts}, among {', '.join(map(str, types))}",
+            got=given["count"],
+            remedy="for another shape give the topology, for example "
+            f"{kind}:{next(iter(types.values()))}",
         )
     return f"{kind}:{types[int(given['count'])]}"
 
@@ -266,14 +272,19 @@ def read_target(target: GivenTarget) -> Target:
         axes = _abstract_axes(topology.devices, topology.chip.device_kind)
         return Target(topology.name, axes, topology.memory_per_device, topology)
     if not is_int(target) or target < 1:  # type: ignore[operator]
-        expected = "a mesh, a topology or a number of devices"
-        remedy = "for example v5p:4x4x4, or 8"
-        raise ValueError(message("target", expected=expected, got=repr(target), remedy=remedy))
+        refuse(
+            "target",
+            expected="a mesh, a topology or a number of devices",
+            got=repr(target),
+            remedy="for example v5p:4x4x4, or 8",
+        )
     devices = int(target)  # type: ignore[arg-type]
     if devices > _MOST_DEVICES:
-        got, remedy = f"{devices}", "for example v5p:4x4x4, or 8"
-        raise ValueError(
-            message("target", expected=f"at most {_MOST_DEVICES} devices", got=got, remedy=remedy)
+        refuse(
+            "target",
+            expected=f"at most {_MOST_DEVICES} devices",
+            got=f"{devices}",
+            remedy="for example v5p:4x4x4, or 8",
         )
     return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None)
 

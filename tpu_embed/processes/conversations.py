@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.processes.departures import client
 from tpu_embed.processes.messages import WAIT_SECONDS, exchange, tell_refusal
 from tpu_embed.processes.order import order_of
@@ -53,14 +53,12 @@ class Conversation:
         )
         ended = [process for process, one in said.items() if one == _END]
         if ended and len(ended) < jax.process_count():
-            raise ValueError(
-                message(
-                    "place",
-                    expected="a batch in every process, or in none",
-                    got=f"no more batches in process {', '.join(map(str, ended))}",
-                    remedy="give every process equally many batches, and leave their loops at the "
-                    "same batch",
-                )
+            refuse(
+                "place",
+                expected="a batch in every process, or in none",
+                got=f"no more batches in process {', '.join(map(str, ended))}",
+                remedy="give every process equally many batches, and leave their loops at the "
+                "same batch",
             )
         return said
 

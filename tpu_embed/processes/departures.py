@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # the client of the key-value store has no public name
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 
 _LEFT = "tpu_embed/left"
 """The store's directory of reasons, one per process."""
@@ -36,13 +36,12 @@ def client() -> Any:
     """
     found = distributed.global_state.client
     if found is None:
-        raise RuntimeError(
-            message(
-                "processes",
-                expected="jax.distributed",
-                got="no client",
-                remedy="call jax.distributed.initialize first",
-            )
+        refuse(
+            "processes",
+            expected="jax.distributed",
+            got="no client",
+            remedy="call jax.distributed.initialize first",
+            error=RuntimeError,
         )
     _tell_at_exit(found)
     return found

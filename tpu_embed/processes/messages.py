@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.processes.departures import client, left
 
 WAIT_SECONDS = 600
@@ -155,15 +155,11 @@ def check_same(
     """
     said = gather_from_all(what, value)
     if len(set(said)) > 1:
-        raise ValueError(
-            message(
-                what,
-                expected="the same in every process",
-                got=", ".join(
-                    f"{value} in process {process}" for process, value in enumerate(said)
-                ),
-                remedy=remedy,
-            )
+        refuse(
+            what,
+            expected="the same in every process",
+            got=", ".join(f"{value} in process {process}" for process, value in enumerate(said)),
+            remedy=remedy,
         )
 
 
@@ -194,13 +190,12 @@ def exchange(
     """
     number = _rounds.get(name, 0)
     if number < 0:
-        raise RuntimeError(
-            message(
-                what,
-                expected="calls one after the other, each to its end",
-                got=f"call {~number} cut off by an exception, or not done yet in another thread",
-                remedy="the processes are out of step: end all, and start again",
-            )
+        refuse(
+            what,
+            expected="calls one after the other, each to its end",
+            got=f"call {~number} cut off by an exception, or not done yet in another thread",
+            remedy="the processes are out of step: end all, and start again",
+            error=RuntimeError,
         )
     store = client()
     _rounds[name] = ~number
@@ -213,8 +208,14 @@ def exchange(
         remedy = "make the same calls in the same order on every process"
         if isinstance(error, _AloneError):
             remedy = "start all of them again"
-        expected = f"call {number} of all {jax.process_count()} processes within {seconds} s"
-        raise RuntimeError(message(what, expected=expected, got=error, remedy=remedy)) from error
+        refuse(
+            what,
+            expected=f"call {number} of all {jax.process_count()} processes within {seconds} s",
+            got=error,
+            remedy=remedy,
+            error=RuntimeError,
+            cause=error,
+        )
     _rounds[name] = number + 1
     said = {process: pickle.loads(one) for process, one in sorted(told.items())}
     for process, one in said.items():

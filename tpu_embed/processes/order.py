@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 
 _T = TypeVar("_T")
 
@@ -68,8 +68,12 @@ class Order:
         elif not self._lock.acquire(blocking=False):
             got = "one beside another thread's; place in one thread"
         if got:
-            expected = "calls one after the other, each to its end"
-            raise RuntimeError(message("place", expected=expected, got=got))
+            refuse(
+                "place",
+                expected="calls one after the other, each to its end",
+                got=got,
+                error=RuntimeError,
+            )
         try:
             return act()
         except Exception:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_choice, check_ids, check_int, is_number, message
+from tpu_embed._checks import check_choice, check_ids, check_int, is_number, refuse
 from tpu_embed._types import Array, ArrayLike, Tracer
 
 Score = Literal["dot", "cosine"]
@@ -47,10 +47,12 @@ def check_temperature(what: str, temperature: Any, dtype: Any) -> Array:
     """
     known = is_number(temperature)
     if (known and not temperature > 0) or (not known and jnp.shape(temperature) != ()):
-        got = f"{temperature}" if known else f"shape {list(jnp.shape(temperature))}"
-        remedy = "of one temperature per query, divide the queries by it instead"
-        expected = "one number above 0"
-        raise ValueError(message(f"{what}: temperature", expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"{what}: temperature",
+            expected="one number above 0",
+            got=f"{temperature}" if known else f"shape {list(jnp.shape(temperature))}",
+            remedy="of one temperature per query, divide the queries by it instead",
+        )
     return jnp.asarray(temperature, dtype)
 
 
@@ -90,11 +92,12 @@ def counted_log_q(counts: ArrayLike) -> np.ndarray:
     counted = np.asarray(counts, np.float64)
     known = counted.ndim == 1 and np.isfinite(counted).all() and not (counted < 0).any()
     if not known or not counted.sum() > 0:
-        expected = "counts [V], at least 0, one of them positive"
-        got = f"{list(counted.shape)} {np.array2string(counted, threshold=6, edgeitems=2)}"
-        remedy = "np.bincount(ids, minlength=V) counts"
-        text = message("counted_log_q: counts", expected=expected, got=got, remedy=remedy)
-        raise ValueError(text)
+        refuse(
+            "counted_log_q: counts",
+            expected="counts [V], at least 0, one of them positive",
+            got=f"{list(counted.shape)} {np.array2string(counted, threshold=6, edgeitems=2)}",
+            remedy="np.bincount(ids, minlength=V) counts",
+        )
     return np.log(np.maximum(counted, 1) / counted.sum()).astype(np.float32)
 
 
@@ -147,5 +150,4 @@ def check_below(what: str, ids: Any, size: int, *, expected: str, remedy: str = 
         return
     known = np.ma.compressed(np.asanyarray(ids))
     if known.size and known.max() >= size:
-        text = message(what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy)
-        raise ValueError(text)
+        refuse(what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy)

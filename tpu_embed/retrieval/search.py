@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._calls import call
-from tpu_embed._checks import check_int, message, refuse_derivatives
+from tpu_embed._checks import check_int, refuse, refuse_derivatives
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.exchange import axis_index, collectives
@@ -48,9 +48,13 @@ def _not_mapped(queries: Array) -> Array:
 
 @_not_mapped.def_vmap
 def _refuse_map(size: int, mapped: list[bool], queries: Array) -> NoReturn:
-    expected, got = "a call outside of jax.vmap", f"one that is mapped over {size} queries"
-    remedy = "give all of them at once: queries are a batch, [B, D]"
-    raise TypeError(message("top_k", expected=expected, got=got, remedy=remedy))
+    refuse(
+        "top_k",
+        expected="a call outside of jax.vmap",
+        got=f"one that is mapped over {size} queries",
+        remedy="give all of them at once: queries are a batch, [B, D]",
+        error=TypeError,
+    )
 
 
 class TopK(NamedTuple):
@@ -90,13 +94,13 @@ def top_k(
 
     Args:
       engine: the engine.
-      state: its state; outside a jit, with a living vocabulary, the newest one.
+      state: its state; outside a jit, with a dynamic vocabulary, the newest one.
       table: the table's name.
       queries: floats `[B, D]`.
       k: how many rows; where fewer can be had, the rest of the answer is -1 with score -inf.
       exclude: int `[B, E]`, ids that a query's answer must not have, such as those that a user has
         seen; -1 is padding, and ids outside the table are ignored.
-      allowed: bool `[V]`, which rows may be found; None: all of them. Of a living vocabulary only
+      allowed: bool `[V]`, which rows may be found; None: all of them. Of a dynamic vocabulary only
         rows that have a key are found; inside a jit, that is for the caller to say: give what
         `keyed_rows` returned for this state.
       score: `"dot"`, the inner product; or `"cosine"`, that of vectors of length one, which is 0
@@ -104,13 +108,13 @@ def top_k(
       temperature: by what scores are divided, one number above 0; it changes no order.
 
     Returns:
-      Scores and row ids, `[B, k]` each. Of a living vocabulary, `keys_of` turns ids into keys.
+      Scores and row ids, `[B, k]` each. Of a dynamic vocabulary, `keys_of` turns ids into keys.
 
     Raises:
       ValueError: an unknown table, or one at home on the host; queries, exclude or allowed of a
         wrong shape, or on other devices than the table; arguments that differ between processes;
         k < 1; another score; a temperature that is not above 0; the state of another engine; a
-        living vocabulary inside a jit without `allowed`.
+        dynamic vocabulary inside a jit without `allowed`.
       TypeError: no engine; queries that are not floats, ids that are not integers, `allowed` that
         is not bool; differentiation, or `jax.vmap` over queries.
 
@@ -148,11 +152,13 @@ def top_k(
         if not traced:
             check_devices(layout.axes, given)
         elif part.vocabulary is not None and allowed is None:
-            expected = f"allowed= inside a jit, as the vocabulary of table {table!r} lives"
-            remedy = (
-                f"give the jit what retrieval.keyed_rows(engine, state, {table!r}) returns outside"
+            refuse(
+                "top_k",
+                expected=f"allowed= inside a jit, as the vocabulary of table {table!r} is dynamic",
+                got="none",
+                remedy="give the jit what retrieval.keyed_rows"
+                f"(engine, state, {table!r}) returns outside",
             )
-            raise ValueError(message("top_k", expected=expected, got="none", remedy=remedy))
         return state.tables[stack.name], given
 
     if traced or layout.axes.one_process:
@@ -257,11 +263,19 @@ def check_queries(queries: Any, stack: Stack, table: str) -> Array:
     array = as_given(queries)
     what = "top_k: queries"
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        remedy = "give them as float32"
-        raise TypeError(message(what, expected="floats", got=f"{array.dtype}", remedy=remedy))
+        refuse(
+            what,
+            expected="floats",
+            got=f"{array.dtype}",
+            remedy="give them as float32",
+            error=TypeError,
+        )
     if array.ndim != 2 or array.shape[1] != stack.dim:
-        expected = f"shape [B, {stack.dim}], as table {table!r} has rows of {stack.dim}"
-        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
+        refuse(
+            what,
+            expected=f"shape [B, {stack.dim}], as table {table!r} has rows of {stack.dim}",
+            got=f"{list(array.shape)}",
+        )
     return jnp.asarray(array, stack.compute_dtype)
 
 
@@ -275,10 +289,9 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
     if isinstance(array, np.ndarray) and not array.size:
         array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(what, expected="integers", got=f"{array.dtype}"))
+        refuse(what, expected="integers", got=f"{array.dtype}", error=TypeError)
     if array.ndim != 2 or len(array) != queries:
-        expected = f"shape [{queries}, E], a line per query"
-        raise ValueError(message(what, expected=expected, got=f"{list(array.shape)}"))
+        refuse(what, expected=f"shape [{queries}, E], a line per query", got=f"{list(array.shape)}")
     on = jnp if isinstance(array, jax.Array) else np  # NumPy sorts ten times as fast as XLA's CPU
     # Ids of 64 bits must not become others that are in the table when they are cut to 32. Beside
     # those of 8 bits, V = 300 would be 44.
@@ -292,10 +305,13 @@ def check_allowed(allowed: Any, table: TableSlice) -> Array:
     """Return which rows may be found, bool `[V]`."""
     array = as_given(allowed)
     if array.dtype != bool:
-        raise TypeError(message("top_k: allowed", expected="bool", got=f"{array.dtype}"))
+        refuse("top_k: allowed", expected="bool", got=f"{array.dtype}", error=TypeError)
     if array.shape != (table.vocabulary_size,):
-        expected, got = f"shape [{table.vocabulary_size}], a flag per row", f"{list(array.shape)}"
-        raise ValueError(message("top_k: allowed", expected=expected, got=got))
+        refuse(
+            "top_k: allowed",
+            expected=f"shape [{table.vocabulary_size}], a flag per row",
+            got=f"{list(array.shape)}",
+        )
     return jnp.asarray(array)
 
 
@@ -311,10 +327,12 @@ def check_devices(axes: MeshAxes, arrays: dict[str, Array | None]) -> None:
     for name, array in arrays.items():
         if array is None or not array.committed or array.sharding.device_set == devices:
             continue
-        expected = f"an array on the host, or on all {len(devices)} devices of the engine's mesh"
-        got = f"one on {sorted(map(str, array.sharding.device_set))}"
-        remedy = "np.asarray brings it to the host"
-        raise ValueError(message(f"top_k: {name}", expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"top_k: {name}",
+            expected=f"an array on the host, or on all {len(devices)} devices of the engine's mesh",
+            got=f"one on {sorted(map(str, array.sharding.device_set))}",
+            remedy="np.asarray brings it to the host",
+        )
 
 
 def check_same(call: str, axes: MeshAxes, arrays: dict[str, Array | None]) -> None:
@@ -338,19 +356,22 @@ def check_same(call: str, axes: MeshAxes, arrays: dict[str, Array | None]) -> No
         if array is not None and array.is_fully_addressable:
             digest.update(np.asarray(array).tobytes())
     if len(set(gather_from_all("top_k", digest.hexdigest()))) > 1:
-        expected, got = "the same arguments in every process", "others in one of them"
-        remedy = "search for the queries of all processes in each, such as one global array"
-        raise ValueError(message("top_k", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "top_k",
+            expected="the same arguments in every process",
+            got="others in one of them",
+            remedy="search for the queries of all processes in each, such as one global array",
+        )
 
 
-# -- tables whose vocabularies live ----------------------------------------------------------------
+# -- tables with a dynamic vocabulary --------------------------------------------------------------
 
 # Such a table has rows without a key: nobody has looked them up, and they are no answer. Which ones
 # these are is known to the map on the host.
 
 
 def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
-    """Return which rows of a table with a living vocabulary have a key, bool `[V]`.
+    """Return which rows of a table with a dynamic vocabulary have a key, bool `[V]`.
 
     Give it to a jit as an operand, and there to `top_k` as `allowed`. It is that of one state: rows
     may get other keys with every batch that is admitted. With `unseen="shared"`, the shared row has
@@ -362,7 +383,7 @@ def keyed_rows(engine: EmbeddingEngine, state: TableState, table: str) -> Array:
       table: the table's name.
 
     Raises:
-      ValueError: the table has no living vocabulary, or is at home on the host; the state is not
+      ValueError: the table has no dynamic vocabulary, or is at home on the host; the state is not
         the newest one; a call inside a jit.
 
     Example:
@@ -416,7 +437,7 @@ def keys_of(
     numbers = np.asarray(ids)
     numbers = numbers if numbers.size else np.zeros(numbers.shape, int)  # such as []
     if not np.issubdtype(numbers.dtype, np.integer):
-        raise TypeError(message("keys_of: ids", expected="integers", got=f"{numbers.dtype}"))
+        refuse("keys_of: ids", expected="integers", got=f"{numbers.dtype}", error=TypeError)
     by_row, has_key = np.zeros(capacity + 1, np.uint64), np.zeros(capacity + 1, bool)
     by_row[rows], has_key[rows] = keys, True
     inside = np.where((numbers >= 0) & (numbers < capacity), numbers, capacity)
@@ -430,9 +451,12 @@ def _is_traced(given: Any) -> bool:
 def _refuse_traced(what: str, given: Any) -> None:
     """Raise `ValueError` inside a jit: the keys are on the host, which does not run then."""
     if _is_traced(given):
-        remedy = "give the jit what keyed_rows returned, and keys_of what the jit returns"
-        text = message(what, expected="a call outside a jit", got="one inside", remedy=remedy)
-        raise ValueError(text)
+        refuse(
+            what,
+            expected="a call outside a jit",
+            got="one inside",
+            remedy="give the jit what keyed_rows returned, and keys_of what the jit returns",
+        )
 
 
 def _keys(
@@ -444,8 +468,11 @@ def _keys(
     _, part = engine.layout.table(table)
     engine.layout.check_on_devices(what, [table])
     if part.vocabulary is None:
-        expected, got = "a table whose vocabulary lives", f"{table!r}, whose ids are its rows"
-        raise ValueError(message(f"{what}: table", expected=expected, got=got))
+        refuse(
+            f"{what}: table",
+            expected="a table with a dynamic vocabulary",
+            got=f"{table!r}, whose ids are its rows",
+        )
     with engine.vocabularies.lock:  # so that no batch is admitted in between
         engine.vocabularies.check_newest(state)
         return *engine.vocabularies.keys(table), part.vocabulary_size

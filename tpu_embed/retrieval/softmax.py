@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_ids, check_same_ids, message
+from tpu_embed._checks import check_ids, check_same_ids, refuse
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
 from tpu_embed.retrieval.scores import (
@@ -85,8 +85,7 @@ def in_batch_softmax(
     what = "in_batch_softmax"
     queries, candidates = _vectors(what, queries=queries, candidates=candidates)
     if queries.ndim != 2:
-        got = f"{list(queries.shape)}"
-        raise ValueError(message(f"{what}: queries", expected="shape [B, D]", got=got))
+        refuse(f"{what}: queries", expected="shape [B, D]", got=f"{list(queries.shape)}")
     _check_like_queries(what, "candidates", candidates, queries)
     size, dtype = len(queries), queries.dtype
     scale = check_temperature(what, temperature, dtype)
@@ -174,8 +173,7 @@ def sampled_softmax(
     besides = {} if by_index else {"positives": right}
     of_query, drawn, *of_right = _vectors(what, queries=queries, negatives=negatives, **besides)
     if of_query.ndim < 2:
-        got = f"{list(of_query.shape)}"
-        raise ValueError(message(f"{what}: queries", expected="shape [B, D] or more", got=got))
+        refuse(f"{what}: queries", expected="shape [B, D] or more", got=f"{list(of_query.shape)}")
     for array in of_right:
         _check_like_queries(what, "positives", array, of_query)
     *before, dim = of_query.shape
@@ -183,8 +181,7 @@ def sampled_softmax(
     fits = drawn.ndim == 2 or (drawn.shape[:-2] == tuple(before) and not shared)
     if drawn.ndim < 2 or drawn.shape[-1] != dim or not fits:
         each = "" if shared else f" or {[*before, 'N', dim]}".replace("'", "")
-        got = f"{list(drawn.shape)}"
-        raise ValueError(message(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=got))
+        refuse(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=f"{list(drawn.shape)}")
     lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
     own, others = _pair("ids", positive_ids, negative_ids, (lead, inner), _ids)
     numbers = functools.partial(_numbers, dtype=drawn.dtype)
@@ -217,11 +214,13 @@ def _vectors(what: str, **given: Any) -> list[Array]:
     arrays = {name: as_given(x) for name, x in given.items()}
     for name, array in arrays.items():
         if not jnp.issubdtype(array.dtype, jnp.floating):
-            remedy = "the values of a Jagged are its attribute of that name"
-            text = message(
-                f"{what}: {name}", expected="floats", got=f"{array.dtype}", remedy=remedy
+            refuse(
+                f"{what}: {name}",
+                expected="floats",
+                got=f"{array.dtype}",
+                remedy="the values of a Jagged are its attribute of that name",
+                error=TypeError,
             )
-            raise TypeError(text)
     wide = any(array.dtype == np.float64 for array in arrays.values())
     dtype = jnp.float64 if wide and jax.config.read("jax_enable_x64") else jnp.float32
     return [jnp.asarray(array, dtype) for array in arrays.values()]
@@ -229,8 +228,11 @@ def _vectors(what: str, **given: Any) -> list[Array]:
 
 def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> None:
     if array.shape != queries.shape:
-        wanted, got = f"the shape of queries, {list(queries.shape)}", f"{list(array.shape)}"
-        raise ValueError(message(f"{what}: {name}", expected=wanted, got=got))
+        refuse(
+            f"{what}: {name}",
+            expected=f"the shape of queries, {list(queries.shape)}",
+            got=f"{list(array.shape)}",
+        )
 
 
 def _pair(
@@ -243,9 +245,11 @@ def _pair(
     """
     what = "sampled_softmax"
     if (positive is None) != (negative is None):
-        got = f"only {'negative' if positive is None else 'positive'}_{kind}"
-        expected = f"positive_{kind} and negative_{kind}, or neither"
-        raise ValueError(message(what, expected=expected, got=got))
+        refuse(
+            what,
+            expected=f"positive_{kind} and negative_{kind}, or neither",
+            got=f"only {'negative' if positive is None else 'positive'}_{kind}",
+        )
     if positive is None:
         return None, None
     sides = zip(("positive", "negative"), (positive, negative), shapes, strict=True)
@@ -277,8 +281,7 @@ def _ids(what: str, name: str, given: Any, shape: tuple[int, ...]) -> Array:
 
 def _of_shape(what: str, array: Array, shape: tuple[int, ...]) -> Array:
     if array.shape != shape:
-        expected, got = f"shape {list(shape)}", f"{list(array.shape)}"
-        raise ValueError(message(what, expected=expected, got=got))
+        refuse(what, expected=f"shape {list(shape)}", got=f"{list(array.shape)}")
     return array
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import is_int, message, warn_user
+from tpu_embed._checks import is_int, refuse, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array
 from tpu_embed.core.state import TableState, refuse_gradient
@@ -160,13 +160,11 @@ def positions(argnums: Any, count: int, *, remedy: str) -> tuple[int, ...]:
     wanted = all(is_int(i) and -count <= i < count for i in given)
     found = tuple(int(i) % count for i in given) if wanted else ()
     if not wanted or len(set(found)) != len(found):
-        raise ValueError(
-            message(
-                "argnums",
-                expected=f"different places among {count} positional arguments",
-                got=repr(argnums),
-                remedy=remedy,
-            )
+        refuse(
+            "argnums",
+            expected=f"different places among {count} positional arguments",
+            got=repr(argnums),
+            remedy=remedy,
         )
     return found
 
@@ -187,13 +185,12 @@ def value_and_aux(result: Any, *, has_aux: bool) -> tuple[Any, Any]:
     if not has_aux:
         return result, None
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(
-            message(
-                "has_aux=True: the function",
-                expected="a pair of the value and aux",
-                got=type(result).__name__,
-                remedy="return (value, aux), or leave has_aux out",
-            )
+        refuse(
+            "has_aux=True: the function",
+            expected="a pair of the value and aux",
+            got=type(result).__name__,
+            remedy="return (value, aux), or leave has_aux out",
+            error=TypeError,
         )
     return result
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.exchange import number_runs
@@ -59,7 +59,7 @@ class IndexedSlices:
         # JAX also builds this pytree from placeholders without a dtype, and from float0 tangents.
         dtype = getattr(self.indices, "dtype", None)
         if dtype is not None and dtype != jax.dtypes.float0 and np.dtype(dtype).kind not in "iu":
-            raise TypeError(message("IndexedSlices.indices", expected="integers", got=str(dtype)))
+            refuse("IndexedSlices.indices", expected="integers", got=str(dtype), error=TypeError)
 
     @property
     def dtype(self) -> np.dtype:
@@ -109,13 +109,11 @@ class IndexedSlices:
           ValueError: the indices are traced.
         """
         if isinstance(self.indices, Tracer):
-            raise ValueError(
-                message(
-                    "IndexedSlices.compact",
-                    expected="known values",
-                    got="traced ones",
-                    remedy="call compact outside the jit; deduplicate keeps the shape",
-                )
+            refuse(
+                "IndexedSlices.compact",
+                expected="known values",
+                got="traced ones",
+                remedy="call compact outside the jit; deduplicate keeps the shape",
             )
         kept = np.flatnonzero(np.asarray(self._valid_indices()) < self.dense_shape[0])
         return IndexedSlices(self.values[kept], self.indices[kept], self.dense_shape)
@@ -136,12 +134,10 @@ class IndexedSlices:
         if isinstance(other, int) and other == 0:
             return self  # the built-in `sum` starts with 0
         if np.shape(other) != self.dense_shape:
-            raise ValueError(
-                message(
-                    "IndexedSlices: sum",
-                    expected=f"IndexedSlices or an array, of shape {self.dense_shape}",
-                    got=f"shape {np.shape(other)}",
-                )
+            refuse(
+                "IndexedSlices: sum",
+                expected=f"IndexedSlices or an array, of shape {self.dense_shape}",
+                got=f"shape {np.shape(other)}",
             )
         if isinstance(other, IndexedSlices):
             values = jnp.concatenate([as_array(one.values) for one in (self, other)])
@@ -162,11 +158,7 @@ class IndexedSlices:
           ValueError: the factor is not a scalar.
         """
         if np.ndim(factor):
-            raise ValueError(
-                message(
-                    "IndexedSlices: product", expected="a scalar", got=f"shape {np.shape(factor)}"
-                )
-            )
+            refuse("IndexedSlices: product", expected="a scalar", got=f"shape {np.shape(factor)}")
         values, kept = _product(as_array(self.values), factor), as_array(self.indices)
         return dataclasses.replace(self, values=values, indices=kept)
 
@@ -192,13 +184,11 @@ class IndexedSlices:
             indices = indices.astype(jnp.int32)
         expected = (indices.shape[0] if indices.ndim == 1 else -1, *self.dense_shape[1:])
         if self.values.shape != expected:
-            raise ValueError(
-                message(
-                    "IndexedSlices",
-                    expected=f"indices [N], values [N, *{self.dense_shape[1:]}]",
-                    got=f"shapes {indices.shape} and {self.values.shape}",
-                    remedy="under vmap, call its methods inside the mapped function",
-                )
+            refuse(
+                "IndexedSlices",
+                expected=f"indices [N], values [N, *{self.dense_shape[1:]}]",
+                got=f"shapes {indices.shape} and {self.values.shape}",
+                remedy="under vmap, call its methods inside the mapped function",
             )
         absent = (indices < 0) | (indices >= size)
         return jnp.where(absent, jnp.asarray(size, indices.dtype), indices)
@@ -266,13 +256,12 @@ def _checked_floats(gradient: Any) -> Array:
     """
     numbers = as_array(gradient)
     if not jnp.issubdtype(numbers.dtype, jnp.inexact):
-        raise TypeError(
-            message(
-                "gradient",
-                expected="gradients of floats",
-                got=str(numbers.dtype),
-                remedy="leave parameters of integers out",
-            )
+        refuse(
+            "gradient",
+            expected="gradients of floats",
+            got=str(numbers.dtype),
+            remedy="leave parameters of integers out",
+            error=TypeError,
         )
     return numbers
 

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.core.ids import gains_in_program, is_real, narrow_ids
@@ -62,11 +62,14 @@ def embedding_lookup(
     """
     table, c = as_array(table), None if weights is None else as_array(weights)
     if not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(
-            message("embedding_lookup: table", expected="a float dtype", got=str(table.dtype))
+        refuse(
+            "embedding_lookup: table",
+            expected="a float dtype",
+            got=str(table.dtype),
+            error=TypeError,
         )
     if table.ndim < 1:
-        raise ValueError(message("embedding_lookup: table", expected="[V, …]", got="rank 0"))
+        refuse("embedding_lookup: table", expected="[V, …]", got="rank 0")
     ids = _checked_ids(ids, table.shape[0])
     check_choice("embedding_lookup: combiner", combiner, (None, "sum", "mean", "sqrtn"))
     check_weights("embedding_lookup: weights", c, ids)
@@ -80,9 +83,7 @@ def embedding_lookup(
         kept = jnp.where(present, c, 0).astype(rows.dtype)
         return rows * kept.reshape(*ids.shape, *trailing)
     if ids.ndim == 0:
-        raise ValueError(
-            message("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
-        )
+        refuse("embedding_lookup: ids", expected="bags […, H] to combine", got="rank 0")
     wide = np.promote_types(table.dtype, np.float32)
     c = present.astype(wide) if c is None else jnp.where(present, c.astype(wide), 0)
     gains = gains_in_program(c, combiner).reshape(*ids.shape, *trailing)
@@ -101,13 +102,11 @@ def check_weights(what: str, weights: Any, ids: Any) -> None:
       ValueError: weights of another shape than the ids, or no real numbers.
     """
     if weights is not None and (weights.shape != ids.shape or not is_real(weights.dtype)):
-        raise ValueError(
-            message(
-                what,
-                expected=f"real numbers of the ids' shape {ids.shape}",
-                got=f"{weights.dtype} of shape {weights.shape}",
-                remedy="give one weight per id, or None",
-            )
+        refuse(
+            what,
+            expected=f"real numbers of the ids' shape {ids.shape}",
+            got=f"{weights.dtype} of shape {weights.shape}",
+            remedy="give one weight per id, or None",
         )
 
 
@@ -115,18 +114,16 @@ def _checked_ids(ids: ArrayLike, size: int) -> Array:
     # Check NumPy arrays and lists as given: JAX without x64 would wrap an int64 into int32 first.
     dtype = np.dtype(getattr(ids, "dtype", None) or np.asarray(ids).dtype)
     if dtype.kind not in "iu":
-        raise TypeError(message("embedding_lookup: ids", expected="integers", got=str(dtype)))
+        refuse("embedding_lookup: ids", expected="integers", got=str(dtype), error=TypeError)
     if not isinstance(ids, Tracer):
         numbers = np.asarray(ids)
         bad = (numbers < PADDING_ID) | (numbers >= size)
         if bad.any():
             first = np.argwhere(bad)[0].tolist()
-            raise ValueError(
-                message(
-                    "embedding_lookup: ids",
-                    expected=f"numbers in [0, {size}), or -1 for padding",
-                    got=f"{numbers[tuple(first)]} at {first}",
-                )
+            refuse(
+                "embedding_lookup: ids",
+                expected=f"numbers in [0, {size}), or -1 for padding",
+                got=f"{numbers[tuple(first)]} at {first}",
             )
     array = as_array(ids)
     if array.dtype in (jnp.int32, jnp.int64):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tpu_embed._calls import Exchange
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.ids import Structure, structure
@@ -28,9 +28,9 @@ from tpu_embed.core.state import TableState, describe_leaf
 
 
 def placed_step(batch: Batch) -> int:
-    """Return the step of living vocabularies that a placed batch is, or whose rows it has."""
+    """Return the step of dynamic vocabularies that a placed batch is, or whose rows it has."""
     steps = batch.valid_steps if batch.keys.steps is None else batch.keys.steps
-    assert steps is not None, "batches of living vocabularies have steps"
+    assert steps is not None, "batches of dynamic vocabularies have steps"
     return int(steps[0])
 
 
@@ -52,7 +52,7 @@ class Enqueued(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step of living vocabularies that the batch is, if it is to be admitted; else None."""
+        """Which step of dynamic vocabularies the batch is, if it is to be admitted; or None."""
         return placed_step(self.batch) if self.batch.keys.is_training else None
 
     @property
@@ -101,18 +101,16 @@ class Record(NamedTuple):
         if size is None:
             return self
         if self.per_replica not in (None, size):
-            raise ValueError(
-                message(
-                    f"{what}: batch size per replica",
-                    expected=f"{shown(self.per_replica or size)}, the size it was built with",
-                    got=shown(size),
-                    remedy=remedy,
-                )
+            refuse(
+                f"{what}: batch size per replica",
+                expected=f"{shown(self.per_replica or size)}, the size it was built with",
+                got=shown(size),
+                remedy=remedy,
             )
         return self._replace(per_replica=size)
 
     def last_step(self, admitted: int) -> int:
-        """Return the step of living vocabularies that the queue ends with.
+        """Return the step of dynamic vocabularies that the queue ends with.
 
         Args:
           admitted: the step that the state has.
@@ -146,8 +144,8 @@ class Record(NamedTuple):
             got, remedy = "one enqueued with training=False", "enqueue it with training=True"
         else:
             return self.state, item
-        raise RuntimeError(
-            message(what, expected="a dequeued training batch", got=got, remedy=remedy)
+        refuse(
+            what, expected="a dequeued training batch", got=got, remedy=remedy, error=RuntimeError
         )
 
     def problem(self) -> str | None:

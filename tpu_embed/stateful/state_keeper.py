@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from tpu_embed._calls import Exchange, is_device_error
-from tpu_embed._checks import message, warn_user
+from tpu_embed._checks import message, refuse, warn_user
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, new_version
@@ -55,7 +55,7 @@ class StateKeeper:
         return self.now.state
 
     def new_state(self) -> TableState:
-        """Return a first state; with living vocabularies, of the step that their maps have.
+        """Return a first state; with dynamic vocabularies, of the step that their maps have.
 
         The random key of their new rows stays that of the state before, which may have been
         restored from a checkpoint; if that cannot be read any more, it is the seed's.
@@ -65,20 +65,19 @@ class StateKeeper:
             return state
         before = self.now.state
         if maps.admitted and (before is None or self._engine.storage is not None):
-            raise RuntimeError(
-                message(
-                    "state",
-                    expected="the newest state of these maps",
-                    got="none",
-                    remedy="set embedding.state to it, or call engine.vocabularies.rewind("
-                    "engine.init(…)) and set embedding.state to what init returned, to begin anew",
-                )
+            refuse(
+                "state",
+                expected="the newest state of these maps",
+                got="none",
+                remedy="set embedding.state to it, or call engine.vocabularies.rewind("
+                "engine.init(…)) and set embedding.state to what init returned, to begin anew",
+                error=RuntimeError,
             )
         if before is not None:
             with contextlib.suppress(RuntimeError):  # it cannot be read
                 kept = jax.block_until_ready(before.vocabulary)
                 state = dataclasses.replace(state, vocabulary=kept)
-        assert state.vocabulary is not None, "states of engines with living vocabularies have one"
+        assert state.vocabulary is not None, "states of engines with dynamic vocabularies have one"
         vocabulary = new_version(state.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
@@ -142,7 +141,7 @@ class StateKeeper:
             maps.check(maps.at(last), steps, item.batch.keys)
             return
         if item.step != last + 1:
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(what, expected=expected, got=got, remedy=remedy)
 
     def settle(self) -> Record:
         """Return the record, once what was interrupted has ended. The caller holds `lock`."""
@@ -160,13 +159,12 @@ class StateKeeper:
           RuntimeError: the state is invalid.
         """
         if (problem := self.settle().problem()) is not None:
-            raise RuntimeError(
-                message(
-                    what,
-                    expected="a valid state",
-                    got=problem,
-                    remedy="load the tables, or set `state`",
-                )
+            refuse(
+                what,
+                expected="a valid state",
+                got=problem,
+                remedy="load the tables, or set `state`",
+                error=RuntimeError,
             )
         return self.now
 
@@ -180,13 +178,12 @@ class StateKeeper:
         record = self.forget_lost()
         items = filter(None, (record.dequeued, *record.waiting))
         if count := sum(item.training for item in items):
-            raise RuntimeError(
-                message(
-                    f"{what}: other",
-                    expected="no training batch that waits for its gradients",
-                    got=count,
-                    remedy="dequeue them and apply their gradients first",
-                )
+            refuse(
+                f"{what}: other",
+                expected="no training batch that waits for its gradients",
+                got=count,
+                remedy="dequeue them and apply their gradients first",
+                error=RuntimeError,
             )
         return self.built()
 

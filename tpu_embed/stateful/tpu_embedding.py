@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
-from tpu_embed._checks import check_int, explain_arguments, message, refuse_pickle
+from tpu_embed._checks import check_int, explain_arguments, refuse, refuse_pickle
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -62,7 +62,7 @@ class TPUEmbedding:
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
         "allow" applies it without checking; "skip" skips and counts it; "error" makes
         `apply_gradients` raise, for which it has to wait for the gradients.
-      lookahead: as for `EmbeddingEngine`, with living vocabularies; at least 1 if pipelined.
+      lookahead: as for `EmbeddingEngine`, with dynamic vocabularies; at least 1 if pipelined.
       exchange_dtype: as for `EmbeddingEngine`.
 
     Raises:
@@ -238,19 +238,20 @@ class TPUEmbedding:
             keeper.settled(what)
             record = keeper.forget_lost()
             if record.dequeued is not None and record.dequeued.training:
-                raise RuntimeError(
-                    message(
-                        what,
-                        expected="gradients of the training batch that was dequeued before",
-                        got="none yet",
-                        remedy="call apply_gradients first",
-                    )
+                refuse(
+                    what,
+                    expected="gradients of the training batch that was dequeued before",
+                    got="none yet",
+                    remedy="call apply_gradients first",
+                    error=RuntimeError,
                 )
             if not record.waiting:
-                raise RuntimeError(
-                    message(
-                        what, expected="a batch", got="an empty queue", remedy="call enqueue first"
-                    )
+                refuse(
+                    what,
+                    expected="a batch",
+                    got="an empty queue",
+                    remedy="call enqueue first",
+                    error=RuntimeError,
                 )
             # Pipelined, the batch after this one is looked up too, before this one's update.
             for at, item in enumerate(record.waiting[: 2 if self._pipelined else 1]):
@@ -363,8 +364,13 @@ class TPUEmbedding:
           RuntimeError: training batches of `other` wait for their gradients; its state is invalid.
         """
         if not isinstance(other, TPUEmbedding):
-            got, expected = type(other).__name__, "a TPUEmbedding"
-            raise TypeError(message("other", expected=expected, got=got, remedy="see engine.adopt"))
+            refuse(
+                "other",
+                expected="a TPUEmbedding",
+                got=type(other).__name__,
+                remedy="see engine.adopt",
+                error=TypeError,
+            )
         # In one order, so that two that adopt each other's tables do not wait for each other.
         first, second = sorted((self._keeper, other._keeper), key=id)
         with first.lock, second.lock:

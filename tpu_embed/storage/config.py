@@ -9,7 +9,7 @@ import dataclasses
 import os
 from typing import Literal, get_args
 
-from tpu_embed._checks import check_choice, check_int, local_path, message
+from tpu_embed._checks import check_choice, check_int, local_path, refuse
 
 EvictFromDevice = Literal["lru", "lfu"]
 
@@ -22,7 +22,7 @@ class HostStorage:
     training batch brings its rows to the devices, and sends home those that it displaces.
     Activations and updates are, to the bit, those of a table that is wholly on the devices,
     whatever is given here. A row that no training batch has had takes no memory: it is drawn, as
-    `init` draws it, when it is looked up. With a living vocabulary, V is how many keys have a row
+    `init` draws it, when it is looked up. With a dynamic vocabulary, V is how many keys have a row
     at home; which keys have one is decided as if all V rows were on the devices.
 
     Args:
@@ -56,8 +56,11 @@ class HostStorage:
         if self.groups is not None:
             count = check_int("HostStorage.groups", self.groups, minimum=1)
             if count > rows:
-                expected, got = f"at most {rows}, the device_rows", f"{count}"
-                raise ValueError(message("HostStorage.groups", expected=expected, got=got))
+                refuse(
+                    "HostStorage.groups",
+                    expected=f"at most {rows}, the device_rows",
+                    got=f"{count}",
+                )
             object.__setattr__(self, "groups", count)
         if self.path is not None:
             local_path(self.path, "HostStorage.path")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.storage.config import HostStorage
 from tpu_embed.storage.groups import RowGroups
@@ -378,11 +378,14 @@ class Homes:
         """
         for step, one in self._pending().items():
             if (error := one.error) is not None:
-                expected = f"rows of {sorted(one.keys)} written at home"
-                got = f"an error at step {step}: {type(error).__name__}: {error}"
-                remedy = "restore the last checkpoint, when there is room again"
-                text = message("HostStorage", expected=expected, got=got, remedy=remedy)
-                raise RuntimeError(text) from error
+                refuse(
+                    "HostStorage",
+                    expected=f"rows of {sorted(one.keys)} written at home",
+                    got=f"an error at step {step}: {type(error).__name__}: {error}",
+                    remedy="restore the last checkpoint, when there is room again",
+                    error=RuntimeError,
+                    cause=error,
+                )
 
     def flush(self) -> None:
         """Wait until all rows that were sent home have arrived.

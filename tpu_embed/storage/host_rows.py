@@ -31,7 +31,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.kernels import dispatch
 
 
@@ -83,8 +83,11 @@ class HostRows:
     ) -> None:
         empty = [name for name, field in fields.items() if field.nbytes == 0]
         if empty or not fields:
-            got = f"none in {empty}" if empty else "no field"
-            raise ValueError(message("HostRows", expected="fields of some bytes", got=got))
+            refuse(
+                "HostRows",
+                expected="fields of some bytes",
+                got=f"none in {empty}" if empty else "no field",
+            )
         self.fields = dict(fields)
         file = None if path is None else _scratch_file(path)
         widths = [field.nbytes for field in fields.values()]
@@ -144,14 +147,20 @@ class HostRows:
           MemoryError, OSError: there is no room. Nothing has changed.
         """
         if rows.keys() != self.fields.keys():
-            expected, got = f"rows of {sorted(self.fields)}", f"rows of {sorted(rows)}"
-            raise ValueError(message("HostRows.write", expected=expected, got=got))
+            refuse(
+                "HostRows.write",
+                expected=f"rows of {sorted(self.fields)}",
+                got=f"rows of {sorted(rows)}",
+            )
         for name, field in self.fields.items():
             given = rows[name]
             shape = (ids.size if at is None else len(given), *field.shape)
             if (given.shape, given.dtype) != (shape, field.dtype):
-                expected, got = f"{field.dtype}{list(shape)}", f"{given.dtype}{list(given.shape)}"
-                raise ValueError(message(f"HostRows.write: {name}", expected=expected, got=got))
+                refuse(
+                    f"HostRows.write: {name}",
+                    expected=f"{field.dtype}{list(shape)}",
+                    got=f"{given.dtype}{list(given.shape)}",
+                )
         arrays = [_bytes(rows[name], field) for name, field in self.fields.items()]
         ids = np.ascontiguousarray(ids, np.uint64)
         with self._changing:
@@ -269,9 +278,12 @@ def _bytes(array: np.ndarray, field: RowField) -> np.ndarray:
 def _scratch_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Return a file that has no name, so that it goes when the process ends, however it ends."""
     if not os.path.isdir(path):
-        remedy = "make the folder first, on a fast local disk"
-        got = f"{os.fspath(path)!r}"
-        raise ValueError(message("path", expected="a folder", got=got, remedy=remedy))
+        refuse(
+            "path",
+            expected="a folder",
+            got=f"{os.fspath(path)!r}",
+            remedy="make the folder first, on a fast local disk",
+        )
     return tempfile.TemporaryFile(dir=path, prefix="tpu_embed-")
 
 

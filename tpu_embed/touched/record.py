@@ -1,7 +1,7 @@
 """Record which rows every update touched, so that only changed rows need to be exported.
 
 For every row on the devices, the host keeps the number of the last update that touched it: 4 bytes
-per row. With living vocabularies it keeps also which keys got rows, and which lost theirs.
+per row. With dynamic vocabularies it keeps also which keys got rows, and which lost theirs.
 
 Input: every batch that is applied, with the number of its update. Output: the rows, ids or keys
 that changed since a version; and the `Version` of a state, which orders exports and deltas in time.
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
 from tpu_embed.core.batch import Batch, fields_of, line_of
 from tpu_embed.core.engine import EmbeddingEngine
@@ -49,7 +49,7 @@ class TouchedRows:
     With several processes, all make it together, in the same order as other calls of this kind:
     they agree on the name of the run, so that a `Version` of one process is one of each.
 
-    With living vocabularies it follows the engine's maps by itself. When they are loaded, as by
+    With dynamic vocabularies it follows the engine's maps by itself. When they are loaded, as by
     `io.restore`, it knows nothing any more, unless it was saved and is restored with them.
 
     Args:
@@ -152,11 +152,14 @@ class TouchedRows:
     def _checked_step(self, step: int) -> int:
         step = check_int("step", step, minimum=self._start.step + 1)
         if step < self._through:
-            remedy = f"after a return to an earlier state, make another TouchedRows and {_FULL}"
-            expected = f"a step from {self._through} on"
-            raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+            refuse(
+                "step",
+                expected=f"a step from {self._through} on",
+                got=f"{step}",
+                remedy=f"after a return to an earlier state, make another TouchedRows and {_FULL}",
+            )
         if step > _LAST:
-            raise ValueError(message("step", expected=f"at most {_LAST}", got=f"{step}"))
+            refuse("step", expected=f"at most {_LAST}", got=f"{step}")
         return step
 
     def _count(self, step: int) -> None:
@@ -193,8 +196,11 @@ class TouchedRows:
         if keys is not None:
             rows = self._rows_of(table, rows, keys)
         if table.is_on_host and rows is None:
-            expected, got = "the ids whose rows were set, of a table on the host", "None"
-            raise ValueError(message(f"table {name!r}: rows", expected=expected, got=got))
+            refuse(
+                f"table {name!r}: rows",
+                expected="the ids whose rows were set, of a table on the host",
+                got="None",
+            )
         chosen = None if rows is None else check_row_ids(table, np.asarray(rows))
         with self._lock:
             self._edits += 1
@@ -212,13 +218,17 @@ class TouchedRows:
         """
         what = f"table {table.name!r}: keys"
         if rows is not None or table.key_rules is None:
-            expected = "None beside rows" if rows is not None else "None: ids are row numbers"
-            raise ValueError(message(what, expected=expected, got="keys"))
+            refuse(
+                what,
+                expected="None beside rows" if rows is not None else "None: ids are row numbers",
+                got="keys",
+            )
         numbers = read_keys(what, keys)
         found = self._marks.find(table, numbers)
         if (found < 0).any():
-            expected, got = "keys with a row", f"key {numbers[found < 0][0]}, which has none"
-            raise ValueError(message(what, expected=expected, got=got))
+            refuse(
+                what, expected="keys with a row", got=f"key {numbers[found < 0][0]}, which has none"
+            )
         return found
 
     # -- what has changed ----------------------------------------------------------------------
@@ -233,7 +243,7 @@ class TouchedRows:
           since: what `version` or `export_delta` returned; or its step.
 
         Returns:
-          Row ids, int64 `[n]`; keys, uint64 `[n]`, of a living vocabulary; ids, uint64 `[n]`, of a
+          Row ids, int64 `[n]`; keys, uint64 `[n]`, of a dynamic vocabulary; ids, uint64 `[n]`, of a
           table on the host.
 
         Raises:
@@ -252,7 +262,7 @@ class TouchedRows:
     def never(self) -> dict[str, int]:
         """Return, by table, how many rows were not touched since recording began.
 
-        Of a living vocabulary, only rows that have keys count.
+        Of a dynamic vocabulary, only rows that have keys count.
         """
         with self._maps_at_rest(), self._lock:
             found = self._marks.changed(Version("", NEVER, 0, NEVER))
@@ -269,19 +279,30 @@ class TouchedRows:
             step = check_int("step", since, minimum=0)
             keys = 0 if self._maps is None else self._keys_at.get(step)
             if keys is None and step >= self._start.step:
-                expected = "a Version, or the step of one that this object has returned"
-                remedy = "keep what touched.version or export_delta returned"
-                raise ValueError(message("since", expected=expected, got=f"{step}", remedy=remedy))
+                refuse(
+                    "since",
+                    expected="a Version, or the step of one that this object has returned",
+                    got=f"{step}",
+                    remedy="keep what touched.version or export_delta returned",
+                )
             since = Version(self.lineage.run, step, 0, keys or 0)
         parts = zip(since._fields[1:], since[1:], strict=True)
         numbers = (check_int(f"since: {part}", number, minimum=0) for part, number in parts)
         since = Version(since.run, *numbers)
         if not self.lineage.has(since):
-            expected, got = f"a version of run {self.lineage.run!r}", f"{since}"
-            raise ValueError(message("since", expected=expected, got=got, remedy=_FULL))
+            refuse(
+                "since",
+                expected=f"a version of run {self.lineage.run!r}",
+                got=f"{since}",
+                remedy=_FULL,
+            )
         if since.step < self._start.step or since.keys < self._start.keys:
-            expected = f"a step from {self._start.step} on, where recording began"
-            raise ValueError(message("step", expected=expected, got=f"{since.step}", remedy=_FULL))
+            refuse(
+                "step",
+                expected=f"a step from {self._start.step} on, where recording began",
+                got=f"{since.step}",
+                remedy=_FULL,
+            )
         return since
 
     def version(self, state: TableState) -> Version:
@@ -289,15 +310,18 @@ class TouchedRows:
 
         Raises:
           ValueError: an update between this object's first step and the state's was not recorded,
-            or the state is from before the first step; with living vocabularies or tables on the
+            or the state is from before the first step; with dynamic vocabularies or tables on the
             host, the state is not the newest one, or the maps were loaded since.
         """
         check_own(state, self.layout)
         step, keys = int(state.step), 0
         if step < self._start.step:
-            expected, got = f"a state of step {self._start.step} or later", f"{step}"
-            remedy = f"make another TouchedRows with step={step}, and {_FULL}"
-            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "TouchedRows",
+                expected=f"a state of step {self._start.step} or later",
+                got=f"{step}",
+                remedy=f"make another TouchedRows with step={step}, and {_FULL}",
+            )
         if self._maps is not None:
             self._check_current()
             self._maps.check_newest(state)
@@ -305,10 +329,12 @@ class TouchedRows:
         with self._lock:
             through, edits = self._through, self._edits
             if step > through:
-                expected = f"every update from {self._start.step + 1} to {step} recorded"
-                remedy = "record each batch with the step that state.step is after it"
-                got = f"none for step {through + 1}"
-                raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+                refuse(
+                    "TouchedRows",
+                    expected=f"every update from {self._start.step + 1} to {step} recorded",
+                    got=f"none for step {through + 1}",
+                    remedy="record each batch with the step that state.step is after it",
+                )
             self._keys_at.setdefault(step, keys)
             self._published = max(self._published, step)
         return Version(self.lineage.run, step, edits, keys)
@@ -350,7 +376,7 @@ class TouchedRows:
             expected, got = "the record of the engine's maps", "one from before they were loaded"
             remedy = "restore it with the tables, io.restore(…, touched=touched); or make another "
             remedy += f"TouchedRows(engine, step=int(state.step)), and {_FULL}"
-            raise ValueError(message("TouchedRows", expected=expected, got=got, remedy=remedy))
+            refuse("TouchedRows", expected=expected, got=got, remedy=remedy)
 
     # -- kept ----------------------------------------------------------------------------------
 
@@ -403,12 +429,14 @@ def check_record(engine: EmbeddingEngine, touched: Any) -> None:
       ValueError: it is another engine's.
     """
     if not isinstance(touched, TouchedRows):
-        raise TypeError(
-            message("touched", expected="a TouchedRows, or None", got=type(touched).__name__)
+        refuse(
+            "touched",
+            expected="a TouchedRows, or None",
+            got=type(touched).__name__,
+            error=TypeError,
         )
     if touched.layout is not engine.layout:
-        expected, got = "the record of this engine", "another engine's"
-        raise ValueError(message("touched", expected=expected, got=got))
+        refuse("touched", expected="the record of this engine", got="another engine's")
 
 
 def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
@@ -419,8 +447,9 @@ def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
     """
     batch.check(layout)
     if isinstance(batch.packed, Tracer):
-        remedy = "record outside the jitted function"
-        raise ValueError(message("batch", expected="a Batch", got="a tracer", remedy=remedy))
+        refuse(
+            "batch", expected="a Batch", got="a tracer", remedy="record outside the jitted function"
+        )
     # The lines on this process's devices, by the first one; without a split all devices hold the
     # same. And of each line the number of its device in the mesh.
     pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}

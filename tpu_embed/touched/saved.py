@@ -29,7 +29,7 @@ class Version(NamedTuple):
         all processes of the run have the same one.
       step: `state.step`, the number of updates applied.
       edits: how often `record_rows` was called; it orders what was published at the same step.
-      keys: the number of training batches that living vocabularies, or tables on the host, have
+      keys: the number of training batches that dynamic vocabularies, or tables on the host, have
         admitted; 0 without any.
     """
 
@@ -65,8 +65,8 @@ class SavedMarks(NamedTuple):
     """What is known of one table.
 
     Attributes:
-      keys: uint64 `[n]`: of a living vocabulary, all keys that have rows; otherwise the row ids, or
-        ids, that were touched.
+      keys: uint64 `[n]`: of a dynamic vocabulary, all keys that have rows; otherwise the row ids,
+        or ids, that were touched.
       touched: int32 `[n]`, the last update of each; -1: none.
       given: int32 `[n]`, the step of the maps at which each got its row; -1: before recording.
       lost: uint64 `[m]`, keys that lost their rows.

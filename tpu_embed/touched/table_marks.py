@@ -1,6 +1,6 @@
 """What is known of all tables of an engine: which rows were touched, who got them, who lost them.
 
-A table is of one of three kinds: its ids are row numbers; they are keys of a living vocabulary,
+A table is of one of three kinds: its ids are row numbers; they are keys of a dynamic vocabulary,
 which have rows for a time; or it is on the host, where ids keep their rows for ever, and have
 places on the devices for a time. Who got or lost a row is noted by the steps of the maps, which are
 training batches that were admitted:
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.layout import Layout, Stack, TableSlice
 from tpu_embed.storage import HostRows, RowField
 from tpu_embed.touched.saved import SavedMarks, Version
@@ -158,7 +158,7 @@ class HostedMarks:
 
     Args:
       layout: the engine's layout.
-      maps: its maps; None without living vocabularies and tables on the host.
+      maps: its maps; None without dynamic vocabularies and tables on the host.
 
     Attributes:
       marks: by table.
@@ -198,10 +198,12 @@ class HostedMarks:
         if not rows.size:
             return
         if batch_step < self._noted - len(self._before):
-            expected = f"a batch at most {_REMEMBERED} admitted batches old"
-            got = f"one of step {batch_step}, {self._noted - batch_step} before the newest"
-            remedy = "record each batch when it is placed or updated"
-            raise ValueError(message("record", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "record",
+                expected=f"a batch at most {_REMEMBERED} admitted batches old",
+                got=f"one of step {batch_step}, {self._noted - batch_step} before the newest",
+                remedy="record each batch when it is placed or updated",
+            )
         distinct = np.unique(rows)
         if batch_step > self._noted:
             self._waiting.setdefault(batch_step, []).append((stack, distinct, step))
@@ -313,7 +315,7 @@ class TableMarks:
 
     Args:
       layout: the engine's layout.
-      maps: its maps; None without living vocabularies and tables on the host.
+      maps: its maps; None without dynamic vocabularies and tables on the host.
 
     Attributes:
       hosted: the marks of tables on the host.
@@ -407,10 +409,13 @@ class TableMarks:
             return Changes(touched.view(np.int64))
         known = self._keys[table.name]
         if 0 <= since.keys < known.lost_since:
-            expected = f"a version of {known.lost_since} admitted batches or more"
-            got = f"one of {since.keys}: table {table.name!r} has lost more keys than it has rows"
-            remedy = "publish a full export, and deltas more often"
-            raise ValueError(message("since", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "since",
+                expected=f"a version of {known.lost_since} admitted batches or more",
+                got=f"one of {since.keys}: table {table.name!r} has lost more keys "
+                "than it has rows",
+                remedy="publish a full export, and deltas more often",
+            )
         begun = self._first + bisect.bisect_right(self._newest, since.step)
         ids = np.union1d(known.given.after(min(since.keys, begun)), touched)
         if table.key_rules is None:
@@ -502,9 +507,8 @@ def check_row_ids(table: TableSlice, given: np.ndarray) -> np.ndarray:
     """
     what, size = f"table {table.name!r}: rows", table.declared_size
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        got = f"{given.dtype} of shape {given.shape}"
-        raise ValueError(message(what, expected="integers of shape (n,)", got=got))
+        refuse(what, expected="integers of shape (n,)", got=f"{given.dtype} of shape {given.shape}")
     outside = given[(given < 0) | (given >= size)]
     if outside.size:
-        raise ValueError(message(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}"))
+        refuse(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}")
     return given.astype(np.int64)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from tpu_embed._checks import check_choice, is_number, message
+from tpu_embed._checks import check_choice, is_number, message, refuse
 from tpu_embed._jaxprs import CALLS, REMATS, Path, Site
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
@@ -50,13 +50,11 @@ class Tag:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name):
-            raise ValueError(
-                message(
-                    "Tag.name",
-                    expected="a non-empty string",
-                    got=repr(self.name),
-                    remedy="use the name given to tag",
-                )
+            refuse(
+                "Tag.name",
+                expected="a non-empty string",
+                got=repr(self.name),
+                remedy="use the name given to tag",
             )
 
 
@@ -372,23 +370,19 @@ def checked_loss(loss: Any) -> Array:
     """
     # A pair (loss, aux) would become an array of two numbers where both are scalars: refuse it.
     if not hasattr(loss, "dtype") and not is_number(loss):
-        raise ValueError(
-            message(
-                "loss",
-                expected="a float array",
-                got=type(loss).__name__,
-                remedy="return the loss alone: there is no aux",
-            )
+        refuse(
+            "loss",
+            expected="a float array",
+            got=type(loss).__name__,
+            remedy="return the loss alone: there is no aux",
         )
     array = as_array(loss)
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            message(
-                "loss",
-                expected="a float array",
-                got=f"{array.dtype} of shape {array.shape}",
-                remedy="return real floats",
-            )
+        refuse(
+            "loss",
+            expected="a float array",
+            got=f"{array.dtype} of shape {array.shape}",
+            remedy="return real floats",
         )
     return array
 
@@ -403,24 +397,21 @@ def _as_list(xs: Any) -> list[Any]:
     if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
         xs = [xs]
     if not isinstance(xs, (list, tuple)):
-        raise TypeError(
-            message(
-                "gradients: xs",
-                expected="a list or tuple of the function's arguments",
-                got=type(xs).__name__,
-                remedy="give one pytree as [tree]",
-            )
+        refuse(
+            "gradients: xs",
+            expected="a list or tuple of the function's arguments",
+            got=type(xs).__name__,
+            remedy="give one pytree as [tree]",
+            error=TypeError,
         )
     # False < True, so the list is sorted exactly if all Tags stand after the arguments.
     are_tags = [isinstance(x, Tag) for x in xs]
     if are_tags != sorted(are_tags):
-        raise ValueError(
-            message(
-                "gradients: xs",
-                expected="Tags after the arguments",
-                got=f"an argument after {xs[are_tags.index(True)]}",
-                remedy="put the Tags last",
-            )
+        refuse(
+            "gradients: xs",
+            expected="Tags after the arguments",
+            got=f"an argument after {xs[are_tags.index(True)]}",
+            remedy="put the Tags last",
         )
     return list(xs)
 
@@ -433,20 +424,19 @@ def _as_array(name: str, leaf: Any) -> Array:
     try:
         return as_array(leaf)
     except (TypeError, ValueError) as error:
-        raise TypeError(message(what, expected="an array", got=got, remedy=remedy)) from error
+        refuse(what, expected="an array", got=got, remedy=remedy, error=TypeError, cause=error)
 
 
 def _stop_names(stops: Any) -> list[str]:
     stops = [stops] if isinstance(stops, (str, Tag)) else list(stops)
     for stop in stops:
         if not isinstance(stop, (str, Tag)):
-            raise TypeError(
-                message(
-                    "gradients: stop_gradients",
-                    expected="names of tags or Tags",
-                    got=repr(stop),
-                    remedy="name the value with tag inside the function",
-                )
+            refuse(
+                "gradients: stop_gradients",
+                expected="names of tags or Tags",
+                got=repr(stop),
+                remedy="name the value with tag inside the function",
+                error=TypeError,
             )
     return [stop.name if isinstance(stop, Tag) else stop for stop in stops]
 
@@ -470,14 +460,13 @@ def _cotangents(ys: Any, avals: Sequence[Any], grad_ys: PyTree) -> list[Array | 
         try:
             given = ys.flatten_up_to(grad_ys)
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                message(
-                    "gradients: grad_ys",
-                    expected=f"the structure of ys, {ys}",
-                    got=str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None)),
-                    remedy="nest them as fn's result, None for ones",
-                )
-            ) from error
+            refuse(
+                "gradients: grad_ys",
+                expected=f"the structure of ys, {ys}",
+                got=str(jax.tree.structure(grad_ys, is_leaf=lambda x: x is None)),
+                remedy="nest them as fn's result, None for ones",
+                cause=error,
+            )
     paths = jax.tree_util.tree_flatten_with_path(ys.unflatten(range(len(avals))))[0]
     names = [f"gradients: grad_ys{jax.tree_util.keystr(path)}" for path, _ in paths]
     return [_cotangent(*one) for one in zip(names, avals, given, strict=True)]
@@ -487,34 +476,30 @@ def _cotangent(what: str, aval: Any, given: Any) -> Array | None:
     kind = _kind(aval.dtype)
     if given is None:
         if kind == "complex":
-            raise TypeError(
-                message(
-                    what,
-                    expected="complex numbers",
-                    got="None",
-                    remedy="give one: a complex y has no cotangent by default",
-                )
+            refuse(
+                what,
+                expected="complex numbers",
+                got="None",
+                remedy="give one: a complex y has no cotangent by default",
+                error=TypeError,
             )
         return full(aval, 1) if kind == "float" else None
     given = as_array(given)
     kinds = ("float", "integer") if kind == "integer" else (kind,)
     if _kind(given.dtype) not in kinds:
-        raise TypeError(
-            message(
-                what,
-                expected=f"{' or '.join(kinds)} numbers for a y of {aval.dtype}",
-                got=str(given.dtype),
-                remedy=f"convert it: .astype({aval.dtype.name!r})",
-            )
+        refuse(
+            what,
+            expected=f"{' or '.join(kinds)} numbers for a y of {aval.dtype}",
+            got=str(given.dtype),
+            remedy=f"convert it: .astype({aval.dtype.name!r})",
+            error=TypeError,
         )
     if given.shape != aval.shape:
-        raise ValueError(
-            message(
-                what,
-                expected=f"y's shape {aval.shape}",
-                got=f"{given.shape}",
-                remedy="jnp.broadcast_to makes this shape of one number",
-            )
+        refuse(
+            what,
+            expected=f"y's shape {aval.shape}",
+            got=f"{given.shape}",
+            remedy="jnp.broadcast_to makes this shape of one number",
         )
     if kind == "integer":
         return None
@@ -551,13 +536,11 @@ def _aggregate(
     if looped:
         # The tap of a lookup stands for the table.
         bad = sorted({program.tables.get(i, i) for i in looped})
-        raise ValueError(
-            message(
-                f"gradients: {', '.join(names[i] for i in bad)}",
-                expected="a path to ys that can be differentiated backwards",
-                got="one through a while loop, whose trip count is not known",
-                remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
-            )
+        refuse(
+            f"gradients: {', '.join(names[i] for i in bad)}",
+            expected="a path to ys that can be differentiated backwards",
+            got="one through a while loop, whose trip count is not known",
+            remedy="use jax.lax.scan, or a fori_loop with bounds known when tracing",
         )
     results, total = [], {}
     # ys 0 and 2 are connected: one pull-back of [0, 2], or two, of [0] and of [2].

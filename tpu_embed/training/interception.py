@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tpu_embed._checks import message, warn_user
+from tpu_embed._checks import refuse, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import structure as structures
@@ -85,26 +85,22 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
     by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
     leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
-        raise ValueError(
-            message(
-                "hook: activations",
-                expected=f"features {sorted(by_path)}",
-                got=f"{sorted(leaves)}",
-                remedy=_REMAKE,
-            )
+        refuse(
+            "hook: activations",
+            expected=f"features {sorted(by_path)}",
+            got=f"{sorted(leaves)}",
+            remedy=_REMAKE,
         )
     hooked = {}
     for path, leaf in leaves.items():
         values, rebuild = split_activations(leaf)
         activation, dummy = as_array(values), as_array(by_path[path])
         if (activation.shape, activation.dtype) != (dummy.shape, dummy.dtype):
-            raise ValueError(
-                message(
-                    f"hook: activations: {path}",
-                    expected=f"{dummy.dtype} of shape {dummy.shape}, as its dummy",
-                    got=f"{activation.dtype} of shape {activation.shape}",
-                    remedy=_REMAKE,
-                )
+            refuse(
+                f"hook: activations: {path}",
+                expected=f"{dummy.dtype} of shape {dummy.shape}, as its dummy",
+                got=f"{activation.dtype} of shape {activation.shape}",
+                remedy=_REMAKE,
             )
         hooked[path] = rebuild(tapped(activation, dummy))
     return structures.unflatten(activations, iter(hooked.values()))
@@ -165,13 +161,11 @@ def get_gradients_through_dummy_table_variables(
     (_, value), (found,) = value_and_gradients(hooked, [dummies])
     for i, name in enumerate(dummies):
         if all(gradient is None for gradient in found[name].values()):
-            raise ValueError(
-                message(
-                    f"table {name!r} (index {i})",
-                    expected="a loss that depends on one of its features at least",
-                    got=f"none for {', '.join(found[name])}: activations computed but not used",
-                    remedy="use them, or leave the features out (feature_config says which share)",
-                )
+            refuse(
+                f"table {name!r} (index {i})",
+                expected="a loss that depends on one of its features at least",
+                got=f"none for {', '.join(found[name])}: activations computed but not used",
+                remedy="use them, or leave the features out (feature_config says which share)",
             )
     by_path = {}
     for name, zeros in dummies.items():
@@ -234,13 +228,11 @@ def _by_path(activations: PyTree) -> dict[str, Any]:
     leaves = {}
     for path, leaf in _leaves(activations):
         if path in leaves:
-            raise ValueError(
-                message(
-                    "activations",
-                    expected="a path of its own for each",
-                    got=f"several at {path!r}",
-                    remedy="rename keys that hold a slash",
-                )
+            refuse(
+                "activations",
+                expected="a path of its own for each",
+                got=f"several at {path!r}",
+                remedy="rename keys that hold a slash",
             )
         leaves[path] = leaf
     return leaves

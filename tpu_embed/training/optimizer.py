@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.optimizers.base import TableOptimizer
@@ -73,13 +73,12 @@ def check_state(what: str, state: Any) -> None:
       TypeError: `state` is something else.
     """
     if not isinstance(state, OptState):
-        raise TypeError(
-            message(
-                f"{what}: state",
-                expected="an OptState",
-                got=type(state).__name__,
-                remedy="init(params) makes one, apply_gradients the next",
-            )
+        refuse(
+            f"{what}: state",
+            expected="an OptState",
+            got=type(state).__name__,
+            remedy="init(params) makes one, apply_gradients the next",
+            error=TypeError,
         )
 
 
@@ -169,13 +168,11 @@ class TreeOptimizer(abc.ABC):
             loss, params, var_list, grad_loss, gate_gradients, aggregation_method
         )
         if all(gradient is None for gradient, _ in pairs):
-            raise ValueError(
-                message(
-                    f"{self._name}: minimize",
-                    expected="a loss that depends on a variable",
-                    got=f"no gradient for any of {listed(keystr(path) for _, path in pairs)}",
-                    remedy="use a parameter in the loss, outside stop_gradient",
-                )
+            refuse(
+                f"{self._name}: minimize",
+                expected="a loss that depends on a variable",
+                got=f"no gradient for any of {listed(keystr(path) for _, path in pairs)}",
+                remedy="use a parameter in the loss, outside stop_gradient",
             )
         params, state = self.apply_gradients(
             pairs, params, state, constraints=constraints, learning_rate=learning_rate
@@ -226,13 +223,12 @@ class TreeOptimizer(abc.ABC):
         wanted = leaves.paths if var_list is None else var_list
         variables = leaves.find_all(wanted, what=f"{self._name}: var_list")
         if not callable(loss):
-            raise TypeError(
-                message(
-                    "loss",
-                    expected="a function of the parameters",
-                    got=repr(loss),
-                    remedy="write lambda params: ...",
-                )
+            refuse(
+                "loss",
+                expected="a function of the parameters",
+                got=repr(loss),
+                remedy="write lambda params: ...",
+                error=TypeError,
             )
         # Leaves w, ids, b and variables [0, 1]: only w is differentiated by. Integers have no
         # gradient (None in the result), and b is a constant like all leaves outside of `variables`.
@@ -302,13 +298,11 @@ class TreeOptimizer(abc.ABC):
         check_state(self._name, state)
         leaves = leaves_of(params)
         if leaves.structure != state.structure:
-            raise ValueError(
-                message(
-                    f"{self._name}: params",
-                    expected=f"the tree that the state was made for, {state.structure}",
-                    got=str(leaves.structure),
-                    remedy="init(params) makes a state for another tree",
-                )
+            refuse(
+                f"{self._name}: params",
+                expected=f"the tree that the state was made for, {state.structure}",
+                got=str(leaves.structure),
+                remedy="init(params) makes a state for another tree",
             )
         # All checks come before any arithmetic: an error leaves nothing half-applied.
         gradients, constrained = check_gradients(
@@ -401,13 +395,11 @@ def checked_name(kind: str, name: Any) -> str:
     """
     if not isinstance(name, str) or not name:
         # The name also tells optimizers apart in the messages of a model that has several.
-        raise ValueError(
-            message(
-                f"{kind}: name",
-                expected="a word",
-                got=repr(name),
-                remedy="give one such as 'adagrad': messages begin with it",
-            )
+        refuse(
+            f"{kind}: name",
+            expected="a word",
+            got=repr(name),
+            remedy="give one such as 'adagrad': messages begin with it",
         )
     return name
 
@@ -417,13 +409,11 @@ def _cotangent(loss: Array, given: ArrayLike | None) -> Array:
         return jnp.ones((), loss.dtype)
     array = as_array(given)
     if array.shape != loss.shape or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(
-            message(
-                "grad_loss",
-                expected=f"floats of the loss' shape {loss.shape}",
-                got=f"{array.dtype} of shape {array.shape}",
-                remedy="leave it out for ones",
-            )
+        refuse(
+            "grad_loss",
+            expected=f"floats of the loss' shape {loss.shape}",
+            got=f"{array.dtype} of shape {array.shape}",
+            remedy="leave it out for ones",
         )
     return array.astype(loss.dtype)
 
@@ -611,13 +601,12 @@ def cross_shard(
         pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
         for path, gradient in pairs:
             if is_indexed_slices(gradient):
-                raise TypeError(
-                    message(
-                        f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
-                        expected="an array, since optax transforms do not take IndexedSlices",
-                        got="IndexedSlices",
-                        remedy="CrossShardOptimizer(Optimizer(tx), axis_name=...) takes them",
-                    )
+                refuse(
+                    f"cross_shard: gradient of {keystr(path) or 'the parameter'}",
+                    expected="an array, since optax transforms do not take IndexedSlices",
+                    got="IndexedSlices",
+                    remedy="CrossShardOptimizer(Optimizer(tx), axis_name=...) takes them",
+                    error=TypeError,
                 )
         summed = shards.summed({keystr(path): shards.scaled(g) for path, g in pairs})
         return inner.update(structure.unflatten(summed.values()), state, params, **extra)
@@ -638,11 +627,10 @@ def _check_transform(what: str, tx: Any) -> None:
     }
     # Here `tx` is something else: name the remedy for what users most likely meant.
     likely = (words for kind, words in remedies.items() if isinstance(tx, kind))
-    raise TypeError(
-        message(
-            f"{what}: opt",
-            expected="an Optimizer or an optax transform",
-            got=name,
-            remedy=next(likely, "make one: optax.sgd(0.1)"),
-        )
+    refuse(
+        f"{what}: opt",
+        expected="an Optimizer or an optax transform",
+        got=name,
+        remedy=next(likely, "make one: optax.sgd(0.1)"),
+        error=TypeError,
     )

@@ -20,7 +20,7 @@ import jax
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.optimizers.optax_rows import name_slots
 
@@ -57,13 +57,11 @@ class Leaves(NamedTuple):
         if isinstance(path, tuple):
             label = keystr(path)
         if label not in self.labels:
-            raise ValueError(
-                message(
-                    what,
-                    expected=f"the path of one of {listed(self.labels)}",
-                    got=label,
-                    remedy="paths are those of jax.tree_util, or their keystr",
-                )
+            refuse(
+                what,
+                expected=f"the path of one of {listed(self.labels)}",
+                got=label,
+                remedy="paths are those of jax.tree_util, or their keystr",
             )
         return self.labels.index(label)
 
@@ -77,13 +75,11 @@ class Leaves(NamedTuple):
         for i in found:
             if found.count(i) > 1:
                 got = self.labels[i] or "the parameter"
-                raise ValueError(
-                    message(
-                        what,
-                        expected="each path once",
-                        got=f"{got} twice",
-                        remedy="leave the repeated one out",
-                    )
+                refuse(
+                    what,
+                    expected="each path once",
+                    got=f"{got} twice",
+                    remedy="leave the repeated one out",
                 )
         return found
 
@@ -110,13 +106,11 @@ def leaves_of(params: PyTree) -> Leaves:
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(params)
     if not pairs:
-        raise ValueError(
-            message(
-                "params",
-                expected="at least one array",
-                got=repr(params),
-                remedy="give a pytree of arrays",
-            )
+        refuse(
+            "params",
+            expected="at least one array",
+            got=repr(params),
+            remedy="give a pytree of arrays",
         )
     paths = [path for path, _ in pairs]
     return Leaves(structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs])

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_choice, is_int, message, warn_user
+from tpu_embed._checks import check_choice, is_int, refuse, warn_user
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.tracing import as_varying, varying_axes
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
@@ -97,15 +97,13 @@ class Replicas:
             numbers = gradient.values if is_indexed_slices(gradient) else gradient
             missing = [name for name in self.names if name not in varying_axes(numbers)]
             if missing:
-                raise ValueError(
-                    message(
-                        f"{self.what}: gradient of {label or 'the parameter'}",
-                        expected=f"this replica's own, varying over {self.names}",
-                        got=f"one that is the same over {missing}, as jax.grad by a replicated "
-                        "parameter gives it: already summed",
-                        remedy="take it from compute_gradients, or pass "
-                        "skip_gradients_aggregation=True",
-                    )
+                refuse(
+                    f"{self.what}: gradient of {label or 'the parameter'}",
+                    expected=f"this replica's own, varying over {self.names}",
+                    got=f"one that is the same over {missing}, as jax.grad by a replicated "
+                    "parameter gives it: already summed",
+                    remedy="take it from compute_gradients, or pass "
+                    "skip_gradients_aggregation=True",
                 )
         with jax.named_scope("sum_over_shards"):
             return {label: self._sum(g) for label, g in gradients.items()}
@@ -151,23 +149,19 @@ class Replicas:
         sizes = [_axis_size(name) for name in self.names]
         unbound = [name for name, size in zip(self.names, sizes, strict=True) if not size]
         if unbound and any(sizes):
-            raise ValueError(
-                message(
-                    f"{self.what}: axis_name {self.names}",
-                    expected="all axes bound, or none",
-                    got=f"{unbound} unbound",
-                    remedy="run it inside a shard_map over all of them",
-                )
+            refuse(
+                f"{self.what}: axis_name {self.names}",
+                expected="all axes bound, or none",
+                got=f"{unbound} unbound",
+                remedy="run it inside a shard_map over all of them",
             )
         size, count = math.prod(sizes), sum(map(len, self.groups))
         if self.groups and count != (size or 1):
-            raise ValueError(
-                message(
-                    f"{self.what}: group_assignment",
-                    expected=f"each of {size or 1} replicas once",
-                    got=f"{count} ids: {self.groups}",
-                    remedy="leave it out for one group of all",
-                )
+            refuse(
+                f"{self.what}: group_assignment",
+                expected=f"each of {size or 1} replicas once",
+                got=f"{count} ids: {self.groups}",
+                remedy="leave it out for one group of all",
             )
         # One warning per optimizer, not per trace: the list is the only mutable part of this class.
         if unbound and not self._said:
@@ -220,14 +214,11 @@ def make_replicas(
     if axis_name is None and not required:
         names = ()
     elif not good or not names:
-        raise ValueError(
-            message(
-                f"{what}: axis_name",
-                expected="the name of a mesh axis, or different ones",
-                got=repr(axis_name),
-                remedy="give names of Mesh(devices, names); without an axis use the Optimizer "
-                "alone",
-            )
+        refuse(
+            f"{what}: axis_name",
+            expected="the name of a mesh axis, or different ones",
+            got=repr(axis_name),
+            remedy="give names of Mesh(devices, names); without an axis use the Optimizer alone",
         )
     groups: Any = () if group_assignment is None else group_assignment
     try:
@@ -236,13 +227,11 @@ def make_replicas(
         groups = ((group_assignment,),)  # not a list of lists: ids that are no integers
     fault = _fault(groups)
     if fault:
-        raise ValueError(
-            message(
-                f"{what}: group_assignment",
-                expected="lists of equal length with each replica's index once",
-                got=f"{fault}: {group_assignment!r}",
-                remedy="as [[0, 1], [2, 3]] of 4 replicas",
-            )
+        refuse(
+            f"{what}: group_assignment",
+            expected="lists of equal length with each replica's index once",
+            got=f"{fault}: {group_assignment!r}",
+            remedy="as [[0, 1], [2, 3]] of 4 replicas",
         )
     ids = tuple(tuple(int(i) for i in group) for group in groups)
     return Replicas(what, names, reduction == "mean", ids)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.kernels import dispatch
@@ -85,13 +85,11 @@ class DeclaredOptimizer:
             self.dense = optax.with_extra_args_support(given)
         else:
             made = f"{given.__name__}(...)" if isinstance(given, type) else "optimizers.SGD(0.1)"
-            raise ValueError(
-                message(
-                    "optimizer",
-                    expected="one of tpu_embed.optimizers or an optax transform",
-                    got=repr(given),
-                    remedy=f"make one: {made}",
-                )
+            refuse(
+                "optimizer",
+                expected="one of tpu_embed.optimizers or an optax transform",
+                got=repr(given),
+                remedy=f"make one: {made}",
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,14 +110,13 @@ class DeclaredOptimizer:
         try:
             return OptaxOptimizer(self.dense)
         except ValueError as error:
-            raise ValueError(
-                message(
-                    "IndexedSlices",
-                    expected="a rule over rows",
-                    got=f"an optax transform that is not one ({error})",
-                    remedy="give tables an Optimizer of their own: var_list chooses parameters",
-                )
-            ) from error
+            refuse(
+                "IndexedSlices",
+                expected="a rule over rows",
+                got=f"an optax transform that is not one ({error})",
+                remedy="give tables an Optimizer of their own: var_list chooses parameters",
+                cause=error,
+            )
 
     def update(
         self, gradients: PyTree, state: PyTree, params: PyTree, learning_rate: ArrayLike | None
@@ -135,14 +132,13 @@ class DeclaredOptimizer:
         except TypeError as error:
             if not self._reads_the_loss(gradients, state, params):
                 raise
-            raise ValueError(
-                message(
-                    "optimizer",
-                    expected="a transform of gradients, state and parameters alone",
-                    got=f"one that reads the loss too ({error})",
-                    remedy="call its own update(grads, state, params, value=, grad=, value_fn=)",
-                )
-            ) from error
+            refuse(
+                "optimizer",
+                expected="a transform of gradients, state and parameters alone",
+                got=f"one that reads the loss too ({error})",
+                remedy="call its own update(grads, state, params, value=, grad=, value_fn=)",
+                cause=error,
+            )
 
     def _reads_the_loss(self, gradients: PyTree, state: PyTree, params: PyTree) -> bool:
         """Return whether an update that failed would succeed if it were given the loss."""
@@ -167,13 +163,11 @@ class DeclaredOptimizer:
         """
         if self.rule is None:
             if given is not None:
-                raise ValueError(
-                    message(
-                        "learning_rate",
-                        expected="none: an optax transform holds its own",
-                        got=repr(given),
-                        remedy="optax.inject_hyperparams puts it into the state",
-                    )
+                refuse(
+                    "learning_rate",
+                    expected="none: an optax transform holds its own",
+                    got=repr(given),
+                    remedy="optax.inject_hyperparams puts it into the state",
                 )
             return None
         remedy = "apply_gradients(..., learning_rate=value)"
@@ -207,13 +201,12 @@ def check_gradients(
     pairs = [*grads_and_vars]
     for entry in pairs:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise TypeError(
-                message(
-                    f"{what}: grads_and_vars",
-                    expected="pairs of a gradient and a path",
-                    got=repr(entry),
-                    remedy="compute_gradients makes them",
-                )
+            refuse(
+                f"{what}: grads_and_vars",
+                expected="pairs of a gradient and a path",
+                got=repr(entry),
+                remedy="compute_gradients makes them",
+                error=TypeError,
             )
     numbers = leaves.find_all([path for _, path in pairs], what=f"{what}: grads_and_vars")
     gradients = {
@@ -223,25 +216,22 @@ def check_gradients(
     }
     if not gradients:
         names = listed(leaves.labels[i] for i in numbers or range(len(leaves.labels)))
-        raise ValueError(
-            message(
-                f"{what}: grads_and_vars",
-                expected="a gradient for at least one variable",
-                got=f"none for {names}",
-                remedy="use one of them in the loss, or skip this update",
-            )
+        refuse(
+            f"{what}: grads_and_vars",
+            expected="a gradient for at least one variable",
+            got=f"none for {names}",
+            remedy="use one of them in the loss, or skip this update",
         )
     # A constraint maps a whole parameter, a sparse gradient must not touch rows it does not name.
     places = leaves.find_all(constraints, what=f"{what}: constraints")
     for i in places:
         if is_indexed_slices(gradients.get(i)):
-            raise RuntimeError(
-                message(
-                    f"{what}: constraint on {listed([leaves.labels[i]])}",
-                    expected="a dense gradient",
-                    got="IndexedSlices, which update single rows",
-                    remedy="clip_weight_min and clip_weight_max of a rule bound touched rows",
-                )
+            refuse(
+                f"{what}: constraint on {listed([leaves.labels[i]])}",
+                expected="a dense gradient",
+                got="IndexedSlices, which update single rows",
+                remedy="clip_weight_min and clip_weight_max of a rule bound touched rows",
+                error=RuntimeError,
             )
     return gradients, dict(zip(places, constraints.values(), strict=True))
 
@@ -250,13 +240,11 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     """Return a checked gradient, as an array or `IndexedSlices`."""
     kind = jnp.result_type(parameter)
     if not jnp.issubdtype(kind, jnp.inexact):
-        raise ValueError(
-            message(
-                what,
-                expected="None, for a parameter of integers",
-                got=type(gradient).__name__,
-                remedy="leave it out: integers are not trained",
-            )
+        refuse(
+            what,
+            expected="None, for a parameter of integers",
+            got=type(gradient).__name__,
+            remedy="leave it out: integers are not trained",
         )
     shape = np.shape(parameter)
     if is_indexed_slices(gradient):
@@ -264,35 +252,31 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
         values, indices = np.shape(gradient.values), np.shape(gradient.indices)
         fits = len(indices) == 1 and values == (*indices, *gradient.dense_shape[1:])
         if gradient.dense_shape != shape or not fits:
-            raise ValueError(
-                message(
-                    what,
-                    expected=f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], "
-                    "indices [N]",
-                    got=f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}",
-                    remedy="dense_shape is the shape of the parameter",
-                )
+            refuse(
+                what,
+                expected=f"IndexedSlices of dense_shape {shape}, values [N, *{shape[1:]}], "
+                "indices [N]",
+                got=f"dense_shape {gradient.dense_shape}, values {values}, indices {indices}",
+                remedy="dense_shape is the shape of the parameter",
             )
     else:
         try:
             gradient = as_array(gradient)
         except (TypeError, ValueError) as error:
-            raise TypeError(
-                message(
-                    what,
-                    expected="an array, IndexedSlices or None",
-                    got=repr(gradient),
-                    remedy="give one pair for each leaf of the parameters",
-                )
-            ) from error
+            refuse(
+                what,
+                expected="an array, IndexedSlices or None",
+                got=repr(gradient),
+                remedy="give one pair for each leaf of the parameters",
+                error=TypeError,
+                cause=error,
+            )
         if gradient.shape != shape:
-            raise ValueError(
-                message(
-                    what,
-                    expected=f"the parameter's shape {shape}",
-                    got=f"shape {gradient.shape}",
-                    remedy="pair each gradient with the path of its own parameter",
-                )
+            refuse(
+                what,
+                expected=f"the parameter's shape {shape}",
+                got=f"shape {gradient.shape}",
+                remedy="pair each gradient with the path of its own parameter",
             )
         # A float gradient keeps its own precision; integers become the parameter's floats.
         if not jnp.issubdtype(gradient.dtype, jnp.inexact):
@@ -301,13 +285,11 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
     # gradient is complex and the parameter is not.
     kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (gradient.dtype, kind)]
     if kinds[0] > kinds[1]:
-        raise ValueError(
-            message(
-                what,
-                expected=f"floats, as {kind}",
-                got=str(gradient.dtype),
-                remedy="take its real part, if that is what is meant",
-            )
+        refuse(
+            what,
+            expected=f"floats, as {kind}",
+            got=str(gradient.dtype),
+            remedy="take its real part, if that is what is meant",
         )
     return gradient
 
@@ -341,36 +323,30 @@ def check_update(
         rule, table, slots = declared.rows, leaves.values[i], old.slots() | old.slots(i)
         shape = jnp.shape(table)
         if len(shape) < 2:
-            raise ValueError(
-                message(
-                    gradient,
-                    expected="an array, or IndexedSlices of a parameter [V, …, D]",
-                    got=f"IndexedSlices of one of shape {shape}",
-                    remedy="give the table a last axis of one: table[:, None]",
-                )
+            refuse(
+                gradient,
+                expected="an array, or IndexedSlices of a parameter [V, …, D]",
+                got=f"IndexedSlices of one of shape {shape}",
+                remedy="give the table a last axis of one: table[:, None]",
             )
         # Table [V, M, D]: a slot of shape [D] per row is [V, M, D], one of shape [] is [V, M].
         for name, slot in rule.slot_shapes(shape[-1], working_dtype(table)).items():
             expected = (*shape[:-1], *slot.shape) if slot.per_row else slot.shape
             got = jnp.shape(slots[name]) if name in slots else None
             if got != expected:
-                raise ValueError(
-                    message(
-                        f"{gradient}: slot {name}",
-                        expected=f"shape {expected}",
-                        got="none" if got is None else f"shape {got}",
-                        remedy="a transform that keeps such slots needs dense gradients",
-                    )
+                refuse(
+                    f"{gradient}: slot {name}",
+                    expected=f"shape {expected}",
+                    got="none" if got is None else f"shape {got}",
+                    remedy="a transform that keeps such slots needs dense gradients",
                 )
     # Fewer dense gradients than parameters: the slots of the others have to be taken out.
     if len(gradients) - len(sparse) < len(leaves.labels) and not old.divisible:
-        raise ValueError(
-            message(
-                "optimizer",
-                expected="a transform whose state has a part for each parameter",
-                got="one that mixes the parameters, of which some have no gradient",
-                remedy="give a gradient for every parameter, zeros if need be",
-            )
+        refuse(
+            "optimizer",
+            expected="a transform whose state has a part for each parameter",
+            got="one that mixes the parameters, of which some have no gradient",
+            remedy="give a gradient for every parameter, zeros if need be",
         )
     return sparse
 
@@ -422,13 +398,11 @@ def update_parameters(
         if i in constraints:
             new = as_array(constraints[i](value))
             if new.shape != value.shape:
-                raise ValueError(
-                    message(
-                        "a constraint's result",
-                        expected=f"shape {value.shape}",
-                        got=f"shape {new.shape}",
-                        remedy="return an array in the parameter's shape",
-                    )
+                refuse(
+                    "a constraint's result",
+                    expected=f"shape {value.shape}",
+                    got=f"shape {new.shape}",
+                    remedy="return an array in the parameter's shape",
                 )
             values[i] = new.astype(value.dtype)
     # The dense update has already advanced what is shared (such as a count). The rows are updated

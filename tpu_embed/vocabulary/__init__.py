@@ -1,4 +1,4 @@
-"""Living vocabularies: keys that nobody knew yesterday get rows of a table, and lose them again."""
+"""Dynamic vocabularies: keys that nobody knew yesterday get rows, and lose them again."""
 
 from tpu_embed.kernels.vocabulary_reference import COUNTERS, MapState, Taken
 from tpu_embed.vocabulary.batch_keys import (

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.processes import agree_on
 from tpu_embed.storage import Incoming
@@ -29,7 +29,7 @@ class MapStates(NamedTuple):
     Attributes:
       history: the number of the history that the step belongs to, see `ValidSteps`.
       maps: the state of each map to rows on the devices, by table.
-      ids: the state of each map from keys to ids, by table on the host whose vocabulary lives.
+      ids: the state of each map from keys to ids, by table on the host with a dynamic vocabulary.
     """
 
     history: int
@@ -38,7 +38,7 @@ class MapStates(NamedTuple):
 
 
 class NewOwners(NamedTuple):
-    """Which ids of a table on the host whose vocabulary lives got new keys in one step.
+    """Which ids of a table on the host with a dynamic vocabulary got new keys in one step.
 
     Attributes:
       taken: what the map from keys to ids did; its rows are ids.
@@ -109,7 +109,7 @@ class KeyedRows:
       taken: what the map did with the training batch; None if it is only looked up.
       incoming: of a table on the host, the rows from home that the training batch brings.
       visits: whether keys without a row on the devices have brought theirs along.
-      owners: of a table on the host whose vocabulary lives, which ids the training batch gave to
+      owners: of a table on the host with a dynamic vocabulary, which ids the training batch gave to
         new keys; their rows on the devices are made new.
     """
 
@@ -127,7 +127,7 @@ class BatchKeys:
     It is a static field of a `Batch`. All of these are equal, because programs do not depend on it.
 
     Args:
-      tables: by table with a living vocabulary; None: nothing is known any more.
+      tables: by table with a dynamic vocabulary; None: nothing is known any more.
       steps: of a training batch, the states that it may be looked up in once it is admitted. None:
         it was admitted, or is only looked up.
       make_visits: of a batch that brings rows of tables on the host along, returns them once the
@@ -171,7 +171,7 @@ class BatchKeys:
 
     @property
     def owners(self) -> dict[str, NewOwners]:
-        """Which ids the batch gave to new keys, by table on the host whose vocabulary lives."""
+        """Which ids the batch gave to new keys, by table on the host with a dynamic vocabulary."""
         return self._known("owners")
 
     def _known(self, field: str) -> dict[str, Any]:
@@ -192,6 +192,7 @@ def check_vocabulary(state: Any) -> Any:
       ValueError: it has none.
     """
     if getattr(state, "vocabulary", None) is None:
-        expected, got = "a state of an engine with living vocabularies", "another one"
-        raise ValueError(message("state", expected=expected, got=got))
+        refuse(
+            "state", expected="a state of an engine with dynamic vocabularies", got="another one"
+        )
     return state.vocabulary

@@ -1,4 +1,4 @@
-"""Declaration of a living vocabulary: when a key gets a row, and which key loses its row for it.
+"""Declaration of a dynamic vocabulary: when a key gets a row, and which key loses its row for it.
 
 Input: what the user writes. Output: a frozen, validated object.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
-from tpu_embed._checks import check_choice, check_int, message
+from tpu_embed._checks import check_choice, check_int, refuse
 from tpu_embed.kernels.vocabulary_reference import Options
 
 Evict = Literal["lru", "lfu", "none"]
@@ -95,9 +95,11 @@ class DynamicVocabulary:
             ("DynamicVocabulary.waiting", waiting, _MAX_WAITING),
         ):
             if value > most:
-                remedy = "give `waiting`" if self.waiting is None and what != "capacity" else ""
-                raise ValueError(
-                    message(what, expected=f"at most {most}", got=value, remedy=remedy)
+                refuse(
+                    what,
+                    expected=f"at most {most}",
+                    got=value,
+                    remedy="give `waiting`" if self.waiting is None and what != "capacity" else "",
                 )
         return Options(
             num_rows=rows - shared,
@@ -117,14 +119,17 @@ def check_lookahead(lookahead: Any) -> int:
     """
     found = check_int("lookahead", lookahead, minimum=0)
     if found > _MAX_LOOKAHEAD:
-        expected, got = f"at most {_MAX_LOOKAHEAD}", f"{found}"
-        remedy = "so many batches' rows are kept; pipelining needs 1"
-        raise ValueError(message("lookahead", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "lookahead",
+            expected=f"at most {_MAX_LOOKAHEAD}",
+            got=f"{found}",
+            remedy="so many batches' rows are kept; pipelining needs 1",
+        )
     return found
 
 
 class KeyTable(NamedTuple):
-    """The part at home of a table on the host whose vocabulary lives: keys get ids there.
+    """The part at home of a table on the host with a dynamic vocabulary: keys get ids there.
 
     Attributes:
       vocabulary_size: V, how many keys can have an id, and so a row at home.

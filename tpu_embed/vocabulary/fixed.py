@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,30 +39,32 @@ class FixedVocabulary:
         keys, rows = np.asarray(self.keys), np.asarray(self.rows)
         for name, array in (("keys", keys), ("rows", rows)):
             if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-                expected, got = "integers of shape (m,)", f"{array.dtype} of shape {array.shape}"
-                what = f"FixedVocabulary.{name}"
-                raise ValueError(message(what, expected=expected, got=got))
+                refuse(
+                    f"FixedVocabulary.{name}",
+                    expected="integers of shape (m,)",
+                    got=f"{array.dtype} of shape {array.shape}",
+                )
         if keys.shape != rows.shape:
-            expected, got = f"{keys.size} rows", f"{rows.size}"
-            raise ValueError(message("FixedVocabulary", expected=expected, got=got))
+            refuse("FixedVocabulary", expected=f"{keys.size} rows", got=f"{rows.size}")
         signed = keys.dtype.kind == "i"
         keys = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
         order = np.argsort(keys)
         keys = keys[order]
         if (keys[1:] == keys[:-1]).any():
             twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
-            expected, got = "each key once", f"key {twice} twice"
-            raise ValueError(message("FixedVocabulary.keys", expected=expected, got=got))
+            refuse("FixedVocabulary.keys", expected="each key once", got=f"key {twice} twice")
         rows = rows[order].astype(np.int64)
         if (rows < 0).any():
-            expected, got = "at least 0", f"{rows.min()}"
-            raise ValueError(message("FixedVocabulary.rows", expected=expected, got=got))
+            refuse("FixedVocabulary.rows", expected="at least 0", got=f"{rows.min()}")
         again = np.sort(rows)
         again = again[:-1][again[1:] == again[:-1]]
         if again.size:
             both = keys[rows == again[0]][:2].tolist()
-            expected, got = "each row once", f"row {again[0]} for the keys {both[0]} and {both[1]}"
-            raise ValueError(message("FixedVocabulary.rows", expected=expected, got=got))
+            refuse(
+                "FixedVocabulary.rows",
+                expected="each row once",
+                got=f"row {again[0]} for the keys {both[0]} and {both[1]}",
+            )
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "rows", rows)
 

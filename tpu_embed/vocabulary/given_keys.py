@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.columns import describe_values, read_column
 from tpu_embed.key_hashes import hash_keys
 
@@ -39,12 +39,12 @@ def read_keys(what: str, keys: Any) -> np.ndarray:
     """
     column = read_column(what, keys)
     if column.ndim != 1:
-        got = f"{column.dtype} of shape {column.shape}"
-        raise ValueError(message(what, expected="keys of shape (n,)", got=got))
+        refuse(what, expected="keys of shape (n,)", got=f"{column.dtype} of shape {column.shape}")
     missing = np.ma.getmaskarray(column)
     if missing.any():
-        got = f"a missing one at {int(np.argmax(missing))}"
-        raise ValueError(message(what, expected="a key at every place", got=got))
+        refuse(
+            what, expected="a key at every place", got=f"a missing one at {int(np.argmax(missing))}"
+        )
     numbers = np.ma.getdata(column)
     if numbers.dtype.kind == "i":
         return numbers.astype(np.int64).view(np.uint64)
@@ -52,11 +52,11 @@ def read_keys(what: str, keys: Any) -> np.ndarray:
         return np.ascontiguousarray(numbers, np.uint64)
     if numbers.dtype.kind not in "USO":
         got, remedy = describe_values(numbers)
-        raise TypeError(message(what, expected="integers or strings", got=got, remedy=remedy))
+        refuse(what, expected="integers or strings", got=got, remedy=remedy, error=TypeError)
     if numbers.dtype.kind == "O" and not all(isinstance(one, (str, bytes)) for one in numbers):
         expected, (got, remedy) = (
             "integers of at most 64 bits, or strings",
             describe_values(numbers),
         )
-        raise TypeError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(what, expected=expected, got=got, remedy=remedy, error=TypeError)
     return hash_keys(numbers, 0)[0] % _STRING_KEYS

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from tpu_embed._checks import is_int, message, refuse_pickle
+from tpu_embed._checks import is_int, message, refuse, refuse_pickle
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.vocabulary_reference import (
     COUNTERS,
@@ -147,8 +147,7 @@ class VocabularyMap:
         known, unknown = _line(known, np.int64), _line(unknown, np.uint64)
         with self._lock:
             if self._map.step >= MAX_STEP:
-                what, expected = "VocabularyMap.take", f"at most {MAX_STEP} batches"
-                raise ValueError(message(what, expected=expected, got="one more"))
+                refuse("VocabularyMap.take", expected=f"at most {MAX_STEP} batches", got="one more")
             try:
                 return self._map.take(known, unknown, at_once=at_once)
             except ConflictError as conflict:
@@ -178,8 +177,7 @@ class VocabularyMap:
         with self._lock:
             now = self._map.step
             if not is_int(step) or step > now:
-                expected = f"a step of at most {now}"
-                raise ValueError(message("VocabularyMap.forget", expected=expected, got=repr(step)))
+                refuse("VocabularyMap.forget", expected=f"a step of at most {now}", got=repr(step))
             self._map.forget(int(step))
 
     def state(self, step: int | None = None) -> MapState:
@@ -220,8 +218,11 @@ class VocabularyMap:
         """Return a step that the log reaches."""
         earliest, now = self._map.earliest, self._map.step
         if not is_int(step) or not earliest <= step <= now:
-            expected = f"a step in [{earliest}, {now}], which the log reaches"
-            raise ValueError(message(what, expected=expected, got=repr(step)))
+            refuse(
+                what,
+                expected=f"a step in [{earliest}, {now}], which the log reaches",
+                got=repr(step),
+            )
         return int(step)
 
 

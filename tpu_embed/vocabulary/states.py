@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.kernels.vocabulary_reference import COUNTERS, MAX_STEP, MapState, Options
 from tpu_embed.vocabulary.config import DynamicVocabulary
 
@@ -31,9 +31,11 @@ def check_state(state: MapState, options: Options) -> None:
         if shape is None:
             shape = getattr(state, _PAIRS.get(name, name)).shape
         if array.dtype != dtype or array.shape != shape or array.ndim > 1:
-            wanted = f"{np.dtype(dtype)} of shape {shape}"
-            got = f"{array.dtype} of shape {array.shape}"
-            raise ValueError(message(f"MapState.{name}", expected=wanted, got=got))
+            refuse(
+                f"MapState.{name}",
+                expected=f"{np.dtype(dtype)} of shape {shape}",
+                got=f"{array.dtype} of shape {array.shape}",
+            )
     last, step, most = state.last_seen, int(state.step), options.num_rows
     _require(state, "step", 0 <= step <= MAX_STEP, f"a number in [0, {MAX_STEP}]")
     bounds = state.rows[[0, -1]] if state.rows.size else np.zeros(2)
@@ -51,8 +53,11 @@ def check_state(state: MapState, options: Options) -> None:
 
 def _require(state: MapState, name: str, holds: bool | np.bool, expected: str) -> None:
     if not holds:
-        got = np.array2string(getattr(state, name), threshold=10)
-        raise ValueError(message(f"MapState.{name}", expected=expected, got=got))
+        refuse(
+            f"MapState.{name}",
+            expected=expected,
+            got=np.array2string(getattr(state, name), threshold=10),
+        )
 
 
 def fit(

@@ -1,8 +1,9 @@
 """The maps of all tables of an engine, which move together: a step is one training batch.
 
-A table has a map from its keys to rows on the devices. A table on the host whose vocabulary lives
-has two, one after the other. The first gives keys ids, as the map of the same table without storage
-gives them rows; the second gives ids rows on the devices, as those of a table with row numbers:
+A table has a map from its keys to rows on the devices. A table on the host with a dynamic
+vocabulary has two, one after the other. The first gives keys ids, as the map of the same table
+without storage gives them rows; the second gives ids rows on the devices, as those of a table
+with row numbers:
 
     key 700 003  ->  id 12, in [0, V)  ->  row 5 on the devices, in [0, C); or at home alone
 
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.vocabulary_reference import MapState, Taken
 from tpu_embed.storage import RowGroups
@@ -33,7 +34,7 @@ class Moves(NamedTuple):
 
     Attributes:
       taken: by table, what the map to the rows on the devices did.
-      owners: by table on the host whose vocabulary lives, which ids got new keys.
+      owners: by table on the host with a dynamic vocabulary, which ids got new keys.
     """
 
     taken: dict[str, Taken]
@@ -61,8 +62,8 @@ class FoundKeys(NamedTuple):
     """What maps know of some keys of a table, int32 `[n]` each.
 
     Attributes:
-      ids: of a table on the host whose vocabulary lives, their ids; otherwise their rows; -1: none.
-      rows: their rows on the devices; -1: none.
+      ids: of a table on the host with a dynamic vocabulary, their ids; otherwise their rows; -1:
+      none. rows: their rows on the devices; -1: none.
     """
 
     ids: np.ndarray
@@ -203,10 +204,12 @@ class TableMaps:
         if table.is_on_host and lost.any():
             count = self._to_rows[name].rows_needed(unknown[lost])
             batches = "a batch" if not self._lookahead else f"{self._lookahead + 1} batches"
-            expected = f"at most {table.vocabulary_size} distinct ids in {batches}"
-            remedy = f"give it HostStorage(device_rows={count}) or more, or smaller batches"
-            text = message(f"table {name!r}", expected=expected, got=f"{count}", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                f"table {name!r}",
+                expected=f"at most {table.vocabulary_size} distinct ids in {batches}",
+                got=f"{count}",
+                remedy=f"give it HostStorage(device_rows={count}) or more, or smaller batches",
+            )
 
     def _take_ids(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
         """Take a batch in both maps of a table."""
@@ -226,7 +229,7 @@ class TableMaps:
         and nothing comes to the devices.
 
         Args:
-          name: the table, whose vocabulary lives.
+          name: the table, with a dynamic vocabulary.
           keys: uint64 `[n]`, all different.
 
         Raises:
@@ -265,8 +268,7 @@ class TableMaps:
             expected += f"have a row, and {new} can get one"
             remedy = "give fewer keys, or declare a larger capacity; keys of the call and of the "
             remedy += "`lookahead` batches before it keep their rows"
-            what, got = f"table {name!r}: keys", f"{keys.size}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(f"table {name!r}: keys", expected=expected, got=f"{keys.size}", remedy=remedy)
         return taken
 
     # -- steps ---------------------------------------------------------------------------------
@@ -310,14 +312,17 @@ class TableMaps:
         """
         given = states.maps if isinstance(states, MapStates) else {}
         if given.keys() != self._to_rows.keys() or states.ids.keys() != self._to_ids.keys():
-            expected = f"what state() returned, with maps of {sorted(self._to_rows)}"
-            got = f"maps of {sorted(given)}" if given else type(states).__name__
-            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
+            refuse(
+                "vocabularies.load_state",
+                expected=f"what state() returned, with maps of {sorted(self._to_rows)}",
+                got=f"maps of {sorted(given)}" if given else type(states).__name__,
+            )
         pairs = self._with_states(states)
         steps = {int(state.step) for _, state in pairs}
         if len(steps) > 1:
-            expected, got = "maps of one step", f"steps {sorted(steps)}"
-            raise ValueError(message("vocabularies.load_state", expected=expected, got=got))
+            refuse(
+                "vocabularies.load_state", expected="maps of one step", got=f"steps {sorted(steps)}"
+            )
         for map_, state in pairs:
             map_.check_state(state)
 

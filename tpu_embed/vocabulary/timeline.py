@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.vocabulary.batch_keys import BatchKeys, ValidSteps, new_history
 from tpu_embed.vocabulary.config import LivingTable
 from tpu_embed.vocabulary.table_maps import Moves
@@ -52,7 +52,7 @@ class Timeline:
     """The steps of all maps of an engine.
 
     Args:
-      tables: those with living vocabularies.
+      tables: those with dynamic vocabularies.
       lookahead: as for `Vocabularies`.
 
     Attributes:
@@ -276,4 +276,4 @@ class Timeline:
 
 
 def _refuse(*, expected: str, got: str, remedy: str = "") -> NoReturn:
-    raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+    refuse("batch", expected=expected, got=got, remedy=remedy)

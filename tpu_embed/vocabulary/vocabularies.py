@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tpu_embed._checks import message, refuse_pickle
+from tpu_embed._checks import refuse, refuse_pickle
 from tpu_embed.columns import read_column
 from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.processes import Order
@@ -38,7 +38,7 @@ from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
 
 
 class Vocabularies:
-    """The maps from keys to rows of all tables whose vocabularies live.
+    """The maps from keys to rows of all tables with a dynamic vocabulary.
 
     Engines share them if one is made with the `vocabularies` of the other. Any thread may call any
     method.
@@ -90,7 +90,7 @@ class Vocabularies:
         return sum(count for count, _ in self._maps.sizes.values())
 
     def __bool__(self) -> bool:
-        """Return True: there is a table with a living vocabulary, though it may have no key."""
+        """Return True: there is a table with a dynamic vocabulary, though it may have no key."""
         return True
 
     # -- what a user asks ----------------------------------------------------------------------
@@ -141,11 +141,11 @@ class Vocabularies:
 
         Returns:
           The keys, uint64 `[n]`, and their rows, int64 `[n]`, ascending by row. Of a table on the
-          host these are the rows at home, in [0, V), if its vocabulary lives; otherwise the ids
+          host these are the rows at home, in [0, V), if it is dynamic; otherwise the ids
           that are on the devices, and their rows there.
 
         Raises:
-          ValueError: no such table has a living vocabulary.
+          ValueError: no such table has a dynamic vocabulary.
         """
         with self.lock:
             found = self._maps.keys(self._known(name), self.admitted)
@@ -175,7 +175,7 @@ class Vocabularies:
           name: the table.
 
         Raises:
-          ValueError: no such table has a living vocabulary.
+          ValueError: no such table has a dynamic vocabulary.
         """
         with self.lock:
             state = self._maps.keys(self._known(name), self.admitted)
@@ -211,15 +211,21 @@ class Vocabularies:
         if unknown.size:
             first = np.ma.getdata(read_column(what, keys))[unknown[:1]].tolist()[0]
             more = f" and {unknown.size - 1} more" if unknown.size > 1 else ""
-            expected, got = "keys that have a row", f"{first!r}{more} without one"
-            remedy = "engine.vocabularies.find tells which have one; set_rows gives a key one"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                what,
+                expected="keys that have a row",
+                got=f"{first!r}{more} without one",
+                remedy="engine.vocabularies.find tells which have one; set_rows gives a key one",
+            )
         return rows
 
     def _known(self, name: str) -> str:
         if name not in self.tables:
-            expected = f"one of {sorted(self.tables)}, whose vocabularies live"
-            raise ValueError(message("table", expected=expected, got=repr(name)))
+            refuse(
+                "table",
+                expected=f"one of {sorted(self.tables)}, with a dynamic vocabulary",
+                got=repr(name),
+            )
         return name
 
     # -- placing -------------------------------------------------------------------------------
@@ -300,8 +306,9 @@ class Vocabularies:
             self._check_whole()
             step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
-                expected, got = f"fewer than {FOREVER} training batches", f"{step + 1}"
-                raise ValueError(message("place", expected=expected, got=got))
+                refuse(
+                    "place", expected=f"fewer than {FOREVER} training batches", got=f"{step + 1}"
+                )
             moves = take()
             self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
@@ -314,9 +321,13 @@ class Vocabularies:
           ValueError: Ctrl-C has cut a call that moves them.
         """
         if self._maps.steps != {self._timeline.placed}:
-            expected, got = "maps of one step", "maps that an interrupted call has left halfway"
-            remedy = "engine.vocabularies.rewind(state) forgets the batches placed since the state"
-            raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "vocabularies",
+                expected="maps of one step",
+                got="maps that an interrupted call has left halfway",
+                remedy="engine.vocabularies.rewind(state) forgets the batches placed "
+                "since the state",
+            )
 
     def incoming(self, moves: Moves, rooms: Mapping[str, Room]) -> dict[str, Incoming]:
         """Return the rows from home that a batch just taken brings, by table: read to the rooms."""
@@ -342,8 +353,11 @@ class Vocabularies:
         """
         with self.lock:
             if step < self.admitted:
-                expected = f"a step of at least {self.admitted}, which is admitted"
-                raise ValueError(message("vocabularies", expected=expected, got=f"{step}"))
+                refuse(
+                    "vocabularies",
+                    expected=f"a step of at least {self.admitted}, which is admitted",
+                    got=f"{step}",
+                )
             self._timeline.undo(step)
             self._maps.rewind(step)
             self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
@@ -374,10 +388,12 @@ class Vocabularies:
           ValueError: it has another one.
         """
         if map_version(state) != self.now:
-            expected = f"the newest state, of step {self.admitted} of these maps"
-            remedy = f"restore a checkpoint, which has maps and tables of one step; {SHARE_MAPS}"
-            got = f"one of step {map_version(state)[0]}, of other maps, or from before a load"
-            raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "state",
+                expected=f"the newest state, of step {self.admitted} of these maps",
+                got=f"one of step {map_version(state)[0]}, of other maps, or from before a load",
+                remedy=f"restore a checkpoint, which has maps and tables of one step; {SHARE_MAPS}",
+            )
 
     def is_current(self, batch: Any) -> bool:
         """Return whether a placed batch can still be admitted, or looked up, with these maps."""
@@ -471,11 +487,13 @@ class Vocabularies:
     def _refuse_homes(self, what: str) -> None:
         """Refuse to keep maps without the rows that are at home."""
         if self.homes is not None:
-            expected = "living vocabularies alone"
-            got = f"tables on the host {[*self.homes.tables]}"
-            remedy = "tpu_embed.io.save keeps maps, rows at home and rows on the devices together"
-            text = message(f"vocabularies.{what}", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                f"vocabularies.{what}",
+                expected="dynamic vocabularies alone",
+                got=f"tables on the host {[*self.homes.tables]}",
+                remedy="tpu_embed.io.save keeps maps, rows at home and rows on the devices "
+                "together",
+            )
 
     @property
     def first_history(self) -> int:
@@ -501,7 +519,7 @@ def choose_vocabularies(
     """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
 
     Args:
-      tables: those with living vocabularies.
+      tables: those with dynamic vocabularies.
       lookahead: as for `Vocabularies`; None: 0, or that of the other engine.
       shared: the other engine's maps, or None.
       homes: of the tables on the host; None without them.
@@ -515,21 +533,23 @@ def choose_vocabularies(
     if shared is None:
         return Vocabularies(tables, lookahead or 0, homes) if tables else None
     if not isinstance(shared, Vocabularies):
-        expected, got = "the vocabularies of another engine", type(shared).__name__
-        raise ValueError(message("vocabularies", expected=expected, got=got))
+        refuse(
+            "vocabularies", expected="the vocabularies of another engine", got=type(shared).__name__
+        )
     ours, theirs = (
         {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
         for some in (tables, shared.tables.values())
     )
     if ours != theirs:
-        expected, got = f"maps of the engine's tables {ours}", f"{theirs}"
-        raise ValueError(message("vocabularies", expected=expected, got=got))
+        refuse("vocabularies", expected=f"maps of the engine's tables {ours}", got=f"{theirs}")
     ours, theirs = (one and one.tables for one in (homes, shared.homes))
     if ours != theirs:
-        expected, got = f"homes of the same rows, {ours}", f"{theirs}"
-        raise ValueError(message("vocabularies", expected=expected, got=got))
+        refuse("vocabularies", expected=f"homes of the same rows, {ours}", got=f"{theirs}")
     if lookahead not in (None, shared.lookahead):
-        expected, got = f"lookahead={lookahead}", f"{shared.lookahead}"
-        remedy = "leave lookahead out"
-        raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "vocabularies",
+            expected=f"lookahead={lookahead}",
+            got=f"{shared.lookahead}",
+            remedy="leave lookahead out",
+        )
     return shared

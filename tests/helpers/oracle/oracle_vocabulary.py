@@ -1,4 +1,4 @@
-"""What a living vocabulary is to do, in plain Python: dictionaries and loops over keys."""
+"""What a dynamic vocabulary is to do, in plain Python: dictionaries and loops over keys."""
 
 import heapq
 import itertools

@@ -1,4 +1,4 @@
-"""What tests of living vocabularies run in one process or in several; see `process_cases.py`."""
+"""What tests of dynamic vocabularies run in one process or in several; see `process_cases.py`."""
 
 import dataclasses
 import functools

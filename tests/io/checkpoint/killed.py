@@ -4,9 +4,9 @@
 
 Prints one line after resuming, one per step and one at the end; then the file LAST has everything
 that was trained. DIRECTORY is that of the checkpoints, or a URL. There are two emulated devices
-with tables on both, one of them with a living vocabulary whose keys come and go, one on the host, a
-network, and a position: the state of the generator that draws the batches. A batch is always placed
-ahead, also while a save begins.
+with tables on both, one of them with a dynamic vocabulary whose keys come and go, one on the host,
+a network, and a position: the state of the generator that draws the batches. A batch is always
+placed ahead, also while a save begins.
 """
 
 import functools

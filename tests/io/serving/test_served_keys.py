@@ -1,4 +1,4 @@
-"""Keys of living vocabularies while serving; what serves by row number refuses them."""
+"""Keys of dynamic vocabularies while serving; what serves by row number refuses them."""
 
 import pickle
 
@@ -71,7 +71,7 @@ def test_serving_without_the_vocabularies_is_refused(served):
         io.serving_lookup(tables, batch, configs())
     with pytest.raises(ValueError, match="none of \\['tags'\\]"):
         io.serving_lookup(tables, batch, configs(), vocabularies={"items": empty})
-    with pytest.raises(ValueError, match="tables whose vocabularies live, got users"):
+    with pytest.raises(ValueError, match="tables with a dynamic vocabulary, got users"):
         io.serving_lookup(tables, batch, configs(), vocabularies={"users": empty})
     for wrong in (3, {"items": [1]}):
         with pytest.raises(TypeError, match="vocabularies"):
@@ -134,7 +134,7 @@ def test_plans_and_descriptions_tell_of_keys(served):
     assert "keys (lfu)" in repr(made)
     plan = planning.plan(configs(), o.Adam(0.1), 4, batch)
     assert plan.host_bytes == (34 + 6) * (52 + 4 * 20)
-    assert "maps of living vocabularies" in plan.explain()
+    assert "maps of dynamic vocabularies" in plan.explain()
     shapes = {
         name: jax.ShapeDtypeStruct((8, 2) if name == "seen" else (8,), np.int32)
         for name in configs()

@@ -50,7 +50,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_live, message
+from tpu_embed._checks import check_live, refuse
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import LocalIds, StackView, view_stacks
@@ -68,9 +68,9 @@ class Batch:
       packed: int32 `[devices, L]`, sharded over all axes of the mesh: a line per device.
       spec: the static shape; programs are compiled once per spec.
       placed_for: what its numbers depend on (`layout/layout.py`).
-      valid_steps: for living vocabularies, int32 `[3]`: the states that it may be looked up in
+      valid_steps: for dynamic vocabularies, int32 `[3]`: the states that it may be looked up in
         (`ValidSteps`). None without them.
-      keys: for living vocabularies, what the host knows of the batch until it is admitted.
+      keys: for dynamic vocabularies, what the host knows of the batch until it is admitted.
       visits: of tables on the host, the rows that a batch brings along that is only looked up: the
         number of the last replacement of rows at home (`Homes.replaced`), int32 `[]`, and the rows
         by stack. None if the devices hold all of its rows. A program needs no number.
@@ -134,10 +134,12 @@ class Batch:
         layout = self.layout_in(layout)
         own = self.of(self.packed, self.spec, layout).placed_for
         if self.placed_for != own:
-            remedy = "place it with this engine, or declare both engines alike"
-            got = own.difference(self.placed_for)
-            expected = "a Batch of this engine's place"
-            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "batch",
+                expected="a Batch of this engine's place",
+                got=own.difference(self.placed_for),
+                remedy="place it with this engine, or declare both engines alike",
+            )
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
         expected, axes = None, layout.axes
         stacks = [layout.features_of(g) for g in range(len(layout.stacks))]
@@ -145,13 +147,11 @@ class Batch:
         if same and self.spec.replicas == axes.replicas:
             expected = axes.size(axes.names), line_length(line_of(self.spec, layout))
         if self.packed.shape != expected:
-            raise ValueError(
-                message(
-                    "batch",
-                    expected="a Batch of this engine's place, unchanged",
-                    got=f"shape {self.packed.shape} of another engine, or changed since",
-                    remedy="place it again; a scan takes Batches stacked along a new first axis",
-                )
+            refuse(
+                "batch",
+                expected="a Batch of this engine's place, unchanged",
+                got=f"shape {self.packed.shape} of another engine, or changed since",
+                remedy="place it again; a scan takes Batches stacked along a new first axis",
             )
         check_live("batch", [self.packed])
 

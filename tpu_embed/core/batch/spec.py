@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import ROW_MULTIPLE, Layout, roomy, round_up
 
@@ -100,8 +100,7 @@ class BatchSpec:
                 remedy = f"use tpu_embed.pad_batch(features, {replicas})"
                 if not shape.batch:  # nothing is padded to a multiple: it is one
                     remedy = "examples whose bags are empty will do"
-                got = f"{shape.batch}"
-                raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+                refuse(what, expected=expected, got=f"{shape.batch}", remedy=remedy)
         return BatchSpec(replicas, tuple(shapes), stacks, routed)
 
     @staticmethod
@@ -113,7 +112,7 @@ class BatchSpec:
             activation shapes.
         """
         if not specs:
-            raise ValueError(message("BatchSpec.union", expected="at least one spec", got="none"))
+            refuse("BatchSpec.union", expected="at least one spec", got="none")
         return functools.reduce(_union, specs)
 
     def bucketed(self) -> BatchSpec:
@@ -174,9 +173,7 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
         for one in (a, b)
     ]
     if kinds[0] != kinds[1]:
-        raise ValueError(
-            message("BatchSpec.union", expected="specs of one engine", got=f"{a} and {b}")
-        )
+        refuse("BatchSpec.union", expected="specs of one engine", got=f"{a} and {b}")
     stacks = (
         StackSpec(g.features, *map(max, g.sizes, h.sizes))
         for g, h in zip(a.stacks, b.stacks, strict=True)
@@ -191,13 +188,11 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
         return a
     kinds = [(one.batch, one.inner, one.combines, one.capacity is None) for one in (a, b)]
     if kinds[0] != kinds[1]:
-        raise ValueError(
-            message(
-                f"BatchSpec: feature {i}",
-                expected=f"batch {a.batch}, activation shape {a.inner}, combined {a.combines}",
-                got=f"batch {b.batch}, activation shape {b.inner}, combined {b.combines}",
-                remedy="use one spec per kind of batch",
-            )
+        refuse(
+            f"BatchSpec: feature {i}",
+            expected=f"batch {a.batch}, activation shape {a.inner}, combined {a.combines}",
+            got=f"batch {b.batch}, activation shape {b.inner}, combined {b.combines}",
+            remedy="use one spec per kind of batch",
         )
     # A dense batch can be packed flat, but not the other way round. Of two dense ones, the
     # narrower gets padding.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, message, warn_user
+from tpu_embed._checks import check_in_program, refuse, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.batch.spec import BatchSpec
@@ -175,16 +175,19 @@ def _checked(
     what, config = f"feature {feature.path!r}", feature.config
     ids = _array(what, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(message(what, expected="ids of an integer dtype", got=f"{ids.dtype}"))
+        refuse(what, expected="ids of an integer dtype", got=f"{ids.dtype}", error=TypeError)
     if weights is not None:
         scales = f"weights of {what}"
         weights = _array(scales, weights)
         if not is_real(weights.dtype):
-            raise ValueError(message(scales, expected="real numbers", got=f"{weights.dtype}"))
+            refuse(scales, expected="real numbers", got=f"{weights.dtype}")
         if ids.ndim == 1 or weights.shape != ids.shape:
             one_each = "None for one id per example"
-            expected = one_each if ids.ndim == 1 else f"shape {ids.shape}"
-            raise ValueError(message(scales, expected=expected, got=f"{weights.shape}"))
+            refuse(
+                scales,
+                expected=one_each if ids.ndim == 1 else f"shape {ids.shape}",
+                got=f"{weights.shape}",
+            )
     shape = dense_shape(what, config, ids.shape, weighted=weights is not None)
     # An unsigned id that is too large becomes the largest number of the dtype, which is not a row.
     if not (jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= dtype.itemsize):
@@ -197,13 +200,11 @@ def _checked(
 
 def _array(what: str, value: Any) -> Array:
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        raise ValueError(
-            message(
-                what,
-                expected="an array inside jit",
-                got=type(value).__name__,
-                remedy="call engine.place outside the jitted function and pass its Batch in",
-            )
+        refuse(
+            what,
+            expected="an array inside jit",
+            got=type(value).__name__,
+            remedy="call engine.place outside the jitted function and pass its Batch in",
         )
     return as_array(value)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._calls import Exchange
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree, Tracer
 from tpu_embed.core.batch import Batch, TracedIds
 from tpu_embed.core.layout import Layout, NewKeys, drawn_keys
@@ -41,11 +41,11 @@ from tpu_embed.vocabulary import (
 
 
 class Admitter:
-    """What an engine with living vocabularies does between placing a batch and looking it up.
+    """What an engine with dynamic vocabularies does between placing a batch and looking it up.
 
     Args:
       layout: the engine's layout.
-      vocabularies: the maps; None without living vocabularies: then every batch is fine.
+      vocabularies: the maps; None without dynamic vocabularies: then every batch is fine.
     """
 
     def __init__(self, layout: Layout, vocabularies: Vocabularies | None) -> None:
@@ -65,9 +65,12 @@ class Admitter:
         if vocabularies is None:
             return Exchange(lambda _: (state, batch))
         if any(isinstance(leaf, Tracer) for leaf in (batch.packed, *state.tables.values())):
-            expected, got = "a call outside a jit", "tracers"
-            remedy = "admit the batch first, then give state and batch to the jitted function"
-            raise ValueError(message("admit", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "admit",
+                expected="a call outside a jit",
+                got="tracers",
+                remedy="admit the batch first, then give state and batch to the jitted function",
+            )
         check_own(state, self._layout)
         steps, now = self._steps(batch), map_version(state)
         if not batch.keys.is_training:
@@ -156,7 +159,7 @@ class Admitter:
             remedy = "give every batch to admit first, in the order in which they were placed: "
             remedy += "state, batch = engine.admit(state, batch), outside of the jit; lower and "
             remedy += "check_in_place take an admitted batch, too"
-            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+            refuse("batch", expected=expected, got=got, remedy=remedy)
         now = self._numbers(state)
         if any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
             batch = _with_visits(batch)
@@ -169,15 +172,22 @@ class Admitter:
         """Return what a state says of its maps, int32 `[n]`; see `TableState.vocabulary`."""
         now, size = check_vocabulary(state)[MAP_VERSION], self._layout.version_size
         if now.shape != (size,):
-            expected, got = f"a vocabulary with {MAP_VERSION!r} of shape ({size},)", f"{now.shape}"
-            remedy = "restore the checkpoint with io.restore"
-            raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "state",
+                expected=f"a vocabulary with {MAP_VERSION!r} of shape ({size},)",
+                got=f"{now.shape}",
+                remedy="restore the checkpoint with io.restore",
+            )
         return now
 
     def _steps(self, batch: Batch) -> ValidSteps:
         if batch.valid_steps is None:
-            expected, got = "a Batch of this engine's place", "one without steps of the maps"
-            raise ValueError(message("batch", expected=expected, got=got, remedy="place it again"))
+            refuse(
+                "batch",
+                expected="a Batch of this engine's place",
+                got="one without steps of the maps",
+                remedy="place it again",
+            )
         known = not isinstance(batch.valid_steps, Tracer)
         return ValidSteps(*(np.asarray(batch.valid_steps).tolist() if known else batch.valid_steps))
 
@@ -196,7 +206,7 @@ def version_after(
       state: the state before.
       layout: the engine's layout.
       taken: what the maps to rows on the devices did, by table; nothing if they did not move.
-      owners: which ids got new keys, by table on the host whose vocabulary lives.
+      owners: which ids got new keys, by table on the host with a dynamic vocabulary.
       reached: step and history of the state after it.
       replaced: the number of the replacement of rows at home, if some are replaced.
     """
@@ -244,13 +254,15 @@ def _with_visits(batch: Batch, now: np.ndarray | None = None) -> Batch:
             expected, got = "a batch with its rows from home", "one that was placed ahead of others"
             remedy = "admit it before it is pickled, or goes into a jit: state, batch = "
             remedy += "engine.admit(state, batch)"
-            raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+            refuse("batch", expected=expected, got=got, remedy=remedy)
         batch = dataclasses.replace(batch, visits=batch.keys.make_visits())
     if now is not None and _is_replaced(batch, now):
-        expected = "rows from home that are those of the state"
-        got = "a batch, or a state, from before set_rows"
-        remedy = "place it again, and go on with the state that set_rows returned"
-        raise ValueError(message("batch", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "batch",
+            expected="rows from home that are those of the state",
+            got="a batch, or a state, from before set_rows",
+            remedy="place it again, and go on with the state that set_rows returned",
+        )
     return batch
 
 

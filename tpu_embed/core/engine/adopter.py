@@ -5,7 +5,7 @@ table, whose rows have ids in both engines:
 
     from                     to            which rows
     a static table           anywhere      all; of one on the host, those that were touched
-    a living vocabulary      anywhere      those of the keys that stay, and the shared one
+    a dynamic vocabulary      anywhere      those of the keys that stay, and the shared one
 
 A stack that both engines lay out alike, on the same devices, is copied there as a whole.
 
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.engine.logical_rows import (
     LogicalRows,
     check_none_ahead,
@@ -130,9 +130,12 @@ def _check_processes(*engines: LogicalRows) -> None:
     for engine in engines:
         here = engine.layout.axes.processes_of_parts(())[0]
         if len(here) != jax.process_count():
-            expected, got = f"devices of all {jax.process_count()} processes", f"of {sorted(here)}"
-            remedy = "io.save and io.restore bring tables to the devices of other processes"
-            raise ValueError(message("adopt: mesh", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "adopt: mesh",
+                expected=f"devices of all {jax.process_count()} processes",
+                got=f"of {sorted(here)}",
+                remedy="io.save and io.restore bring tables to the devices of other processes",
+            )
 
 
 def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
@@ -144,22 +147,31 @@ def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
     remedy = "declare both engines' tables alike"
     ours, theirs = _describe_tables(mine), _describe_tables(other)
     if ours.keys() != theirs.keys():
-        expected, got = f"tables {sorted(ours)}", f"{sorted(theirs)}"
-        raise ValueError(message("adopt", expected=expected, got=got, remedy=remedy))
+        refuse("adopt", expected=f"tables {sorted(ours)}", got=f"{sorted(theirs)}", remedy=remedy)
     for name in sorted(ours):
         for what, expected in ours[name].items():
             got = theirs[name][what]
             if got != expected:
                 if what == "vocabulary size":
-                    remedy = "only living vocabularies change their capacity; io.restore with key= "
+                    remedy = (
+                        "only dynamic vocabularies change their capacity; io.restore with key= "
+                    )
                     remedy += "makes the new rows of a table that grows"
-                text = f"adopt: table {name!r}: {what}"
-                raise ValueError(message(text, expected=f"{expected}", got=f"{got}", remedy=remedy))
+                refuse(
+                    f"adopt: table {name!r}: {what}",
+                    expected=f"{expected}",
+                    got=f"{got}",
+                    remedy=remedy,
+                )
         rules = [engine.layout.table(name)[1].key_rules for engine in (other, mine)]
         before, now = (None if one is None else one.unseen for one in rules)
         if now == "shared" and before != now:
-            text, got = f"adopt: table {name!r}: unseen", f"{before!r}"
-            raise ValueError(message(text, expected="'shared'", got=got, remedy=remedy))
+            refuse(
+                f"adopt: table {name!r}: unseen",
+                expected="'shared'",
+                got=f"{before!r}",
+                remedy=remedy,
+            )
 
 
 def _describe_tables(engine: LogicalRows) -> dict[str, dict[str, Any]]:
@@ -177,7 +189,7 @@ def _describe_tables(engine: LogicalRows) -> dict[str, dict[str, Any]]:
             found[table.name] = {
                 "dim": stack.dim,
                 "dtype": stack.dtype,
-                "ids": "keys of a living vocabulary" if living else "row numbers",
+                "ids": "keys of a dynamic vocabulary" if living else "row numbers",
                 "vocabulary size": "any" if living else table.declared_size,
                 "optimizer": None if rule is None else rule.describe()["class"],
                 "slots": slots,

@@ -65,7 +65,7 @@ class EmbeddingEngine(LogicalRows):
       on_bad_gradient: what to do with a step in which an activation gradient has NaN or infinity:
         "allow" applies it without checking; "skip" skips and counts it; "error" does so too, and
         raises `ValueError` outside a jit, for which it has to wait for the gradients.
-      lookahead: with living vocabularies, how many training batches may be admitted before the
+      lookahead: with dynamic vocabularies, how many training batches may be admitted before the
         update of an earlier one; keys of so many batches before a batch are not evicted for it.
       vocabularies: those of another engine, to share its maps. None: its own; the attribute of
         this name is None if no vocabulary lives, and no table is on the host.
@@ -150,7 +150,7 @@ class EmbeddingEngine(LogicalRows):
             calls in one order.
           weights: one weight per id, in the same structure; None where all are one.
           spec: the batch's exact shape; None: a shape of earlier batches if it fits one of them.
-          training: False for a batch that is only looked up: it carries less, living vocabularies
+          training: False for a batch that is only looked up: it carries less, dynamic vocabularies
             learn nothing from it, and mappings may leave out features, which `lookup` then does.
 
         Raises:
@@ -167,7 +167,7 @@ class EmbeddingEngine(LogicalRows):
         Call it outside a jit, for every training batch in the order in which they were placed, and
         at most `lookahead` batches before their updates. Of a batch that is only looked up it
         checks whether its rows still belong to its keys. Tables and slots of the given state are
-        gone then. Without living vocabularies it returns what it is given.
+        gone then. Without dynamic vocabularies it returns what it is given.
 
         If Ctrl-C comes meanwhile, the given state is either as before, and the call can be made
         again, or its arrays are gone and every call refuses it: restore a checkpoint.
@@ -190,7 +190,7 @@ class EmbeddingEngine(LogicalRows):
         """Return the state of another engine as one of this engine, as a save and restore would.
 
         The two have the same tables, by name, dim, dtype, optimizer and slots. Devices, placement,
-        stacking, `sum_blocks` and `storage` may differ, and the capacity of a living vocabulary; a
+        stacking, `sum_blocks` and `storage` may differ, and the capacity of a dynamic vocabulary; a
         smaller one keeps the keys with the best scores. Rows, slots, maps, step, counters and the
         random key of new rows are those of the other engine; batches placed before, by either
         engine, are refused here. `state` and `other` stay as they are, so both states, and on the
@@ -389,7 +389,7 @@ class EmbeddingEngine(LogicalRows):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmbeddingEngine:
-        """Return the engine itself; refuse to copy living vocabularies with a model."""
+        """Return the engine itself; refuse to copy dynamic vocabularies with a model."""
         copy.deepcopy(self.vocabularies)  # None, or maps, which refuse
         return self
 
@@ -410,7 +410,7 @@ class EmbeddingEngine(LogicalRows):
     def compilations(self) -> dict[str, int]:
         """How often programs were traced: those of `lookup` and `update` once per `BatchSpec`.
 
-        With living vocabularies also those of `admit`: once per stack for each size of its new
+        With dynamic vocabularies also those of `admit`: once per stack for each size of its new
         rows, of which there are few.
         """
         traces = {what: self._programs.traces[what] for what in ("lookup", "update")}

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
@@ -105,7 +105,7 @@ class LogicalRows:
           state: the state; with tables on the host the newest one.
           name: the table.
           ids: integers `[n]` in [0, V).
-          keys: in place of ids, of a living vocabulary: integers or strings `[n]` as its features
+          keys: in place of ids, of a dynamic vocabulary: integers or strings `[n]` as its features
             take them, though -1 is a key here. The state is the newest one, and the call outside a
             jit.
           slot: the slot, or None for the table itself.
@@ -177,7 +177,7 @@ class LogicalRows:
     def touched(self, name: str) -> np.ndarray:
         """Return the ids of a table on the host that training batches had, int64, ascending.
 
-        With a living vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
+        With a dynamic vocabulary, ids are the rows that `engine.vocabularies.keys` tells.
         """
         homes, maps = self._of(name)
         # Those on the devices first: what leaves them meanwhile is on its way home by then.
@@ -203,7 +203,7 @@ class LogicalRows:
           name: the table.
           rows: row ids, integers `[n]`, all different; a jit does not write those outside [0, V).
           values: `[n, D]` (`[n]` for a slot of one number per row).
-          keys: in place of rows, of a living vocabulary: integers or strings `[n]`, all different,
+          keys: in place of rows, of a dynamic vocabulary: integers or strings `[n]`, all different,
             as its features take them, though -1 is a key here.
           slot: the slot, or None for the table itself.
 
@@ -236,7 +236,7 @@ class LogicalRows:
         """
         _check_one("set_rows", "rows", rows, keys)
         if values is None:
-            raise TypeError(message("set_rows", expected="values", got="none"))
+            refuse("set_rows", expected="values", got="none", error=TypeError)
         if keys is not None:
             maps = self._maps_of("set_rows", name)
             refuse_traced("set_rows", state, values, keys)
@@ -272,8 +272,8 @@ class LogicalRows:
           state: the state.
           name: the table.
           blocks_of_rows: arrays `[n, D]`, which together are rows 0 … V - 1; read one by one.
-          keys: of a living vocabulary, whose rows the blocks are then together: `set_rows` of these
-            keys, after all blocks were read. Other keys keep their rows and values.
+          keys: of a dynamic vocabulary, whose rows the blocks are then together: `set_rows` of
+            these keys, after all blocks were read. Other keys keep their rows and values.
           slot: the slot, or None for the table itself.
 
         Raises:
@@ -298,14 +298,16 @@ class LogicalRows:
             end = start + len(values) if values.ndim else size
             if not values.ndim or values.shape[1:] != f.shape.shape or end > size:
                 shape = ", ".join(map(str, ("n", *f.shape.shape)))
-                expected = f"blocks of shape ({shape}) that have {size} rows in all"
-                got = f"shape {values.shape} from row {start} on"
-                raise ValueError(message(f.label, expected=expected, got=got))
+                refuse(
+                    f.label,
+                    expected=f"blocks of shape ({shape}) that have {size} rows in all",
+                    got=f"shape {values.shape} from row {start} on",
+                )
             _check_numbers(f.label, values)
             rows.write(range(start, end), {f.part: logical.as_stored(values, f)})
             start = end
         if start != size:
-            raise ValueError(message(f.label, expected=f"{size} rows in all", got=f"{start}"))
+            refuse(f.label, expected=f"{size} rows in all", got=f"{start}")
         return rows.state
 
     def load_arrays(
@@ -399,8 +401,11 @@ class LogicalRows:
             distinct, counts = np.unique(numbers, return_counts=True)
             if distinct.size < numbers.size:
                 twice = np.flatnonzero(numbers == distinct[counts.argmax()])
-                got = f"the keys at {twice[0]} and {twice[1]} are the same"
-                raise ValueError(message(label, expected="each key once", got=got))
+                refuse(
+                    label,
+                    expected="each key once",
+                    got=f"the keys at {twice[0]} and {twice[1]} are the same",
+                )
             f = _field_of_rows(self.layout, name, slot)
             given = np.asarray(_checked_values(f, numbers.shape, snapshot(values)))
             # A row that is on its way home would be written after the one that is given now.
@@ -531,10 +536,12 @@ class LogicalRows:
           ValueError: they are row numbers.
         """
         if self.layout.table(name)[1].key_rules is None or self.vocabularies is None:
-            expected, got = "a table with vocabulary=DynamicVocabulary(…)", "one of row numbers"
-            remedy = "give its row numbers, without keys="
-            label = f"{what}: keys of table {name!r}"
-            raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"{what}: keys of table {name!r}",
+                expected="a table with vocabulary=DynamicVocabulary(…)",
+                got="one of row numbers",
+                remedy="give its row numbers, without keys=",
+            )
         return self.vocabularies
 
     def _of(self, name: str) -> tuple[Homes, Vocabularies]:
@@ -545,8 +552,7 @@ class LogicalRows:
         """
         homes, maps = self.storage, self.vocabularies
         if homes is None or maps is None or name not in homes.tables:
-            expected, got = "a table with storage=HostStorage(…)", f"{name!r}"
-            raise ValueError(message("table", expected=expected, got=got))
+            refuse("table", expected="a table with storage=HostStorage(…)", got=f"{name!r}")
         return homes, maps
 
 
@@ -582,9 +588,12 @@ def check_engine(what: str, engine: Any, *, remedy: str | None = None) -> None:
     """
     # Engines alone have this base class; their own file needs this check, so it cannot be named.
     if not isinstance(engine, LogicalRows):
-        got = type(engine).__name__
-        raise TypeError(
-            message(what, expected="an EmbeddingEngine", got=got, remedy=remedy or _WHERE)
+        refuse(
+            what,
+            expected="an EmbeddingEngine",
+            got=type(engine).__name__,
+            remedy=remedy or _WHERE,
+            error=TypeError,
         )
 
 
@@ -595,16 +604,23 @@ def check_none_ahead(what: str, maps: Vocabularies) -> None:
       ValueError: some are not.
     """
     if maps.placed != maps.admitted:
-        expected, got = "no batch placed ahead", f"{maps.placed - maps.admitted}"
-        remedy = "admit them first, or engine.vocabularies.rewind(state) forgets them"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="no batch placed ahead",
+            got=f"{maps.placed - maps.admitted}",
+            remedy="admit them first, or engine.vocabularies.rewind(state) forgets them",
+        )
 
 
 def refuse_traced(what: str, *given: Any) -> None:
     """Refuse tracers: the host must know which rows it reads or writes."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(given)):
-        expected, got = "a call outside a jit, for a table on the host or for keys", "tracers"
-        raise ValueError(message(what, expected=expected, got=got, remedy="call it before the jit"))
+        refuse(
+            what,
+            expected="a call outside a jit, for a table on the host or for keys",
+            got="tracers",
+            remedy="call it before the jit",
+        )
 
 
 def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
@@ -614,8 +630,12 @@ def _check_one(what: str, name: str, numbers: Any, keys: Any) -> None:
       TypeError: neither or both are.
     """
     if (numbers is None) == (keys is None):
-        got = "neither" if keys is None else "both"
-        raise TypeError(message(what, expected=f"either {name} or keys", got=got))
+        refuse(
+            what,
+            expected=f"either {name} or keys",
+            got="neither" if keys is None else "both",
+            error=TypeError,
+        )
 
 
 def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
@@ -629,7 +649,7 @@ def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
         expected, got = "a slot with values per row", "one array that the whole stack shares"
         remedy = "engine.slots reads it, "
         remedy += f"load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}}) replaces it"
-        raise ValueError(message(f.label, expected=expected, got=got, remedy=remedy))
+        refuse(f.label, expected=expected, got=got, remedy=remedy)
     return f
 
 
@@ -645,15 +665,13 @@ def _check_ids(f: Field, what: str, ids: Any) -> None:
     """
     label = f"{f.label}: {what}"
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        got = f"{ids.dtype} of shape {ids.shape}"
-        raise ValueError(message(label, expected="integers of shape (n,)", got=got))
+        refuse(label, expected="integers of shape (n,)", got=f"{ids.dtype} of shape {ids.shape}")
     if isinstance(ids, Tracer):
         return
     known, size = np.asarray(ids), f.table.declared_size
     outside = known[(known < 0) | (known >= size)]
     if outside.size:
-        expected, got = f"{what} in [0, {size})", f"row {outside[0]}"
-        raise ValueError(message(label, expected=expected, got=got))
+        refuse(label, expected=f"{what} in [0, {size})", got=f"row {outside[0]}")
 
 
 def _checked_rows(f: Field, rows: Any, values: Any) -> tuple[Any, Any]:
@@ -670,8 +688,11 @@ def _checked_rows(f: Field, rows: Any, values: Any) -> tuple[Any, Any]:
         # writes.
         numbers, counts = np.unique(ids, return_counts=True)
         if numbers.size != ids.size:
-            got = f"row {numbers[counts.argmax()]} {counts.max()} times"
-            raise ValueError(message(f"{f.label}: rows", expected="each row once", got=got))
+            refuse(
+                f"{f.label}: rows",
+                expected="each row once",
+                got=f"row {numbers[counts.argmax()]} {counts.max()} times",
+            )
     return ids, given
 
 
@@ -686,21 +707,19 @@ def _checked_values(f: Field, rows: tuple[int, ...], values: Any) -> Any:
     refuse_masked(f.label, values)
     given, shape = _array(values), (*rows, *f.shape.shape)
     if given.shape != shape:
-        expected, got = f"shape {shape}", f"{given.shape}"
-        raise ValueError(message(f"{f.label}: values", expected=expected, got=got))
+        refuse(f"{f.label}: values", expected=f"shape {shape}", got=f"{given.shape}")
     _check_numbers(f"{f.label}: values", given)
     return given
 
 
 def _check_numbers(label: str, values: Any) -> None:
     if not any(jnp.issubdtype(values.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
-        raise ValueError(message(label, expected="real numbers", got=f"dtype {values.dtype}"))
+        refuse(label, expected="real numbers", got=f"dtype {values.dtype}")
 
 
 def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
     if not isinstance(named, Mapping):
-        got = type(named).__name__
-        raise ValueError(message(what, expected="a mapping by name", got=got))
+        refuse(what, expected="a mapping by name", got=type(named).__name__)
     return named.items()
 
 
@@ -713,8 +732,9 @@ def _join_blocks(what: str, blocks: Iterable[ArrayLike]) -> np.ndarray:
     arrays = [np.asarray(block) for block in blocks]
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1 or any(not array.ndim for array in arrays):
-        expected, got = "blocks of rows of one shape", f"{[array.shape for array in arrays]}"
-        raise ValueError(message(what, expected=expected, got=got))
+        refuse(
+            what, expected="blocks of rows of one shape", got=f"{[array.shape for array in arrays]}"
+        )
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
@@ -728,9 +748,12 @@ def _check_same(what: str, f: Field, keys: np.ndarray, values: np.ndarray) -> No
         return
     content = hashlib.sha256(keys.tobytes() + values.tobytes()).hexdigest()
     if len(set(gather_from_all(what, f"{f.slot} {content}"))) > 1:
-        expected, got = "the same keys and values in every process", "others"
-        remedy = "read them in every process, in the same order"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="the same keys and values in every process",
+            got="others",
+            remedy="read them in every process, in the same order",
+        )
 
 
 def _put_rows(

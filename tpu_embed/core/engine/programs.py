@@ -46,7 +46,7 @@ class Programs:
     Args:
       layout: the engine's layout.
       guard: what to do with activation gradients that are not finite.
-      vocabularies: the maps; None without living vocabularies.
+      vocabularies: the maps; None without dynamic vocabularies.
 
     Attributes:
       traces: how often the lookup and the update were traced.

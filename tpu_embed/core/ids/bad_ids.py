@@ -87,7 +87,7 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
         floats = isinstance(ids, np.ndarray) and ids.dtype.kind == "f"
         if floats and (np.abs(np.ma.getdata(ids).astype(np.float64)) >= 2.0**53).any():
             got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS
-        raise TypeError(_checks.message(feature.path, expected=expected, got=got, remedy=remedy))
+        _checks.refuse(feature.path, expected=expected, got=got, remedy=remedy, error=TypeError)
 
 
 def resolve_ids(

@@ -49,8 +49,11 @@ class SparseIds:
     def __post_init__(self) -> None:
         indices, shape = _unmasked("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
         if shape.ndim != 1:
-            expected, got = "(B, H), or (B, K, ..., H)", repr(self.dense_shape)
-            raise ValueError(_checks.message("SparseIds.dense_shape", expected=expected, got=got))
+            _checks.refuse(
+                "SparseIds.dense_shape",
+                expected="(B, H), or (B, K, ..., H)",
+                got=repr(self.dense_shape),
+            )
         # No entries at all: an empty list has shape [0], but `indices` must be [0, rank].
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
@@ -115,8 +118,11 @@ class SparseIds:
             # Both lists of entries are sorted, so equal places stand at equal positions.
             places, data = _scipy_entries(weights)
             if weights.shape != ids.shape or not np.array_equal(places, indices):
-                what, expected = "SparseIds.from_scipy: weights", "entries where the ids are"
-                raise ValueError(_checks.message(what, expected=expected, got="others"))
+                _checks.refuse(
+                    "SparseIds.from_scipy: weights",
+                    expected="entries where the ids are",
+                    got="others",
+                )
         return cls(indices, values, tuple(ids.shape), data)
 
     @classmethod
@@ -137,9 +143,11 @@ class SparseIds:
           [4, 9]
         """
         if ids.n_batch or ids.n_dense:
-            got = f"{ids.n_batch} and {ids.n_dense}"
-            expected = "a BCOO without batch and dense dims"
-            raise ValueError(_checks.message("SparseIds.from_bcoo", expected=expected, got=got))
+            _checks.refuse(
+                "SparseIds.from_bcoo",
+                expected="a BCOO without batch and dense dims",
+                got=f"{ids.n_batch} and {ids.n_dense}",
+            )
         indices, values = np.asarray(ids.indices), np.asarray(ids.data)
         # BCOO fills unused entries with indices equal to the shape: (3, 2) in a matrix [3, 2].
         inside = (indices < np.asarray(ids.shape)).all(axis=1)
@@ -267,8 +275,13 @@ def refuse_masked(what: str, value: Any) -> None:
       TypeError: `value` is a masked array.
     """
     if isinstance(value, np.ma.MaskedArray):
-        got, remedy = "a masked array", "fill it: ids with -1, weights with 0"
-        raise TypeError(_checks.message(what, expected="an array", got=got, remedy=remedy))
+        _checks.refuse(
+            what,
+            expected="an array",
+            got="a masked array",
+            remedy="fill it: ids with -1, weights with 0",
+            error=TypeError,
+        )
 
 
 def _unmasked(what: str, value: Any) -> np.ndarray:
@@ -305,7 +318,7 @@ def _read_bags(
         if len(counts) == len(lengths):
             row = (counts != lengths).argmax()
             expected, got = f"{lengths[row]} weights for bag {row}", counts[row]
-        raise ValueError(_checks.message(what, expected=expected, got=got))
+        _checks.refuse(what, expected=expected, got=got)
     return found.items, found.row_splits, scales.items
 
 
@@ -330,6 +343,10 @@ def _arrow_lists(what: str, lists: Any) -> Lists:
     """
     found = None if as_arrow(lists) is None else read_lists(what, lists)
     if found is None:
-        expected, got = "a pyarrow array of lists", getattr(lists, "type", type(lists).__name__)
-        raise TypeError(_checks.message(what, expected=expected, got=got))
+        _checks.refuse(
+            what,
+            expected="a pyarrow array of lists",
+            got=getattr(lists, "type", type(lists).__name__),
+            error=TypeError,
+        )
     return found

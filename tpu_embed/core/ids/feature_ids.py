@@ -100,7 +100,7 @@ class HostIds:
         for all ones.
       padded: whether -1 may be among dense ids.
       rows: of a jagged feature, whose ids are flat and whose bags are examples; otherwise None.
-      keys: for a living vocabulary, or the ids of a table on the host: uint64 [n], all different,
+      keys: for a dynamic vocabulary, or the ids of a table on the host: uint64 [n], all different,
         until rows are known: `ids` are positions in it. Not all keys need be looked up.
       first: int64 [n], where each key is first among the ids; None: not known, or some are not
         looked up.

@@ -53,7 +53,7 @@ def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weight
       table_name: the name of its table, for messages.
       ids: [B], [B, H] or [B, K, …, H] integers, `SparseIds` or `RaggedIds`; or a column of a data
         set (see `columns.py`): one of integers is [B], one of lists of integers is `RaggedIds`.
-        What is masked, or missing from a column, is padding. For a table with a living vocabulary
+        What is masked, or missing from a column, is padding. For a table with a dynamic vocabulary
         they may be strings, which are hashed as `hash_ids(ids, None)` does.
       weights: None (all ones, or the weights inside `ids`), an array shaped like the ids or like
         `ids.values`, or a container with the same indices that holds floats.

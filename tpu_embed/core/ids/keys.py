@@ -259,6 +259,5 @@ def _check_below(name: str, value: Any, bits: int, *, minimum: int) -> int:
     """
     number = _checks.check_int(f"hash_ids: {name}", value, minimum=minimum)
     if number >= 2**bits:
-        expected = f"{name} < 2**{bits}"
-        raise ValueError(_checks.message(f"hash_ids: {name}", expected=expected, got=number))
+        _checks.refuse(f"hash_ids: {name}", expected=f"{name} < 2**{bits}", got=number)
     return number

@@ -49,8 +49,9 @@ def collect_leaves(what: str, nest: Any, path: str = "") -> list[tuple[str, Any]
         return [leaf for one in pairs for leaf in collect_leaves(what, *one)]
     path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
-        got, remedy = type(nest).__name__, "give a dict of its columns"
-        raise ValueError(_checks.message(path, expected=_LEAF, got=got, remedy=remedy))
+        _checks.refuse(
+            path, expected=_LEAF, got=type(nest).__name__, remedy="give a dict of its columns"
+        )
     return [] if nest is None else [(path, nest)]
 
 
@@ -97,8 +98,7 @@ def count_rows(path: str, leaf: Any) -> int:
         return len(leaf.row_splits) - 1
     if leaf.shape:
         return leaf.shape[0]
-    got = repr(leaf.tolist())  # an array of rank 0
-    raise ValueError(_checks.message(path, expected=_LEAF, got=got))
+    _checks.refuse(path, expected=_LEAF, got=repr(leaf.tolist()))
 
 
 # -- padding ---------------------------------------------------------------------------------------

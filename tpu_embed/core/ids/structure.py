@@ -72,8 +72,11 @@ def select_columns(values: Any, names: Iterable[Any]) -> Any:
     found, counts = [name for name in names if name in there], collections.Counter(there)
     for name in found:
         if counts[name] > 1:
-            what, got = f"column {name!r} of a {type(frame).__name__}", f"{counts[name]} of it"
-            raise ValueError(_checks.message(what, expected="one column of each name", got=got))
+            _checks.refuse(
+                f"column {name!r} of a {type(frame).__name__}",
+                expected="one column of each name",
+                got=f"{counts[name]} of it",
+            )
     return {name: frame[name] for name in found}
 
 
@@ -120,7 +123,7 @@ class Structure:
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
     def refuse_keys(self, remedy: str) -> None:
-        """Refuse tables with living vocabularies, where only row numbers are understood.
+        """Refuse tables with dynamic vocabularies, where only row numbers are understood.
 
         Raises:
           ValueError: there is one; the remedy is part of the message.
@@ -129,9 +132,12 @@ class Structure:
             if table.row_rules is not None:
                 what, expected = f"table {name!r}", "ids that are row numbers on the devices"
                 living = table.vocabulary is not None
-                got = "keys of a living vocabulary" if living else "ids of a table on the host"
-                text = _checks.message(what, expected=expected, got=got, remedy=remedy)
-                raise ValueError(text)
+                _checks.refuse(
+                    what,
+                    expected=expected,
+                    got="keys of a dynamic vocabulary" if living else "ids of a table on the host",
+                    remedy=remedy,
+                )
 
     def match(self, values: Any, *, what: str, columns: bool = False) -> list[Any]:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
@@ -222,8 +228,7 @@ def flatten(feature_config: Any) -> Structure:
     """
     found = _collect(feature_config)
     if not found:
-        expected = "at least one FeatureConfig"
-        raise ValueError(_checks.message("feature_config", expected=expected, got=feature_config))
+        _checks.refuse("feature_config", expected="at least one FeatureConfig", got=feature_config)
     paths, features = zip(*found, strict=True)
     # Paths may collide although the nesting differs: {"a/b": x, "a": {"b": y}}.
     _check_distinct("path", "feature", paths, "rename a key")
@@ -241,9 +246,12 @@ def _check_distinct(what: str, of: str, names: Sequence[str], remedy: str) -> No
     for name, count in collections.Counter(names).items():
         if count > 1:
             places = ", ".join(str(i) for i, other in enumerate(names) if other == name)
-            expected, got = f"a {what} of its own for each {of}", f"{name!r} for {of}s {places}"
-            text = _checks.message("feature_config", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text)
+            _checks.refuse(
+                "feature_config",
+                expected=f"a {what} of its own for each {of}",
+                got=f"{name!r} for {of}s {places}",
+                remedy=remedy,
+            )
 
 
 def children(nest: Any) -> list[tuple[Any, Any]] | None:
@@ -258,8 +266,12 @@ def children(nest: Any) -> list[tuple[Any, Any]] | None:
         try:
             return [(key, nest[key]) for key in sorted(nest)]
         except TypeError as error:
-            expected, got = "keys that can be sorted", ", ".join(map(repr, nest))
-            raise ValueError(_checks.message("a mapping", expected=expected, got=got)) from error
+            _checks.refuse(
+                "a mapping",
+                expected="keys that can be sorted",
+                got=", ".join(map(repr, nest)),
+                cause=error,
+            )
     names = _field_names(nest)
     if names is not None:
         return [(name, getattr(nest, name)) for name in names]
@@ -304,8 +316,11 @@ def _collect(nest: Any, path: str = "") -> list[tuple[str, Any]]:
         return [pair for key, child in inner for pair in _collect(child, join_path(path, key))]
     if isinstance(nest, FeatureConfig):
         return [(path or "feature", nest)]
-    what = f"feature_config: {path}" if path else "feature_config"
-    raise ValueError(_checks.message(what, expected="a FeatureConfig", got=repr(nest)))
+    _checks.refuse(
+        f"feature_config: {path}" if path else "feature_config",
+        expected="a FeatureConfig",
+        got=repr(nest),
+    )
 
 
 def _part(nest: Any, values: Any) -> Any:
@@ -365,11 +380,15 @@ def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[
         if given is None or (columns and isinstance(values, list)):
             return [values]
         may = columns and isinstance(values, tuple)
-        remedy = "a column may be a list, not a tuple" if may else ""
-        expected, got = "one feature's value", _named(values)
-        raise TypeError(_checks.message(where, expected=expected, got=got, remedy=remedy))
+        _checks.refuse(
+            where,
+            expected="one feature's value",
+            got=_named(values),
+            remedy="a column may be a list, not a tuple" if may else "",
+            error=TypeError,
+        )
     if given is None or _kind(values) != _kind(nest):
-        raise TypeError(_checks.message(where, expected=_named(nest), got=_named(values)))
+        _checks.refuse(where, expected=_named(nest), got=_named(values), error=TypeError)
     _check_keys([key for key, _ in inner], list(given), path, what)
     below = [(child, given[key], join_path(path, key)) for key, child in inner]
     return [leaf for one in below for leaf in _match(*one, what, columns)]
@@ -390,13 +409,11 @@ def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> No
         are = "is" if len(surplus) == 1 else "are"
         problem = f"{_listed(surplus)} {are} not among the features"
         remedy = "leave out what is no feature; of a frame, other columns are left alone"
-    raise ValueError(
-        _checks.message(
-            f"{what}: {problem}",
-            expected=f"{len(expected)} entries ({_listed(expected)})",
-            got=f"{len(got)} entries ({_listed(got)})",
-            remedy=remedy,
-        )
+    _checks.refuse(
+        f"{what}: {problem}",
+        expected=f"{len(expected)} entries ({_listed(expected)})",
+        got=f"{len(got)} entries ({_listed(got)})",
+        remedy=remedy,
     )
 
 

@@ -85,7 +85,7 @@ def describe_devices(layout: Layout) -> str:
 def describe_tables(layout: Layout) -> list[str]:
     """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
 
-    A living vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, where
+    A dynamic vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, where
     its rows are, how many of them the devices hold, and which leave first: `…, at home in memory,
     4096 rows on the devices (lru)`.
 

@@ -14,7 +14,7 @@ import functools
 import zlib
 from collections.abc import Iterable
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.stacks import FeatureLayout, Stack, TableSlice, round_up
 from tpu_embed.kernels.formats import PACKED_ROWS
@@ -60,7 +60,7 @@ class Layout:
 
     @functools.cached_property
     def living(self) -> tuple[tuple[Stack, TableSlice], ...]:
-        """The tables whose vocabularies live, each with its stack."""
+        """The tables with a dynamic vocabulary, each with its stack."""
         return tuple(pair for pair in self.tables.values() if pair[1].vocabulary is not None)
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class Layout:
             expected, got = "tables that are on the devices", f"table {name!r}, with storage"
             remedy = f"engine.touched({name!r}) has the ids of its rows that were trained, and "
             remedy += f"engine.rows(state, {name!r}, ids) reads them"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(what, expected=expected, got=got, remedy=remedy)
 
     def visiting(self, rows: int) -> Layout:
         """Return the layout of lookups that bring the rows of tables on the host along.
@@ -154,8 +154,7 @@ class Layout:
           ValueError: no table has this name.
         """
         if not isinstance(name, str) or name not in self.tables:
-            expected = f"one of {sorted(self.tables)}"
-            raise ValueError(message("table", expected=expected, got=repr(name)))
+            refuse("table", expected=f"one of {sorted(self.tables)}", got=repr(name))
         return self.tables[name]
 
 

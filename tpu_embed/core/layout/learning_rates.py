@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout.layout import Layout
@@ -76,10 +76,12 @@ class HostRates:
         given, most = () if values is None else values, len(self._callables)
         listed = isinstance(given, (tuple, list))
         if not listed or len(given) != most:
-            got = f"{len(given)}" if listed and values is not None else repr(values)
-            expected = f"{most} value(s), read outside the jitted function"
-            remedy = "pass update(..., learning_rates=engine.learning_rates())"
-            raise ValueError(message("learning_rates", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "learning_rates",
+                expected=f"{most} value(s), read outside the jitted function",
+                got=f"{len(given)}" if listed and values is not None else repr(values),
+                remedy="pass update(..., learning_rates=engine.learning_rates())",
+            )
         # dtype `float` means float64 if x64 is on, otherwise float32.
         return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
 
@@ -92,6 +94,5 @@ def _scalar(value: Any, rate: Any) -> Array:
         scalar = None
     if scalar is None or scalar.shape != ():
         name = getattr(rate, "__qualname__", repr(rate))
-        what = f"learning_rate {name}"
-        raise ValueError(message(what, expected="a call that returns a number", got=repr(value)))
+        refuse(f"learning_rate {name}", expected="a call that returns a number", got=repr(value))
     return scalar

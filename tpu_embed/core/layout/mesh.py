@@ -21,7 +21,7 @@ import numpy as np
 from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh cannot be called in a jit
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 
@@ -197,10 +197,7 @@ class MeshAxes:
             expected = f"without jax.set_mesh or under the engine's mesh {_described(self.mesh)}"
             got = f"under {_described(context)}"
             remedy = "make the engine under the same jax.set_mesh, or give it that mesh (mesh=)"
-        what = "EmbeddingEngine"
-        raise ValueError(
-            message(what, expected=f"calls {expected}", got=f"one {got}", remedy=remedy)
-        )
+        refuse("EmbeddingEngine", expected=f"calls {expected}", got=f"one {got}", remedy=remedy)
 
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
         """Return the batch axes that do not split the rows.
@@ -225,9 +222,7 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     if mesh is None:
         mesh = _mesh_in_use() or Mesh(np.asarray(jax.devices()), ("devices",))
     if not isinstance(mesh, Mesh):
-        raise ValueError(
-            message("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
-        )
+        refuse("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
     wanted = mesh.axis_names if batch_axes is None else batch_axes
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 
@@ -246,9 +241,7 @@ def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[s
     """Return the named axes in mesh order; `what` names the argument in messages."""
     chosen = (names,) if isinstance(names, str) else tuple(names if np.iterable(names) else [names])
     if len(set(chosen)) != len(chosen) or any(name not in mesh.axis_names for name in chosen):
-        raise ValueError(
-            message(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
-        )
+        refuse(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
     # In mesh order, so that the parts are numbered in the same way wherever they are numbered.
     return tuple(name for name in mesh.axis_names if name in chosen)
 
@@ -266,13 +259,11 @@ def _mesh_in_use() -> Mesh | None:
     if mesh.abstract_mesh == context:
         return mesh
     manual = f", inside a shard_map over {context.manual_axes}" if context.manual_axes else ""
-    raise ValueError(
-        message(
-            "mesh",
-            expected="the devices of a mesh",
-            got=f"the abstract mesh {_described(context)}{manual}",
-            remedy="give a mesh (mesh=), or make the engine under jax.set_mesh alone",
-        )
+    refuse(
+        "mesh",
+        expected="the devices of a mesh",
+        got=f"the abstract mesh {_described(context)}{manual}",
+        remedy="give a mesh (mesh=), or make the engine under jax.set_mesh alone",
     )
 
 

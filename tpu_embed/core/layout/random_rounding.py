@@ -2,7 +2,7 @@
 
 Random bits depend on a seed, which the state must keep, and on which row of which table a local row
 is (`kernels/stochastic.py`). Of a table without a map on the host, the row's place tells it. Of a
-living vocabulary, or a table on the host, the key or id of a row takes the place of its number, so
+dynamic vocabulary, or a table on the host, the key or id of a row takes the place of its number, so
 the state keeps it by row. Both are slots of the stack: so they are saved, moved and sharded as
 slots are.
 
@@ -15,7 +15,7 @@ import zlib
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.layout.stacks import Stack
 from tpu_embed.kernels.stochastic import RowPlaces
 from tpu_embed.optimizers import SlotShape, TableOptimizer
@@ -64,7 +64,9 @@ def check_slot_names(name: str, optimizer: TableOptimizer, dim: int) -> None:
     """
     taken = sorted(set(optimizer.slot_shapes(dim, np.float32)) & set(ROUNDING_SLOTS))
     if taken:
-        expected, got = f"other names than {', '.join(ROUNDING_SLOTS)}", f"{taken}"
-        what = f'table {name!r}: slots of an optimizer with rounding="stochastic"'
-        text = message(what, expected=expected, got=got, remedy="give these slots other names")
-        raise ValueError(text)
+        refuse(
+            f'table {name!r}: slots of an optimizer with rounding="stochastic"',
+            expected=f"other names than {', '.join(ROUNDING_SLOTS)}",
+            got=f"{taken}",
+            remedy="give these slots other names",
+        )

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import numpy as np
 
 from tpu_embed import initializers
-from tpu_embed._checks import check_choice, message
+from tpu_embed._checks import check_choice, refuse
 from tpu_embed._types import Array
 from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
@@ -65,10 +65,11 @@ def make_layout(
     """
     for name, config in declared.configs.items():
         if config.placement == "auto":
-            remedy = "resolve it first: tpu_embed.planning.resolve(feature_config, ...)"
-            what = f"table {name!r}: placement"
-            raise ValueError(
-                message(what, expected="mod, div or replicated", got="'auto'", remedy=remedy)
+            refuse(
+                f"table {name!r}: placement",
+                expected="mod, div or replicated",
+                got="'auto'",
+                remedy="resolve it first: tpu_embed.planning.resolve(feature_config, ...)",
             )
     optimizers = _table_optimizers(declared, optimizer)
     tables = []
@@ -124,13 +125,11 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
             and not own.use_gradient_accumulation
             and config.placement == "replicated"
         ):
-            raise ValueError(
-                message(
-                    f"table {name!r}: use_gradient_accumulation",
-                    expected="True for a replicated table",
-                    got="False",
-                    remedy='place it "mod" or "div", or accumulate',
-                )
+            refuse(
+                f"table {name!r}: use_gradient_accumulation",
+                expected="True for a replicated table",
+                got="False",
+                remedy='place it "mod" or "div", or accumulate',
             )
         if own is not None and config.rounding == "stochastic":
             check_slot_names(name, own, config.dim)
@@ -162,13 +161,18 @@ def _rounded(stack: Stack) -> Stack:
     """Return a sharded stack whose rows and partial sums are rounded to bfloat16."""
     what, name = "exchange_dtype", stack.tables[0].name
     if stack.compute_dtype != np.float32:
-        expected = "tables of float32 or bfloat16 with exchange_dtype='bfloat16'"
-        got, remedy = f"table {name!r} of {stack.dtype}", "leave exchange_dtype out"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="tables of float32 or bfloat16 with exchange_dtype='bfloat16'",
+            got=f"table {name!r} of {stack.dtype}",
+            remedy="leave exchange_dtype out",
+        )
     # Without accumulation there are no partial sums: each occurrence is applied by itself.
     if stack.optimizer is not None and not stack.optimizer.use_gradient_accumulation:
-        expected = "optimizers that accumulate gradients with exchange_dtype='bfloat16'"
-        got = f"use_gradient_accumulation=False for table {name!r}"
-        remedy = "leave exchange_dtype out, or accumulate"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="optimizers that accumulate gradients with exchange_dtype='bfloat16'",
+            got=f"use_gradient_accumulation=False for table {name!r}",
+            remedy="leave exchange_dtype out, or accumulate",
+        )
     return dataclasses.replace(stack, exchange_dtype="bfloat16")

@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.config import FeatureConfig, QuantizationConfig, Rounding, TableConfig
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
@@ -68,7 +68,7 @@ class TableSlice:
         numbers.
       storage: of a table on the host; otherwise None.
       num_ids: V of a table on the host; 0 of any other.
-      key_table: of a table on the host whose vocabulary lives, how keys get ids; otherwise None.
+      key_table: of a table on the host with a dynamic vocabulary, how keys get ids; otherwise None.
     """
 
     name: str
@@ -357,17 +357,19 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
     first, size = members[0], _array_bytes(members, packing)
     config = first.config
     if _too_many_rows(members, packing) and not jax.config.read("jax_enable_x64"):
-        what, remedy = f"table {first.name!r}", "set jax_enable_x64, or split the table"
-        expected = f"at most {INT32_ROWS} rows, padding included, while x64 is off"
-        got = f"{config.device_rows}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"table {first.name!r}",
+            expected=f"at most {INT32_ROWS} rows, padding included, while x64 is off",
+            got=f"{config.device_rows}",
+            remedy="set jax_enable_x64, or split the table",
+        )
     if size > MOST_BYTES:  # of a single table
         most, shards = MOST_BYTES / 2**30, first.shards * -(-size // MOST_BYTES)
         expected = f"at most {most:.0f} GiB on a device, in the table and in each of its slots"
         got = f"{size / 2**30:.1f} GiB, more than SparseCores address"
         what, remedy = f"table {first.name!r}", f"split its rows over {shards} shards or more, or "
         remedy += 'take fewer bytes per row (dtype="bfloat16", RowWiseAdagrad)'
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(what, expected=expected, got=got, remedy=remedy)
     # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:
@@ -450,7 +452,7 @@ def stack_name(
 
     is the stack of "items" and two more tables, placed by MOD on 8 shards of 250 rows each. After
     "#" comes a digest of the tables in order (names and vocabulary sizes), of their dim and dtype,
-    of how rows are packed, and of the names of tables with a living vocabulary. Optimizers are not
+    of how rows are packed, and of the names of tables with a dynamic vocabulary. Optimizers are not
     part of it, because their hyperparameters may change between runs.
 
     Args:

@@ -23,7 +23,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, check_int, message
+from tpu_embed._checks import check_in_program, check_int, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.lookup import segments
@@ -41,7 +41,7 @@ def require(right: Any, what: str, error: type[Exception] = ValueError, **words:
       words: as for `message`.
     """
     if not right:
-        raise error(message(f"Jagged{what}", **words))
+        refuse(f"Jagged{what}", words, error=error)
 
 
 def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.batch import BatchSpec, Routed
 from tpu_embed.core.layout import Layout
 from tpu_embed.processes import Conversation
@@ -106,12 +106,18 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
         # The first feature whose parts differ in size speaks for all.
         by_feature = zip(*(one.sizes for one in specs.values()), strict=True)
         different = next((sorted({*sizes}) for sizes in by_feature if len({*sizes}) > 1), None)
-        expected = "parts of one batch, as large on every device and of like shapes"
-        got = f"batches of {different} in all" if different else f"{error}"
-        remedy = "pad the shorter parts with tpu_embed.pad_batch"
-        raise ValueError(message("place", expected=expected, got=got, remedy=remedy)) from error
+        refuse(
+            "place",
+            expected="parts of one batch, as large on every device and of like shapes",
+            got=f"batches of {different} in all" if different else f"{error}",
+            remedy="pad the shorter parts with tpu_embed.pad_batch",
+            cause=error,
+        )
     if exact and any(one != agreed for one in specs.values()):
-        got, remedy = "different ones", "use BatchSpec.union of all processes' specs"
-        text = message("spec", expected="the same on all processes", got=got, remedy=remedy)
-        raise ValueError(text)
+        refuse(
+            "spec",
+            expected="the same on all processes",
+            got="different ones",
+            remedy="use BatchSpec.union of all processes' specs",
+        )
     return agreed

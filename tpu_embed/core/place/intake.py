@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.core.batch import Batch, BatchSpec, Routed, TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
@@ -35,7 +35,7 @@ class Intake:
     Args:
       declared: the feature configuration.
       layout: the engine's layout.
-      vocabularies: the maps of its living vocabularies; None without them.
+      vocabularies: the maps of its dynamic vocabularies; None without them.
 
     Attributes:
       agreements: with the other processes, by what of a batch is routed.
@@ -88,7 +88,7 @@ class Intake:
 
         Args:
           features, weights, spec, training: see `EmbeddingEngine.place`.
-          step: of living vocabularies, whose rows a batch that is only looked up gets. None: the
+          step: of dynamic vocabularies, whose rows a batch that is only looked up gets. None: the
             step that is admitted now.
         """
         if not training and step is None:
@@ -116,7 +116,7 @@ class Intake:
     def place_now(
         self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
     ) -> Batch:
-        """Return a batch whose turn has come; living vocabularies learn from a training batch.
+        """Return a batch whose turn has come; dynamic vocabularies learn from a training batch.
 
         Args:
           features: the ids; of a batch that is only looked up, mappings may leave out some.
@@ -132,8 +132,12 @@ class Intake:
         left_out = ()
         if spec is not None:
             if not isinstance(spec, BatchSpec):
-                got, remedy = type(spec).__name__, "batch.spec of a placed batch is one"
-                raise ValueError(message("spec", expected="a BatchSpec", got=got, remedy=remedy))
+                refuse(
+                    "spec",
+                    expected="a BatchSpec",
+                    got=type(spec).__name__,
+                    remedy="batch.spec of a placed batch is one",
+                )
             spec = dataclasses.replace(spec, routed=routed)
         with self.agreements[routed].refusals():
             if step is not None:
@@ -187,9 +191,13 @@ class Intake:
     def host_ids(self, features: PyTree, weights: PyTree | None) -> list[HostIds]:
         """Return the validated ids of every feature; see `EmbeddingEngine.host_ids`."""
         if isinstance(features, Batch):
-            expected, got = "ids on the host", "a Batch, whose ids are on the devices"
-            remedy = "give the features themselves; a Batch needs no Prefetcher"
-            raise TypeError(message("features", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "features",
+                expected="ids on the host",
+                got="a Batch, whose ids are on the devices",
+                remedy="give the features themselves; a Batch needs no Prefetcher",
+                error=TypeError,
+            )
         given, scales = self._declared.match_weighted(features, weights)
         here = zip(self._layout.features, self._configs, given, scales, strict=True)
         return [
@@ -221,7 +229,7 @@ class Intake:
             what, expected = f"keys of the tables {names}", "a Batch that was placed and admitted"
             remedy = "outside the jit: batch = engine.place(features), then state, batch = "
             remedy += "engine.admit(state, batch); the jit takes the batch as an argument"
-            raise ValueError(message(what, expected=expected, got="features", remedy=remedy))
+            refuse(what, expected=expected, got="features", remedy=remedy)
         given, scales = self._declared.match_weighted(batch, weights)
         # One traced leaf is enough: then the values of the batch are not known here.
         if not any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
@@ -231,11 +239,18 @@ class Intake:
     def own(self, batch: Any, weights: PyTree | None = None, spec: Any = None) -> Batch:
         """Return a batch that was placed before, once it is known to be of this engine."""
         if not isinstance(batch, Batch):
-            got, remedy = type(batch).__name__, "give what place returned"
-            raise ValueError(message("batch", expected="a Batch", got=got, remedy=remedy))
+            refuse(
+                "batch",
+                expected="a Batch",
+                got=type(batch).__name__,
+                remedy="give what place returned",
+            )
         if weights is not None or spec is not None:
-            what, remedy = "weights and spec", "give them to place"
-            text = message(what, expected="None with a Batch", got="a value", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "weights and spec",
+                expected="None with a Batch",
+                got="a value",
+                remedy="give them to place",
+            )
         batch.check(self._layout)
         return batch

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.batch import BatchSpec, Routed
 from tpu_embed.core.ids import HostIds, batch_order, give_rows, split_keys
@@ -237,9 +237,12 @@ class KeyedBatches:
         parts = [iter(part) for part in self._finding.share(mine)]
         steps = sorted({int(next(part)[0]) for part in parts})
         if len(steps) > 1:
-            expected, got = "as many batches admitted in every process", f"steps {steps}"
-            remedy = "admit and place in the same order in every process"
-            raise ValueError(message("place", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "place",
+                expected="as many batches admitted in every process",
+                got=f"steps {steps}",
+                remedy="admit and place in the same order in every process",
+            )
         return (
             {name: tuple(next(part) for part in parts) for name in rows},
             {name: [(next(part), next(part)) for part in parts] for name in guests},
@@ -288,7 +291,7 @@ class KeyedBatches:
 
 
 def _keys(host: HostIds) -> np.ndarray:
-    assert host.keys is not None, "ids of living vocabularies are keys"
+    assert host.keys is not None, "ids of dynamic vocabularies are keys"
     return host.keys
 
 

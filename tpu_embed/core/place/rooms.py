@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from tpu_embed._checks import is_int, message
+from tpu_embed._checks import is_int, refuse
 from tpu_embed.core.batch import BatchSpec, Routed, StackSpec
 from tpu_embed.core.ids import FeatureShape
 from tpu_embed.core.layout import Layout
@@ -72,9 +72,13 @@ class Rooms:
             # Version 0.2.0 has written several lists, and more of each spec.
             specs = [decode_spec(one["spec"]) for some in value for one in some]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            remedy = "give what get_state returned"
-            text = message("shapes", expected="those of an engine", got=repr(error), remedy=remedy)
-            raise ValueError(text) from error
+            refuse(
+                "shapes",
+                expected="those of an engine",
+                got=repr(error),
+                remedy="give what get_state returned",
+                cause=error,
+            )
         # Those of another layout are no error: a checkpoint may be restored on other devices or
         # with other features. The room of its batches is then found anew.
         if not all(_is_of(spec, self.layout) for spec in specs):
@@ -188,8 +192,7 @@ def decode_spec(value: dict[str, Any]) -> BatchSpec:
       KeyError, TypeError, ValueError: it has not.
     """
     if value["routed"] not in get_args(Routed):
-        expected, got = f"one of {get_args(Routed)}", repr(value["routed"])
-        raise ValueError(message("routed", expected=expected, got=got))
+        refuse("routed", expected=f"one of {get_args(Routed)}", got=repr(value["routed"]))
     shapes = tuple(FeatureShape(**_read(FeatureShape, one)) for one in value["feature_shapes"])
     stacks = tuple(StackSpec(**_read(StackSpec, one)) for one in value["stacks"])
     return BatchSpec(_count(value["replicas"]), shapes, stacks, value["routed"])
@@ -205,13 +208,13 @@ def _count(value: Any) -> int:
     # Devices number the places of a batch in 32 bits, so no room is larger. A position in which
     # a digit has changed must not make the next batch ask for all memory.
     if not is_int(value) or not 0 <= value < 2**31:
-        raise ValueError(message("a size", expected="an integer in [0, 2³¹)", got=repr(value)))
+        refuse("a size", expected="an integer in [0, 2³¹)", got=repr(value))
     return int(value)
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise TypeError(message("a flag", expected="true or false", got=repr(value)))
+        refuse("a flag", expected="true or false", got=repr(value), error=TypeError)
     return value
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.batch import Batch, BatchSpec, Routed
 from tpu_embed.core.ids import HostIds
 from tpu_embed.core.layout import Layout, send_lines
@@ -65,8 +65,12 @@ def route(
     replicas = axes.local_parts(axes.batch_axes)
     with agreement.refusals():
         if not replicas.size:
-            expected, remedy = "a mesh with devices of this process", "make it of jax.devices()"
-            raise ValueError(message("place", expected=expected, got="none", remedy=remedy))
+            refuse(
+                "place",
+                expected="a mesh with devices of this process",
+                got="none",
+                remedy="make it of jax.devices()",
+            )
         # `exact` is what the ids need, of this process's part, and of a batch of such parts.
         here = natural_spec(hosts, layout, replicas.size, routed)
         exact = here.over(axes.replicas)
@@ -78,9 +82,12 @@ def route(
         exact = with_capacities(stacks, here, layout).over(axes.replicas)
         wanted = requested or rooms.propose(exact)
         if requested and (fitting := BatchSpec.union(packed_as, exact)) != requested:
-            expected, got = "one that the batch fits", f"{requested}"
-            remedy = f"use {fitting}, or BatchSpec.union of the specs of all batches"
-            raise ValueError(message("spec", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "spec",
+                expected="one that the batch fits",
+                got=f"{requested}",
+                remedy=f"use {fitting}, or BatchSpec.union of the specs of all batches",
+            )
     spec, as_requested = agreement.agree(wanted, exact=requested is not None)
     if not as_requested:
         spec = rooms.accept(spec)

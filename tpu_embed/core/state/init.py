@@ -34,7 +34,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed import initializers
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
@@ -209,8 +209,11 @@ def _of_shape(values: Any, shape: tuple[int, int], what: str) -> Array:
     """
     got = getattr(values, "shape", None)
     if got != shape:
-        text = type(values).__name__ if got is None else f"shape {got}"
-        raise ValueError(message(what, expected=f"an array of shape {shape}", got=text))
+        refuse(
+            what,
+            expected=f"an array of shape {shape}",
+            got=type(values).__name__ if got is None else f"shape {got}",
+        )
     return jnp.asarray(values)
 
 
@@ -386,9 +389,9 @@ def new_version(
       vocabulary: that of the state before.
       steps: step and history.
       axes: the mesh.
-      taken: for each living vocabulary, the last step at which a row was taken from a key, and with
-        tables on the host the last replacement. None: the steps are not known, so they may have
-        been the present one.
+      taken: for each dynamic vocabulary, the last step at which a row was taken from a key, and
+        with tables on the host the last replacement. None: the steps are not known, so they may
+        have been the present one.
     """
     numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
     if taken is None:

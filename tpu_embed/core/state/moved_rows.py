@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import (
@@ -82,9 +82,11 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None)
     numbers = {one: i for i, one in enumerate(dict.fromkeys(holders))}
     count = wanted or len(numbers)
     if count % len(numbers):
-        expected = f"a multiple of {len(numbers)}, which shards of the table belong to"
-        what = f"table {table.name!r}: HostStorage.groups"
-        raise ValueError(message(what, expected=expected, got=f"{count}"))
+        refuse(
+            f"table {table.name!r}: HostStorage.groups",
+            expected=f"a multiple of {len(numbers)}, which shards of the table belong to",
+            got=f"{count}",
+        )
     here = layout.axes.process
     made = RowGroups(
         num_rows=table.vocabulary_size,
@@ -95,9 +97,11 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None)
         saved=frozenset(number for one, number in numbers.items() if here == min(one)),
     )
     if not all(rows.size for rows in made.rows):
-        what = f"table {table.name!r}: HostStorage.device_rows"
-        expected = f"at least {count}, with rows of all processes"
-        raise ValueError(message(what, expected=expected, got=f"{table.vocabulary_size} rows"))
+        refuse(
+            f"table {table.name!r}: HostStorage.device_rows",
+            expected=f"at least {count}, with rows of all processes",
+            got=f"{table.vocabulary_size} rows",
+        )
     return made
 
 
@@ -105,10 +109,12 @@ def check_rule(stack: Stack, table: TableSlice) -> None:
     """Refuse a rule that changes rows which are not in the batch: most are not on the devices."""
     rule = stack.optimizer
     if rule is not None and rule.updates_every_row:
-        expected, got = "one that updates the rows of a batch alone", f"{rule}"
-        remedy = "lazy_adam=True, or another optimizer, or no storage"
-        what = f"table {table.name!r} with storage: optimizer"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"table {table.name!r} with storage: optimizer",
+            expected="one that updates the rows of a batch alone",
+            got=f"{rule}",
+            remedy="lazy_adam=True, or another optimizer, or no storage",
+        )
 
 
 Fields = dict[str, Array]

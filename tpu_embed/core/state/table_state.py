@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, keystr
 
-from tpu_embed._checks import check_live, message
+from tpu_embed._checks import check_live, refuse
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, differences, rounding_slots
 from tpu_embed.kernels import dispatch, storage
@@ -66,11 +66,11 @@ class TableState:
       counters: `"bad_ids"` int32 `[F]`, the invalid ids of each feature that were found inside a
         jit; `"overflows"` int32 `[]`, always 0: no ids need more room than they have; unless
         `on_bad_gradient` is "allow", also `"bad_gradients"` int32 `[F]`, how many steps were
-        skipped because the feature's gradient was not finite; with living vocabularies
+        skipped because the feature's gradient was not finite; with dynamic vocabularies
         `"refused_batches"` int32 `[]`, how many steps were skipped inside a jit because their batch
         was not admitted, or its rows were other keys' by then. Only `update` counts, because a
         lookup returns no state.
-      vocabulary: with living vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
+      vocabulary: with dynamic vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
         that the rows belong to, its history (see `ValidSteps`), and for each of the T living tables
         the last step at which a row was taken from a key, then, with tables on the host, the number
         of the last replacement of rows at home, so `[2 + T + 1]`; and the data of the random key
@@ -238,14 +238,13 @@ def refuse_gradient(what: str) -> None:
     Raises:
       TypeError: always.
     """
-    raise TypeError(
-        message(
-            what,
-            expected="activations or weights to differentiate by",
-            got="a TableState",
-            remedy="give the activations' gradients to EmbeddingEngine.update; for tables that "
-            "are plain arrays there is sparse_value_and_grad",
-        )
+    refuse(
+        what,
+        expected="activations or weights to differentiate by",
+        got="a TableState",
+        remedy="give the activations' gradients to EmbeddingEngine.update; for tables that "
+        "are plain arrays there is sparse_value_and_grad",
+        error=TypeError,
     )
 
 
@@ -327,8 +326,7 @@ def field(layout: Layout, name: str, slot: str | None) -> Field:
         return Field(stack, table, None, SlotShape((stack.dim,), jnp.dtype(stack.dtype)))
     shapes = slot_shapes(stack)
     if slot not in shapes:
-        what, expected = f"table {name!r}: slot", f"one of {sorted(shapes)}"
-        raise ValueError(message(what, expected=expected, got=repr(slot)))
+        refuse(f"table {name!r}: slot", expected=f"one of {sorted(shapes)}", got=repr(slot))
     return Field(stack, table, slot, shapes[slot])
 
 
@@ -385,8 +383,7 @@ def check_not_donated(state: Any, *, tables_alone: bool = False) -> None:
       ValueError: it is not a state, or an array was donated; the message names its stack.
     """
     if not isinstance(state, TableState):
-        got = type(state).__name__
-        raise ValueError(message("state", expected="a TableState", got=got, remedy=_OWN_STATE))
+        refuse("state", expected="a TableState", got=type(state).__name__, remedy=_OWN_STATE)
     for name, table in state.tables.items():
         check_live(f"state: stack {name!r}", (table,))
     if not tables_alone:
@@ -416,9 +413,12 @@ def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
         # tables, if there is one, so that the message is about the layout and not about the tables.
         name = next((n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]), foreign[0])
         why = f": {differences(missing[0], name)}"
-    expected = f"stacks {missing or own}"
-    got = f"{foreign or sorted(map(str, by_stack))}{why}"
-    raise ValueError(message("state", expected=expected, got=got, remedy=_RESTORE))
+    refuse(
+        "state",
+        expected=f"stacks {missing or own}",
+        got=f"{foreign or sorted(map(str, by_stack))}{why}",
+        remedy=_RESTORE,
+    )
 
 
 def check_arrays(state: TableState, layout: Layout, *, slots: bool) -> None:
@@ -441,9 +441,12 @@ def check_arrays(state: TableState, layout: Layout, *, slots: bool) -> None:
     for stack in layout.stacks if slots else ():
         wanted = slot_shapes(stack).keys()
         if more := sorted(state.slots[stack.name].keys() - wanted):
-            what, expected = f"state: stack {stack.name!r}", f"slots {sorted(wanted)}"
-            text = message(what, expected=expected, got=f"also {more}", remedy=_RESTORE)
-            raise ValueError(text)
+            refuse(
+                f"state: stack {stack.name!r}",
+                expected=f"slots {sorted(wanted)}",
+                got=f"also {more}",
+                remedy=_RESTORE,
+            )
 
 
 def _check_array(f: Field, state: TableState, kind: type) -> None:
@@ -464,5 +467,4 @@ def _check_array(f: Field, state: TableState, kind: type) -> None:
     else:
         got = f"a {type(array).__name__}"
     if got != expected:
-        what = f"state: {f.label}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=_OWN_STATE))
+        refuse(f"state: {f.label}", expected=expected, got=got, remedy=_OWN_STATE)

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_live, message, warn_user
+from tpu_embed._checks import check_live, refuse, warn_user
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.batch import Batch, BatchSpec, StackView, TracedIds
@@ -43,9 +43,12 @@ def check_trainable(what: str, layout: Layout) -> None:
         if user.config.table.trainable and layout.stacks[user.stack].optimizer is None
     )
     if bare:
-        remedy = "give the engine or the tables an optimizer, or set trainable=False"
-        expected, got = "an optimizer for every trainable table", f"none for {list(bare)}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected="an optimizer for every trainable table",
+            got=f"none for {list(bare)}",
+            remedy="give the engine or the tables an optimizer, or set trainable=False",
+        )
 
 
 def checked_gradients(
@@ -64,8 +67,12 @@ def checked_gradients(
         batch was placed for a lookup only.
     """
     if spec.routed == "lookup":
-        expected, remedy = "a batch placed for an update", "leave training=False out of place"
-        raise ValueError(message("batch", expected=expected, got="a lookup's", remedy=remedy))
+        refuse(
+            "batch",
+            expected="a batch placed for an update",
+            got="a lookup's",
+            remedy="leave training=False out of place",
+        )
     checked: list[Array | None] = []
     for feature, shape, gradient in zip(
         layout.features, spec.feature_shapes, gradients, strict=True
@@ -85,10 +92,9 @@ def checked_gradients(
             continue
         got = getattr(gradient, "shape", f"no array: {type(gradient).__name__}")
         if got != expected or not hasattr(gradient, "dtype"):
-            text = f"shape {expected}"
-            raise ValueError(message(what, expected=text, got=f"{got}", remedy=remedy))
+            refuse(what, expected=f"shape {expected}", got=f"{got}", remedy=remedy)
         if not jnp.issubdtype(gradient.dtype, jnp.floating):
-            raise ValueError(message(what, expected="floats", got=f"dtype {gradient.dtype}"))
+            refuse(what, expected="floats", got=f"dtype {gradient.dtype}")
         check_live(what, [gradient])
         checked.append(as_array(gradient))
     return checked
@@ -204,10 +210,12 @@ class Guard:
         if isinstance(found, Tracer) or not np.any(found):
             return
         named = [self._name(f) for f in np.flatnonzero(found).tolist()]
-        what = f"activation gradient of {', '.join(named)}"
-        remedy = 'nothing was updated; give another, or set on_bad_gradient="skip"'
-        got = "NaN or infinity"
-        raise ValueError(_checks.message(what, expected="finite numbers", got=got, remedy=remedy))
+        _checks.refuse(
+            f"activation gradient of {', '.join(named)}",
+            expected="finite numbers",
+            got="NaN or infinity",
+            remedy='nothing was updated; give another, or set on_bad_gradient="skip"',
+        )
 
     def report(self, bad: Array | None) -> None:
         """Under "error" and inside a jit, report bad gradients to `checkify`, if the user uses it.

@@ -24,7 +24,7 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from tpu_embed._checks import message, warn_user
+from tpu_embed._checks import refuse, warn_user
 from tpu_embed._types import Array
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import Field, fields
@@ -142,8 +142,12 @@ def check_in_place(
 ) -> None:
     """Raise `ValueError` if a step would copy tables; see `EmbeddingEngine.check_in_place`."""
     if not hasattr(step, "trace"):
-        got = getattr(step, "__name__", type(step).__name__)
-        raise ValueError(message("step", expected="a jitted function", got=got, remedy=_DONATE))
+        refuse(
+            "step",
+            expected="a jitted function",
+            got=getattr(step, "__name__", type(step).__name__),
+            remedy=_DONATE,
+        )
     token = _quiet.set(True)
     try:
         lowered = step.trace(*args, **kwargs).lower()
@@ -152,8 +156,7 @@ def check_in_place(
     leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
     held = [(f, own) for f in fields(layout) if f.shape.per_row and (own := _held(f, leaves))]
     if not held:
-        expected, got = "a state of this engine among the arguments", "none"
-        raise ValueError(message("step", expected=expected, got=got))
+        refuse("step", expected="a state of this engine among the arguments", got="none")
     # The compiled program tells only shape and dtype of a copy, which several may share.
     copies = _copied_shapes(lowered.compile().as_text())
     copied = [(f.label, own) for f, own in held if _local_format(f) in copies]
@@ -163,8 +166,12 @@ def check_in_place(
         kept, remedy = [label for label, _ in copied], _USE_ONCE
         why = "its old rows are used beside its update, or after it"
     if kept:
-        got = f"a copy of {', of '.join(kept)}, because {why}"
-        raise ValueError(message("step", expected="updates in place", got=got, remedy=remedy))
+        refuse(
+            "step",
+            expected="updates in place",
+            got=f"a copy of {', of '.join(kept)}, because {why}",
+            remedy=remedy,
+        )
 
 
 def _held(field: Field, leaves: Sequence[tuple[Any, Any]]) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from tpu_embed._checks import message, message_of_many
+from tpu_embed._checks import message_of_many, refuse
 from tpu_embed.io import crc_json, schema
 from tpu_embed.io.store import Place
 
@@ -71,8 +71,12 @@ def read_bound(path: Place, form: schema.Form, checkpoint: str | None = None) ->
     whole = schema.record(checkpoint=schema.text, value=form)
     found = crc_json.read_with_crc(path, path.name, FORMAT, whole, REMEDY)
     if checkpoint not in (None, found["checkpoint"]):
-        expected, got = f"a file of checkpoint {checkpoint}", f"one of {found['checkpoint']}"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=REMEDY))
+        refuse(
+            f"{path}",
+            expected=f"a file of checkpoint {checkpoint}",
+            got=f"one of {found['checkpoint']}",
+            remedy=REMEDY,
+        )
     return found["checkpoint"], found["value"]
 
 
@@ -101,7 +105,7 @@ def as_json(position: Any) -> Any:
     try:
         return json.loads(json.dumps(position))
     except (TypeError, ValueError) as error:
-        raise ValueError(message("position", expected="a JSON value", got=f"{error}")) from error
+        refuse("position", expected="a JSON value", got=f"{error}", cause=error)
 
 
 def _check_nested(value: Any, depth: int) -> None:
@@ -111,12 +115,11 @@ def _check_nested(value: Any, depth: int) -> None:
     than the one that saves, so the depth is limited.
     """
     if depth > _DEEPEST:
-        expected, got = f"at most {_DEEPEST} values inside each other", "more"
-        raise ValueError(message("position", expected=expected, got=got))
+        refuse("position", expected=f"at most {_DEEPEST} values inside each other", got="more")
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
-                raise ValueError(message("position", expected="string keys", got=f"key {key!r}"))
+                refuse("position", expected="string keys", got=f"key {key!r}")
         value = list(value.values())
     if isinstance(value, list | tuple):
         for inside in value:

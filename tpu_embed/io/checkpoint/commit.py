@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.io.checkpoint import trees
 from tpu_embed.io.commits import UNFINISHED, Parts, committer
 from tpu_embed.io.store import Bucket, Place, place_of
@@ -71,8 +71,12 @@ def begin_checkpoint(
 
     def prepared() -> Mapping[str, Begin]:
         if how.find() is not None:
-            remedy = "remove it, or save elsewhere; CheckpointManager numbers its directories"
-            raise ValueError(message("path", expected="no file", got=f"{path}", remedy=remedy))
+            refuse(
+                "path",
+                expected="no file",
+                got=f"{path}",
+                remedy="remove it, or save elsewhere; CheckpointManager numbers its directories",
+            )
         items = prepare(path=path, checkpoint=checkpoint)
         if jax.process_index() == 0:
             how.begin(root)
@@ -82,9 +86,13 @@ def begin_checkpoint(
     def begun() -> None:
         # The first process made it; another one that does not see it has another file system.
         if isinstance(root, Path) and not root.is_dir():
-            expected, remedy = "a directory", "give a path that every process can reach"
-            text = message(f"checkpoint {path}", expected=expected, got="none", remedy=remedy)
-            raise FileNotFoundError(text)
+            refuse(
+                f"checkpoint {path}",
+                expected="a directory",
+                got="none",
+                remedy="give a path that every process can reach",
+                error=FileNotFoundError,
+            )
         for item, begin in items.items():
             (root / item).mkdir(exist_ok=True)  # every process makes it
             writes.append(begin(root / item))
@@ -183,8 +191,9 @@ def check_items(path: Place, items: Sequence[str], *, writer: str) -> None:
         if inside:
             shown = ", ".join(sorted(map(str, inside), reverse=True)[:_SHOWN])
             remedy = f"this one has the checkpoints of a manager: give one of {shown}"
-        what = f"checkpoint {path}"
-        raise FileNotFoundError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"checkpoint {path}", expected=expected, got=got, remedy=remedy, error=FileNotFoundError
+        )
 
 
 def open_checkpoint(

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
@@ -126,7 +126,7 @@ def restore(
 ) -> Restored:
     """Return the contents of a checkpoint, for an engine of any mesh, placement and stacking.
 
-    An engine without optimizers reads only the tables. Maps of living vocabularies are loaded into
+    An engine without optimizers reads only the tables. Maps of dynamic vocabularies are loaded into
     `engine.vocabularies`; batches placed before are refused from then on. A table whose vocabulary
     lives may have another capacity: the keys with the best scores stay. A table may be on the host
     or on the devices, wherever it was when it was saved. When there are several
@@ -240,8 +240,7 @@ def prepare_save(
     }
     if model is not None:
         if not jax.tree.leaves(model):
-            remedy = "leave it out"
-            raise ValueError(message("model", expected="arrays", got=repr(model), remedy=remedy))
+            refuse("model", expected="arrays", got=repr(model), remedy="leave it out")
         trees.check_leaves("model", model)
         items[MODEL] = lambda at: trees.begin(at, checkpoint, model)
     if touched is not None:

@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar, final
 import jax
 import orbax.checkpoint as ocp
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
@@ -133,9 +133,12 @@ class _NumberedCheckpoints(abc.ABC):
             # The save may have failed.
             last = self._last = max(self._steps_on_all("save"), default=None)
             if last is not None and step < last:
-                remedy = "restore that one, or remove those after the one you go on from"
-                expected = f"at least {last}, the last one in {self._directory}"
-                raise ValueError(message("step", expected=expected, got=f"{step}", remedy=remedy))
+                refuse(
+                    "step",
+                    expected=f"at least {last}, the last one in {self._directory}",
+                    got=f"{step}",
+                    remedy="restore that one, or remove those after the one you go on from",
+                )
             if step == last or not due:
                 return False
             _in_the_first("sweep", self._directory, committer(self._directory).sweep)
@@ -204,8 +207,12 @@ class _NumberedCheckpoints(abc.ABC):
     def _path_of(self, step: int | None, steps: list[int]) -> Place:
         """Return the directory of a checkpoint, which must be among the steps that exist."""
         if step not in steps:
-            what, expected = f"step {step} in {self._directory}", f"one of {steps}"
-            raise FileNotFoundError(message(what, expected=expected, got="none"))
+            refuse(
+                f"step {step} in {self._directory}",
+                expected=f"one of {steps}",
+                got="none",
+                error=FileNotFoundError,
+            )
         return self._directory / f"{step}"
 
     def _steps_on_all(self, what: str) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, ROUNDING_SLOTS
@@ -136,7 +136,7 @@ class SavedTables:
       tables: its entries for the tables that are to be read.
       checksums: the checksum of every file: directory of the field -> file name -> checksum.
       complete: whether every wanted row is on disk.
-      maps: those of living vocabularies; None if the engine has none.
+      maps: those of dynamic vocabularies; None if the engine has none.
     """
 
     checkpoint: str
@@ -200,8 +200,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
 
     for name in wanted.leave_out:
         if name not in found:
-            what, expected = f"{label}: leave_out", f"some of {sorted(found)}"
-            raise ValueError(message(what, expected=expected, got=repr(name)))
+            refuse(f"{label}: leave_out", expected=f"some of {sorted(found)}", got=repr(name))
     tables = {name: table for name, table in found.items() if name not in wanted.leave_out}
     names = sorted(engine.table_configs)
     for name in sorted(tables.keys() - set(names)):

@@ -1,4 +1,4 @@
-"""The maps of living vocabularies in a checkpoint: which key has which row, and what decides it.
+"""The maps of dynamic vocabularies in a checkpoint: which key has which row, and what decides it.
 
     vocabularies.json           the step, the random key of new rows, and the sizes of all maps
     films/map/keys/ …           the arrays of a map (`MapState`), one directory each
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import TableSlice
@@ -78,7 +78,7 @@ class FoundMaps:
 
 
 def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
-    """Return the maps as of a state; None for an engine without living vocabularies."""
+    """Return the maps as of a state; None for an engine without dynamic vocabularies."""
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
@@ -86,10 +86,12 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         vocabularies.check_newest(state)  # older rows may have gone home, or changed there
     step, history = map_version(state)
     if (step, history) != vocabularies.at(step):
-        expected = "a state of the maps' history"
-        got = "one from before they were loaded, or of another engine's"
-        remedy = "share the maps: EmbeddingEngine(…, vocabularies=other.vocabularies)"
-        raise ValueError(message("state", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "state",
+            expected="a state of the maps' history",
+            got="one from before they were loaded, or of another engine's",
+            remedy="share the maps: EmbeddingEngine(…, vocabularies=other.vocabularies)",
+        )
     assert state.vocabulary is not None, "checked"
     ((kind, data),) = random_key(state.vocabulary).items()
     states, tables, maps = vocabularies.states(step), {}, {}
@@ -135,14 +137,14 @@ def read(
     *,
     saved_tables: Mapping[str, Any],
 ) -> FoundMaps | None:
-    """Return the maps of a checkpoint for an engine; None if it has no living vocabularies.
+    """Return the maps of a checkpoint for an engine; None if it has no dynamic vocabularies.
 
     Args:
       directory: that of the tables.
       checkpoint: the name that the file must carry.
       checksums: of all files, by directory.
       engine: the engine.
-      mismatch: makes the error of a table that is not what is wanted: of what, expected, got, remedy.
+      mismatch: makes the error of a table that is not what is wanted: what, expected, got, remedy.
       saved_tables: the tables that are to be read, by name.
 
     Raises:
@@ -155,7 +157,7 @@ def read(
     wanted = _living(engine)
     for name in saved_tables:
         if (name in saved) != (name in wanted):
-            forms = ["row numbers", "keys of a living vocabulary"]
+            forms = ["row numbers", "keys of a dynamic vocabulary"]
             expected, got = forms[name in wanted], forms[name in saved]
             raise mismatch(f"table {name!r}: ids", expected, got, "declare it as it was")
     vocabularies = engine.vocabularies
@@ -169,7 +171,9 @@ def read(
             continue
         before, now = saved[name]["unseen"], rules.unseen
         if now == "shared" and before != now:
-            raise mismatch(f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was")
+            raise mismatch(
+                f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was"
+            )
         state = read_state(directory, name, saved[name], step, checksums)
         capacity = saved[name]["capacity"], before
         maps[name], moves[name] = fit_rows(state, capacity, table.declared_size, rules)

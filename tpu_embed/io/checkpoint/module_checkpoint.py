@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.layout import make_axes
 from tpu_embed.engine_layer import EngineLayer
@@ -292,8 +292,9 @@ def _check_left_out(path: Place, leave_out: Sequence[str], known: Collection[str
     for one in leave_out:
         if not any(trees.is_left_out(name, [one]) for name in known):
             tops = sorted({name.split("/")[0] for name in known})
-            what, expected = f"checkpoint {path}: leave_out", f"{tops}, or paths below"
-            raise ValueError(message(what, expected=expected, got=repr(one)))
+            refuse(
+                f"checkpoint {path}: leave_out", expected=f"{tops}, or paths below", got=repr(one)
+            )
 
 
 # -- modules in parts -----------------------------------------------------------------------------
@@ -403,16 +404,21 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     replaceable = nnx.Pytree | nnx.State | dict | list  # what is in a tuple cannot be replaced
     for keys, holder in holders:
         if not (isinstance(holder, nnx.Variable) or isinstance(objects[keys[:-1]], replaceable)):
-            got, remedy = "an array in a tuple", "hold it in an nnx.Variable"
-            expected = "arrays that can be replaced"
-            what = f"modules: {_path(keys)!r}"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"modules: {_path(keys)!r}",
+                expected="arrays that can be replaced",
+                got="an array in a tuple",
+                remedy="hold it in an nnx.Variable",
+            )
     paths = [*layers, *(path for path, _ in _arrays(holders))]
     for path, count in collections.Counter(paths).items():
         if count > 1:
-            what, remedy = f"modules: {path!r}", "name attributes and keys without '/'"
-            expected = "one of this path"
-            raise ValueError(message(what, expected=expected, got=f"{count}", remedy=remedy))
+            refuse(
+                f"modules: {path!r}",
+                expected="one of this path",
+                got=f"{count}",
+                remedy="name attributes and keys without '/'",
+            )
     return Modules(by_name, layers, holders, _shared(by_name))
 
 
@@ -450,16 +456,23 @@ def _checked(modules: Any) -> dict[str, Any]:
       TypeError: `modules` is not a mapping of names to flax objects.
     """
     if not isinstance(modules, Mapping) or isinstance(modules, nnx.Pytree):
-        remedy, got = 'give {"model": model}', type(modules).__name__
-        raise TypeError(message("modules", expected="modules by name", got=got, remedy=remedy))
+        refuse(
+            "modules",
+            expected="modules by name",
+            got=type(modules).__name__,
+            remedy='give {"model": model}',
+            error=TypeError,
+        )
     for name, module in modules.items():
         if not isinstance(name, str):
-            raise TypeError(message("modules", expected="names", got=repr(name)))
+            refuse("modules", expected="names", got=repr(name), error=TypeError)
         if not isinstance(module, nnx.Pytree | nnx.Variable | nnx.State):
-            expected, got = "an nnx module, optimizer, state or variable", type(module).__name__
-            remedy = "hold it in a module; what is no array goes into position="
-            raise TypeError(
-                message(f"modules[{name!r}]", expected=expected, got=got, remedy=remedy)
+            refuse(
+                f"modules[{name!r}]",
+                expected="an nnx module, optimizer, state or variable",
+                got=type(module).__name__,
+                remedy="hold it in a module; what is no array goes into position=",
+                error=TypeError,
             )
     return dict(modules)
 

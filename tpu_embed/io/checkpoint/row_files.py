@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.core.rows import BLOCK, Grid, Ids, pieces
 from tpu_embed.io import files
 from tpu_embed.io.store import Bucket, Place, wait
@@ -113,11 +113,13 @@ class RowArray:
         try:
             return self._opened({})
         except ValueError as error:
-            expected = f"an array {self.dtype.name}{list(self.shape)}, as the manifest says"
-            got = _described(self.path / _METADATA)
-            remedy = "copy the checkpoint whole, or use another one"
-            text = message(f"{self.path}", expected=expected, got=got, remedy=remedy)
-            raise ValueError(text) from error
+            refuse(
+                f"{self.path}",
+                expected=f"an array {self.dtype.name}{list(self.shape)}, as the manifest says",
+                got=_described(self.path / _METADATA),
+                remedy="copy the checkpoint whole, or use another one",
+                cause=error,
+            )
 
     def _opened(self, chunks: Mapping[str, Any], **options: bool) -> ts.TensorStore:
         kvstore, above, codecs = {"driver": "file", "path": f"{self.path}/"}, None, _CODECS
@@ -315,9 +317,11 @@ class RowReader:
         """Check that the checksum of a file is the recorded one."""
         expected = self._checksums.get(name)
         if found != expected:
-            what, got = f"{self.array.path / name}", f"that of checksum {found}"
-            text = f"the file of this place and checkpoint, of checksum {expected}"
-            raise ValueError(message(what, expected=text, got=got))
+            refuse(
+                f"{self.array.path / name}",
+                expected=f"the file of this place and checkpoint, of checksum {expected}",
+                got=f"that of checksum {found}",
+            )
 
 
 def _runs(ids: Ids) -> list[tuple[slice, range]]:
@@ -372,6 +376,5 @@ def _stored_sum(path: Path, size: int) -> int:
         file.seek(max(0, found - _SUM_BYTES))
         stored = file.read()
     if found != size + _SUM_BYTES:
-        text = message(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")
-        raise ValueError(text)
+        refuse(f"{path}", expected=f"{size + _SUM_BYTES} bytes", got=f"{found}")
     return int.from_bytes(stored, "little")

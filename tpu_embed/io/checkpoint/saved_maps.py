@@ -1,4 +1,4 @@
-"""Read the maps of living vocabularies in a checkpoint without an engine, to look at them.
+"""Read the maps of dynamic vocabularies in a checkpoint without an engine, to look at them.
 
 So `python -m tpu_embed vocabulary` does.
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tpu_embed._checks import check_int, did_you_mean, message
+from tpu_embed._checks import check_int, did_you_mean, refuse
 from tpu_embed.io.checkpoint import manifest, maps
 from tpu_embed.io.checkpoint.commit import LAYERS, TABLES, check_items, find_checkpoint
 from tpu_embed.io.checkpoint.module_checkpoint import directory_of, read_paths
@@ -33,7 +33,7 @@ def read_maps(path: str | Path) -> dict[str, tuple[KeyScores, int, dict[str, int
 
     Raises:
       FileNotFoundError: there is no checkpoint, or a file of it is missing.
-      ValueError: a file is damaged, or no table has a living vocabulary.
+      ValueError: a file is damaged, or no table has a dynamic vocabulary.
     """
     root, found = find_checkpoint(path), {}
     if (root / LAYERS).is_dir():
@@ -54,10 +54,12 @@ def read_maps(path: str | Path) -> dict[str, tuple[KeyScores, int, dict[str, int
             scores = KeyScores(*state[:6], step=step)
             found[f"{prefix}{name}"] = scores, saved["capacity"], totals
     if not found:
-        expected, got = "tables with vocabulary=DynamicVocabulary(…)", "tables of row numbers alone"
-        remedy = "only their ids are keys, which come and go"
-        what = f"checkpoint {root}"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"checkpoint {root}",
+            expected="tables with vocabulary=DynamicVocabulary(…)",
+            got="tables of row numbers alone",
+            remedy="only their ids are keys, which come and go",
+        )
     return found
 
 
@@ -80,8 +82,12 @@ def statistics_of(
     """
     most, maps = check_int("--hottest", hottest, minimum=0), read_maps(path)
     if table is not None and table not in maps:
-        expected, got, remedy = f"one of {sorted(maps)}", repr(table), did_you_mean(table, maps)
-        raise ValueError(message("--table", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "--table",
+            expected=f"one of {sorted(maps)}",
+            got=repr(table),
+            remedy=did_you_mean(table, maps),
+        )
     return {
         name: describe_keys(*one, hottest=most)
         for name, one in maps.items()

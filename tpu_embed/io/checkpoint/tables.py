@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
@@ -214,7 +214,7 @@ class FoundTables(NamedTuple):
 
     Attributes:
       state: tables and slots.
-      maps: of living vocabularies and tables on the host; None without them.
+      maps: of dynamic vocabularies and tables on the host; None without them.
       homes: the rows at home, by table on the host.
       checkpoint: the name of the checkpoint, if a later save may go on from it; else None.
     """
@@ -537,8 +537,12 @@ def read_by_id(
             for name, one in said.items()
         }
         if got != expected:
-            what = f"{directory / host_rows.FILE.format(process)}: fields of rows"
-            raise ValueError(message(what, expected=f"{expected}", got=f"{got}", remedy=REMEDY))
+            refuse(
+                f"{directory / host_rows.FILE.format(process)}: fields of rows",
+                expected=f"{expected}",
+                got=f"{got}",
+                remedy=REMEDY,
+            )
     return {name: [said[name] for said in every] for name in every[0]}
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._types import PyTree
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint.checked import REMEDY, read_bound, write_bound
@@ -207,9 +207,12 @@ def _check_sums(directory: Path, checkpoint: str) -> None:
     found = _sums(directory)
     wrong = sorted(name for name in sums if found.get(name) != sums[name])
     if wrong:  # files beside them: orbax adds a mark of its own later
-        what, got = f"checkpoint {directory}", f"other bytes, or none, in {wrong}"
-        expected = "files as they were written"
-        raise ValueError(message(what, expected=expected, got=got, remedy=REMEDY))
+        refuse(
+            f"checkpoint {directory}",
+            expected="files as they were written",
+            got=f"other bytes, or none, in {wrong}",
+            remedy=REMEDY,
+        )
 
 
 def check_leaves(what: str, tree: PyTree) -> None:
@@ -225,19 +228,29 @@ def check_leaves(what: str, tree: PyTree) -> None:
     """
     pairs = jax.tree.leaves_with_path(tree)
     if pairs and not pairs[0][0]:
-        expected, got = "a dict, list or other container", f"one {type(tree).__name__}"
-        raise ValueError(message(what, expected=expected, got=got, remedy='give {"all": …}'))
+        refuse(
+            what,
+            expected="a dict, list or other container",
+            got=f"one {type(tree).__name__}",
+            remedy='give {"all": …}',
+        )
     for separator in "./":  # orbax joins names with the one, we with the other
         names = collections.Counter(name_of(path, separator) for path, _ in pairs)
         for name, count in names.items():
             if count > 1:
-                expected, remedy = "one leaf of this name", "name leaves without '.' and '/'"
-                leaf = f"{what}: leaf {name!r}"
-                raise ValueError(message(leaf, expected=expected, got=f"{count}", remedy=remedy))
+                refuse(
+                    f"{what}: leaf {name!r}",
+                    expected="one leaf of this name",
+                    got=f"{count}",
+                    remedy="name leaves without '.' and '/'",
+                )
     for path, leaf in pairs:
         if problem := _problem(leaf):
-            name, expected = f"{what}: leaf {name_of(path)!r}", "an array of numbers, or a number"
-            raise ValueError(message(name, expected=expected, got=problem))
+            refuse(
+                f"{what}: leaf {name_of(path)!r}",
+                expected="an array of numbers, or a number",
+                got=problem,
+            )
 
 
 def name_of(path: Any, separator: str = "/") -> str:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.rows import DeviceRows, pieces
@@ -41,7 +41,7 @@ def export_delta(
 ) -> Version:
     """Write the current values of the rows that were touched after a version.
 
-    Of a table with a living vocabulary, a delta has the keys that changed or got a row, with their
+    Of a table with a dynamic vocabulary, a delta has the keys that changed or got a row, with their
     values, and the keys that lost theirs; of a table on the host, its ids.
 
     Only these rows are read from the devices; the host holds one copy of them. The directory is
@@ -93,8 +93,7 @@ def export_delta(
         for part in ("step", "edits", "keys"):
             mine, last = getattr(first, part), getattr(version, part)
             if mine > last:
-                expected = f"at most {last}, the state's {part}"
-                raise ValueError(message("since", expected=expected, got=f"{mine}"))
+                refuse("since", expected=f"at most {last}, the state's {part}", got=f"{mine}")
         return version, first, touched.changes(first)
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)
@@ -209,13 +208,15 @@ def apply_delta(
     given = {name: _arrays(table) for name, table in tables.items()}
     absent = set(given) - set(delta.tables)
     if absent:
-        expected, got = f"tables among {sorted(delta.tables)}", f"{sorted(absent)}"
-        raise ValueError(message("tables", expected=expected, got=got))
+        refuse("tables", expected=f"tables among {sorted(delta.tables)}", got=f"{sorted(absent)}")
     changed = {name: delta.tables[name] for name in given}
     if with_keys := sorted(name for name, one in changed.items() if one.has_keys):
-        expected, got = "tables whose ids are row numbers", f"{with_keys}, whose ids are keys"
-        remedy = "apply it to a model that load_model has loaded"
-        raise ValueError(message("tables", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "tables",
+            expected="tables whose ids are row numbers",
+            got=f"{with_keys}, whose ids are keys",
+            remedy="apply it to a model that load_model has loaded",
+        )
     if not delta_files.follows(delta, root, version):
         return version
     # Two loops, so that nothing has changed if any table is refused.
@@ -250,4 +251,4 @@ def _check(what: str, array: Any, rows: np.ndarray, size: int) -> None:
         got = f"{array.dtype.name} of shape {array.shape}"
     else:
         return
-    raise ValueError(message(what, expected=expected, got=got, remedy="np.array copies"))
+    refuse(what, expected=expected, got=got, remedy="np.array copies")

@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
 from tpu_embed.io.store import Place
@@ -105,9 +105,12 @@ def follows(delta: Delta, path: Place, version: Version | None) -> bool:
         delta with keys is also refused by tables that have it already, or are newer.
     """
     if version is None:
-        expected, got = "a model of a known version", "none"
-        remedy = "export it with version=touched.version(state)"
-        raise ValueError(message(f"{path}", expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"{path}",
+            expected="a model of a known version",
+            got="none",
+            remedy="export it with version=touched.version(state)",
+        )
     new = delta.version
     if not Lineage(new.run, delta.ancestors).has(version):
         expected = f"run {version.run!r}, as the tables"
@@ -118,23 +121,29 @@ def follows(delta: Delta, path: Place, version: Version | None) -> bool:
             got += f", which goes on from step {one.step} of it"
             remedy = f"load a full export of its new run, or of a step up to {one.step}, and the "
             remedy += "deltas after it"
-        raise ValueError(message(f"{path}: run", expected=expected, got=got, remedy=remedy))
+        refuse(f"{path}: run", expected=expected, got=got, remedy=remedy)
     if version.step < delta.since.step or version.keys < delta.since.keys:
         expected = f"at most {version.step}, the step of the tables"
         got = f"{delta.since.step}"
         if version.step >= delta.since.step:
             expected = f"at most {version.keys} admitted batches, as the tables have"
             got = f"{delta.since.keys}"
-        remedy = "apply the deltas in between first, or load a newer full export"
-        raise ValueError(message(f"{path}: since", expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"{path}: since",
+            expected=expected,
+            got=got,
+            remedy="apply the deltas in between first, or load a newer full export",
+        )
     if version.run != new.run:
         return True
     is_new = version[1:] <= new[1:]
     if delta.has_keys and (not is_new or version == new):
-        expected = f"a delta to a later moment than {version[1:]}"
-        remedy = "these tables have it already: apply each delta once, in order"
-        text = message(f"{path}: version", expected=expected, got=f"{new[1:]}", remedy=remedy)
-        raise ValueError(text)
+        refuse(
+            f"{path}: version",
+            expected=f"a delta to a later moment than {version[1:]}",
+            got=f"{new[1:]}",
+            remedy="these tables have it already: apply each delta once, in order",
+        )
     return is_new
 
 
@@ -153,8 +162,12 @@ def check_declared(delta: Delta, path: Place, declared: Mapping[str, Mapping[str
         expected = directory.Table.of(described, {}).form
         got = delta.tables[name].form if name in delta.tables else "none"
         if got != expected:
-            what, remedy = f"{path}: table {name!r}", "publish a full export of these tables"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"{path}: table {name!r}",
+                expected=expected,
+                got=got,
+                remedy="publish a full export of these tables",
+            )
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -220,8 +233,7 @@ def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory
         expected = f"ascending ids from 0 to {size - 1}"
         fit = not n or (numbers[0] >= 0 and numbers[-1] < size)
     if not (fit and directory.ascend(numbers)):
-        what = f"{root}: table {name!r}"
-        raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+        refuse(f"{root}: table {name!r}", expected=expected, got="others", remedy=_REMEDY)
     return directory.Table.of(table, arrays)
 
 

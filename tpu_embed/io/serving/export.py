@@ -30,7 +30,7 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, check_int, message
+from tpu_embed._checks import check_choice, check_int, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import Structure, dense_shape, structure
@@ -94,7 +94,7 @@ def export_model(
         Features whose examples have one size share it; those of another size have another.
       platforms: one or several of "cpu", "cuda", "rocm", "tpu".
       version: `touched.version(state)` of the tables, so that deltas may follow (`export_delta`).
-      vocabularies: as for `serving_lookup`, of tables whose vocabularies live. What is exported
+      vocabularies: as for `serving_lookup`, of tables with a dynamic vocabulary. What is exported
         takes keys; it has the rows of these keys alone, and room for those that deltas bring.
 
     Raises:
@@ -121,8 +121,13 @@ def export_model(
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
     if importlib.util.find_spec("flatbuffers") is None:  # wrong arguments are told of first
-        what, remedy = "export_model", 'pip install "tpu-embed[export]"'
-        raise ImportError(message(what, expected="flatbuffers", got="none", remedy=remedy))
+        refuse(
+            "export_model",
+            expected="flatbuffers",
+            got="none",
+            remedy='pip install "tpu-embed[export]"',
+            error=ImportError,
+        )
     outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     described = {
         "platforms": list(exported.platforms),
@@ -150,15 +155,22 @@ def _check_version(version: Any, vocabularies: Any) -> None:
     if version is None:
         return
     if not isinstance(version, Version):
-        expected, got = "a Version, or None", type(version).__name__
-        remedy = "give what touched.version(state) returned"
-        raise TypeError(message("version", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "version",
+            expected="a Version, or None",
+            got=type(version).__name__,
+            remedy="give what touched.version(state) returned",
+            error=TypeError,
+        )
     if isinstance(vocabularies, Vocabularies):
         now = vocabularies.admitted
         if version.keys != now:
-            expected, got = f"that of {now} admitted batches, as vocabularies", f"{version.keys}"
-            remedy = "export tables, keys and version of one state: admit no batch in between"
-            raise ValueError(message("version", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "version",
+                expected=f"that of {now} admitted batches, as vocabularies",
+                got=f"{version.keys}",
+                remedy="export tables, keys and version of one state: admit no batch in between",
+            )
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -262,9 +274,12 @@ def _exported(
             error.add_note("if the model needs one batch size, say which: batch=…")
         raise
     if exported.nr_devices != 1:
-        remedy = "take its shardings and shard_maps out of what is exported"
-        expected, got = "a program of one device", f"one of {exported.nr_devices}"
-        raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "model",
+            expected="a program of one device",
+            got=f"one of {exported.nr_devices}",
+            remedy="take its shardings and shard_maps out of what is exported",
+        )
     return exported
 
 
@@ -310,9 +325,13 @@ def _serialized(exported: jax_export.Exported) -> bytes:
     try:
         return bytes(exported.serialize())
     except ValueError as error:
-        remedy = "return arrays in them, or register the type with jax.export"
-        expected, got = "inputs and outputs in dicts, lists and tuples", f"{exported.out_tree}"
-        raise ValueError(message("model", expected=expected, got=got, remedy=remedy)) from error
+        refuse(
+            "model",
+            expected="inputs and outputs in dicts, lists and tuples",
+            got=f"{exported.out_tree}",
+            remedy="return arrays in them, or register the type with jax.export",
+            cause=error,
+        )
 
 
 # -- the arguments of the program ----------------------------------------------------------------
@@ -396,8 +415,11 @@ def _arguments_of(
         if scale is not None:
             got = getattr(scale, "shape", type(scale).__name__)
             if len(example) == 1 or got != example:
-                expected = f"shape {example}" if len(example) > 1 else "None for ids [B]"
-                raise ValueError(message(f"weights of {label}", expected=expected, got=got))
+                refuse(
+                    f"weights of {label}",
+                    expected=f"shape {example}" if len(example) > 1 else "None for ids [B]",
+                    got=got,
+                )
             double = feature.table.dtype == "float64"
             numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
         described[path] = {
@@ -422,9 +444,12 @@ def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
         if shape[0] not in firsts:
             what, sizes = f"inputs{jax.tree_util.keystr(key)}", " or ".join(map(str, firsts))
-            expected, got = f"batch size {sizes} as first dimension", f"shape {shape}"
-            remedy = "what does not depend on the example belongs in the model"
-            raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+            refuse(
+                what,
+                expected=f"batch size {sizes} as first dimension",
+                got=f"shape {shape}",
+                remedy="what does not depend on the example belongs in the model",
+            )
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return jax.ShapeDtypeStruct((firsts[shape[0]], *shape[1:]), dtype)
 
@@ -433,14 +458,17 @@ def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]
 
 def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
     if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
-        remedy = "a program has static shapes: pad bags with -1"
-        expected, got = "an array of ids, or its ShapeDtypeStruct", type(ids).__name__
-        raise ValueError(message(label, expected=expected, got=got, remedy=remedy))
+        refuse(
+            label,
+            expected="an array of ids, or its ShapeDtypeStruct",
+            got=type(ids).__name__,
+            remedy="a program has static shapes: pad bags with -1",
+        )
     is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
     if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(message(label, expected="ids of an integer dtype", got=ids.dtype))
+        refuse(label, expected="ids of an integer dtype", got=ids.dtype, error=TypeError)
     if not ids.shape:
-        raise ValueError(message(label, expected="[B] or [B, H]", got="rank 0"))
+        refuse(label, expected="[B] or [B, H]", got="rank 0")
     return tuple(ids.shape)
 
 
@@ -471,7 +499,7 @@ def _first_dimensions(
         if len(different) > 1:
             expected = f"None for features of the sizes {known}"
             remedy = "leave it out, and pad what you serve to a few sizes"
-        raise ValueError(message("batch", expected=expected, got=batch, remedy=remedy))
+        refuse("batch", expected=expected, got=batch, remedy=remedy)
     if batch is not None or any(feature.output_shape for feature in declared.features):
         return different[0], {size: size for size in different}
     names = [f"b{i}" for i in range(len(different))] if len(different) > 1 else ["b"]

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import jax
 import numpy as np
 
-from tpu_embed._checks import check_int, message
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState
@@ -215,9 +215,12 @@ def _export(
         export(f"{path}", version)
         if jax.process_index() == 0 and (got := version_of(root, one)) != version:
             committer(path).remove()
-            remedy = "give export_model the version that export gets"
-            expected = f"a model of {version}"
-            raise ValueError(message("export", expected=expected, got=f"{got}", remedy=remedy))
+            refuse(
+                "export",
+                expected=f"a model of {version}",
+                got=f"{got}",
+                remedy="give export_model the version that export gets",
+            )
 
     raise_on_all("publish: export", path, exported)
 
@@ -276,9 +279,13 @@ class _Followed(NamedTuple):
         """
         models = [one for one in there if one.is_full]
         if not models:
-            expected, remedy = "a whole model", "let the trainer call io.publish first"
-            text = message(f"{self.place}", expected=expected, got="none", remedy=remedy)
-            raise FileNotFoundError(text)
+            refuse(
+                f"{self.place}",
+                expected="a whole model",
+                got="none",
+                remedy="let the trainer call io.publish first",
+                error=FileNotFoundError,
+            )
         path: Any = self.place / models[-1].name
         return load_model(path, cache=self.cache), self._replace(at=models[-1])
 
@@ -354,7 +361,7 @@ class FollowingModel:
         return self._copies[0].model.metadata
 
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a table whose vocabulary lives, and their rows; see `ServedModel`.
+        """Return the keys of a table with a dynamic vocabulary, and their rows; see `ServedModel`.
 
         Returns:
           The keys, uint64 `[n]`, ascending; and their rows, int32 `[n]`.
@@ -418,9 +425,12 @@ class FollowingModel:
         with self._polling:
             followed = self._followed
             if followed is None:
-                expected, remedy = "a model of io.follow", "apply(path) applies a delta"
-                got = "one that was loaded from a path"
-                raise ValueError(message("poll", expected=expected, got=got, remedy=remedy))
+                refuse(
+                    "poll",
+                    expected="a model of io.follow",
+                    got="one that was loaded from a path",
+                    remedy="apply(path) applies a delta",
+                )
             _looked(followed.place, self._go_on)
             return self.version
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from tpu_embed._checks import message
+from tpu_embed._checks import message, refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
@@ -98,9 +98,9 @@ def serving_lookup(
         size of its own.
       feature_config: as for `EmbeddingEngine`; optimizers and placements are ignored.
       weights: one weight per id in the same structure, None for a feature without weights.
-      vocabularies: the rows of keys, for tables whose vocabularies live: `engine.vocabularies`, or
-        a `FixedVocabulary` by `TableConfig` or by name. Keys without a row have a zero row, or the
-        one that unseen keys share. Tables and vocabulary must be of the same step:
+      vocabularies: the rows of keys, for tables with a dynamic vocabulary: `engine.vocabularies`,
+        or a `FixedVocabulary` by `TableConfig` or by name. Keys without a row have a zero row, or
+        the one that unseen keys share. Tables and vocabulary must be of the same step:
         `engine.vocabularies` goes on with the training, so keep a `FixedVocabulary` beside tables
         that you publish.
 
@@ -239,13 +239,11 @@ class Server:
         """
         for feature, *leaves in zip(self.layout.features, ids, weights, strict=True):
             if any(isinstance(leaf, (SparseIds, RaggedIds)) for leaf in leaves):
-                raise ValueError(
-                    message(
-                        f"feature {feature.path!r}",
-                        expected="dense arrays beside traced ones",
-                        got="SparseIds or RaggedIds",
-                        remedy="give bags as an array padded with -1, or look up outside the jit",
-                    )
+                refuse(
+                    f"feature {feature.path!r}",
+                    expected="dense arrays beside traced ones",
+                    got="SparseIds or RaggedIds",
+                    remedy="give bags as an array padded with -1, or look up outside the jit",
                 )
         return make_traced(ids, weights, None, self.layout)
 
@@ -375,9 +373,12 @@ def host_table(engine: EmbeddingEngine, state: TableState, name: str) -> HostTab
     ids = engine.touched(name)
     stack, table = engine.layout.table(name)
     if table.key_table is not None or state.vocabulary is None:
-        expected, got = "a table on the host whose ids are row numbers", f"{name!r}"
-        remedy = "functools.partial(engine.rows, state, name) is a function of its ids"
-        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "table",
+            expected="a table on the host whose ids are row numbers",
+            got=f"{name!r}",
+            remedy="functools.partial(engine.rows, state, name) is a function of its ids",
+        )
     rows = functools.partial(engine.rows, state, name)
     return HostTable(rows, ids, first_rows(state.vocabulary, table, stack))
 
@@ -406,9 +407,11 @@ class RowSource:
         """
         found = np.asarray(self.rows(ids))
         if found.shape != (ids.size, self.dim) or found.dtype.name != self.dtype:
-            expected = f"{self.dtype} of shape ({ids.size}, {self.dim}) from its function"
-            got = f"{found.dtype.name} of shape {found.shape}"
-            raise ValueError(message(self.what, expected=expected, got=got))
+            refuse(
+                self.what,
+                expected=f"{self.dtype} of shape ({ids.size}, {self.dim}) from its function",
+                got=f"{found.dtype.name} of shape {found.shape}",
+            )
         return {"values": found}
 
 
@@ -433,13 +436,11 @@ def stored_tables(
     absent, surplus = set(names) - set(given), set(given) - set(declared.table_names)
     if absent or surplus:
         problem = "missing" if absent else "not declared"
-        raise ValueError(
-            message(
-                f"tables: {', '.join(sorted(absent or surplus))} {problem}",
-                expected=f"exactly {sorted(names)}",
-                got=f"{sorted(given)}",
-                remedy="key them by TableConfig, or by its name (table_0, … without one)",
-            )
+        refuse(
+            f"tables: {', '.join(sorted(absent or surplus))} {problem}",
+            expected=f"exactly {sorted(names)}",
+            got=f"{sorted(given)}",
+            remedy="key them by TableConfig, or by its name (table_0, … without one)",
         )
     return tuple(
         _stored(f"table {name!r}", given[name], config) for name, config in used.configs.items()
@@ -449,16 +450,20 @@ def stored_tables(
 def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
     """Return by name what a user gives by `TableConfig` or by name."""
     if not isinstance(given, Mapping):
-        got = type(given).__name__
-        expected = "a mapping from TableConfig or table name to its array"
-        raise TypeError(message(what, expected=expected, got=got))
+        refuse(
+            what,
+            expected="a mapping from TableConfig or table name to its array",
+            got=type(given).__name__,
+            error=TypeError,
+        )
     names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
     for key, one in given.items():
         name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
         if name in found:
-            expected, got = "each table once", "it by TableConfig and by name"
-            raise ValueError(message(f"{what}: {name}", expected=expected, got=got))
+            refuse(
+                f"{what}: {name}", expected="each table once", got="it by TableConfig and by name"
+            )
         found[name] = one
     return found
 
@@ -468,8 +473,12 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
     if config.storage is not None:
         if not callable(table):
             expected, got = "a function from ids to rows, for a table on the host", type(table)
-            remedy = "functools.partial(engine.rows, state, name) is one; or leave storage out"
-            raise ValueError(message(what, expected=expected, got=got.__name__, remedy=remedy))
+            refuse(
+                what,
+                expected=expected,
+                got=got.__name__,
+                remedy="functools.partial(engine.rows, state, name) is one; or leave storage out",
+            )
         return RowSource(what, table, dim, config.dtype)
     if isinstance(table, QuantizedTable):
         arrays = dict(vars(table))
@@ -490,8 +499,12 @@ def _check(what: str, array: Any, dtype: str, shape: tuple[int, ...]) -> None:
         got = f"{jnp.dtype(array.dtype).name} of shape {tuple(array.shape)}"
     else:
         return
-    remedy = "give what the training engine's tables returned, or cast it to the declared dtype"
-    raise ValueError(message(what, expected=f"{dtype} of shape {shape}", got=got, remedy=remedy))
+    refuse(
+        what,
+        expected=f"{dtype} of shape {shape}",
+        got=got,
+        remedy="give what the training engine's tables returned, or cast it to the declared dtype",
+    )
 
 
 # -- keys, and ids of tables on the host ---------------------------------------------------------
@@ -516,19 +529,26 @@ def _finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
     elif given is None or isinstance(given, Mapping):
         found = {name: one.find for name, one in _fixed(given, whole).items()}
     else:
-        expected, got = "engine.vocabularies, or a mapping by table", type(given).__name__
-        raise TypeError(message("vocabularies", expected=expected, got=got))
+        refuse(
+            "vocabularies",
+            expected="engine.vocabularies, or a mapping by table",
+            got=type(given).__name__,
+            error=TypeError,
+        )
     missing = sorted(living.keys() - found.keys())
     if missing:
-        expected = f"those of the tables {[*living]}, whose ids are keys"
-        got = f"none of {missing}"
-        remedy = "give vocabularies=engine.vocabularies, or FixedVocabulary(*vocabularies.keys(…))"
-        raise ValueError(message("vocabularies", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "vocabularies",
+            expected=f"those of the tables {[*living]}, whose ids are keys",
+            got=f"none of {missing}",
+            remedy="give vocabularies=engine.vocabularies, or "
+            "FixedVocabulary(*vocabularies.keys(…))",
+        )
     return {name: found[name] for name in living}
 
 
 def all_keys(given: Any, declared: Structure) -> dict[str, FixedVocabulary]:
-    """Return the keys of each table whose vocabulary lives, by the table's name.
+    """Return the keys of each table with a dynamic vocabulary, by the table's name.
 
     Args:
       given: as for `serving_lookup`.
@@ -561,9 +581,12 @@ def tables_on_host(
             continue
         rows = table.rows if isinstance(table, RowSource) else None
         if not isinstance(rows, HostTable):
-            expected, got = "what io.host_table returned, for a table on the host", "a function"
-            remedy = f"give tables={{{name!r}: io.host_table(engine, state, {name!r}), …}}"
-            raise ValueError(message(f"table {name!r}", expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"table {name!r}",
+                expected="what io.host_table returned, for a table on the host",
+                got="a function",
+                remedy=f"give tables={{{name!r}: io.host_table(engine, state, {name!r}), …}}",
+            )
         found[name] = rows
     return found
 
@@ -624,11 +647,14 @@ def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, Fixed
     for name, one in _by_name("vocabularies", given or {}, whole).items():
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
-            expected = "tables whose vocabularies live"
-            raise ValueError(message("vocabularies", expected=expected, got=name))
+            refuse("vocabularies", expected="tables with a dynamic vocabulary", got=name)
         if not isinstance(one, FixedVocabulary):
-            expected, got = "a FixedVocabulary", type(one).__name__
-            raise TypeError(message(f"vocabularies: {name}", expected=expected, got=got))
+            refuse(
+                f"vocabularies: {name}",
+                expected="a FixedVocabulary",
+                got=type(one).__name__,
+                error=TypeError,
+            )
         # The last row may be the one that unseen keys share.
         most = tables[name].vocabulary_size - (rules.unseen == "shared")
         if one.num_rows > most:

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PyTree
 from tpu_embed.io import directory, files, schema
 from tpu_embed.io.store import Place
@@ -148,14 +148,19 @@ def read(
 
     drawn = sorted(name for name, one in described if one["unseen"] == "initial")
     if drawn != sorted(programs):
-        what, got = f"{root}: first_rows", f"{sorted(programs)}"
-        raise ValueError(message(what, expected=f"those of {drawn}", got=got, remedy=_REMEDY))
+        refuse(
+            f"{root}: first_rows",
+            expected=f"those of {drawn}",
+            got=f"{sorted(programs)}",
+            remedy=_REMEDY,
+        )
     program, tables = read_file(PROGRAM, metadata["program"]), {}
     for name, one in described:
         arrays = directory.read_arrays(root, name, one["files"], _forms(one), _REMEDY, whole=check)
         if check and KEYS in arrays and not directory.ascend(arrays[KEYS]):
-            what, expected = f"{root}: table {name!r}", "ascending keys"
-            raise ValueError(message(what, expected=expected, got="others", remedy=_REMEDY))
+            refuse(
+                f"{root}: table {name!r}", expected="ascending keys", got="others", remedy=_REMEDY
+            )
         tables[name] = arrays
     first = {name: read_file(_first_file(name), one) for name, one in programs.items()}
     return metadata, program, first, tables

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from tpu_embed._checks import local_path, message
+from tpu_embed._checks import local_path, refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
@@ -78,7 +78,7 @@ class ServedModel:
         return None if known is None else Version(**known)
 
     def keys(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of a table whose vocabulary lives, and their rows in `tables`.
+        """Return the keys of a table with a dynamic vocabulary, and their rows in `tables`.
 
         Returns:
           The keys, uint64 `[n]`, ascending; and their rows, int32 `[n]`. Row 0 is nobody's: keys
@@ -88,8 +88,7 @@ class ServedModel:
           ValueError: the ids of the table are row numbers, or there is no such table.
         """
         if name not in self._keys:
-            expected = f"a table with keys, of {sorted(self._keys)}"
-            raise ValueError(message("table", expected=expected, got=repr(name)))
+            refuse("table", expected=f"a table with keys, of {sorted(self._keys)}", got=repr(name))
         return self._keys[name].all()
 
     def apply(self, path: str | os.PathLike[str]) -> ServedModel:
@@ -173,10 +172,12 @@ class ServedModel:
 
     def _check_there(self) -> None:
         if any(array.is_deleted() for array in jax.tree.leaves(self.tables)):
-            expected = "one whose tables are there"
-            got = "one whose tables apply_in_place has taken"
-            remedy = "use the model that it returned"
-            raise ValueError(message("model", expected=expected, got=got, remedy=remedy))
+            refuse(
+                "model",
+                expected="one whose tables are there",
+                got="one whose tables apply_in_place has taken",
+                remedy="use the model that it returned",
+            )
 
     def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
         """Return the outputs of the model.
@@ -184,7 +185,7 @@ class ServedModel:
         Args:
           features: ids in every form that `serving_lookup` takes outside of a jit, in the structure
             of the features, or in a dict or a frame by path. Bags and sequences may be shorter than
-            those of the exported examples. Of a table whose vocabulary lives, keys, or strings.
+            those of the exported examples. Of a table with a dynamic vocabulary, keys, or strings.
           inputs: the other arguments of the model.
           weights: in the same structure, for the features that were exported with weights.
 
@@ -246,9 +247,12 @@ def load_model(
     root = find(path)
     if isinstance(root, Bucket):
         if cache is None:
-            remedy = "give a folder on a disk, in which models are kept"
-            text = message("cache", expected="a folder, for a URL", got="None", remedy=remedy)
-            raise ValueError(text)
+            refuse(
+                "cache",
+                expected="a folder, for a URL",
+                got="None",
+                remedy="give a folder on a disk, in which models are kept",
+            )
         root = download(root, local_path(cache, "cache"))
     metadata, program, drawn, tables = model_files.read(root, check=check)
     exported = _deserialized(root / model_files.PROGRAM, program, metadata)
@@ -274,14 +278,13 @@ def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
     except ImportError:
         raise
     except Exception as error:
-        raise ValueError(
-            message(
-                f"{path}",
-                expected=f"a program that JAX {jax.__version__} reads",
-                got=f"one that JAX {metadata['jax']} wrote",
-                remedy="export the model again with a JAX that is not newer than this one",
-            )
-        ) from error
+        refuse(
+            f"{path}",
+            expected=f"a program that JAX {jax.__version__} reads",
+            got=f"one that JAX {metadata['jax']} wrote",
+            remedy="export the model again with a JAX that is not newer than this one",
+            cause=error,
+        )
 
 
 def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[str, Any]) -> None:
@@ -303,10 +306,12 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[
     leaves = model_files.describe_leaves(given[3:])
     taken = {"tables": tables, "features": ids, "weights": weights, "inputs": leaves}
     if unknown or taken != said:
-        what, expected = f"{root / model_files.PROGRAM}", f"a program of {said}"
-        got = f"features of tables {unknown}" if unknown else f"one of {taken}"
-        remedy = "export the model again, or copy the directory whole"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            f"{root / model_files.PROGRAM}",
+            expected=f"a program of {said}",
+            got=f"features of tables {unknown}" if unknown else f"one of {taken}",
+            remedy="export the model again, or copy the directory whole",
+        )
 
 
 def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
@@ -432,9 +437,12 @@ def _by_path(values: PyTree, paths: Collection[str], path: str = "") -> dict[str
 def _check_paths(what: str, given: Collection[str], described: Collection[str]) -> None:
     """Check that exactly what the metadata describes was given, by path."""
     if set(given) != set(described):
-        expected, got = f"exactly {sorted(described)}", f"{sorted(given)}"
-        remedy = "the model was exported so; metadata.json lists them"
-        raise ValueError(message(what, expected=expected, got=got, remedy=remedy))
+        refuse(
+            what,
+            expected=f"exactly {sorted(described)}",
+            got=f"{sorted(given)}",
+            remedy="the model was exported so; metadata.json lists them",
+        )
 
 
 def _batch_sizes(
@@ -446,8 +454,11 @@ def _batch_sizes(
         size = ids.shape[0]
         first, expected = found.setdefault(described[path]["size"], (path, size))
         if size != expected or not size:
-            expected = f"a positive batch size, {expected} as of feature {first!r}"
-            raise ValueError(message(f"feature {path!r}", expected=expected, got=f"{size}"))
+            refuse(
+                f"feature {path!r}",
+                expected=f"a positive batch size, {expected} as of feature {first!r}",
+                got=f"{size}",
+            )
     return {name: size for name, (_, size) in found.items()}
 
 
@@ -468,8 +479,12 @@ def _check_inputs(
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         got = f"{dtype} of shape {list(np.shape(leaf))}"
         if got != expected:
-            remedy = "cast it; shapes are static but for the batch"
-            raise ValueError(message(f"inputs{path}", expected=expected, got=got, remedy=remedy))
+            refuse(
+                f"inputs{path}",
+                expected=expected,
+                got=got,
+                remedy="cast it; shapes are static but for the batch",
+            )
 
 
 def _program_ids(
@@ -492,8 +507,13 @@ def _program_ids(
       first: the first rows of ids that nobody has trained, of a table on the host.
     """
     if isinstance(given[0], Tracer):
-        expected, remedy = "ids whose values are known", "inside a jit, call .exported"
-        raise TypeError(message(feature.path, expected=expected, got="a tracer", remedy=remedy))
+        refuse(
+            feature.path,
+            expected="ids whose values are known",
+            got="a tracer",
+            remedy="inside a jit, call .exported",
+            error=TypeError,
+        )
     shape = _shape_in_program(feature, given[0], described)
     host = host_ids(feature.path, feature.config, feature.table_name, *given)
     if keys is not None:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import message
+from tpu_embed._checks import refuse
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.layout import INT32_ROWS
 from tpu_embed.io import directory
@@ -163,9 +163,12 @@ def check_numbered(array: Array) -> None:
       ValueError: there are more rows than int32 can number, and x64 is off.
     """
     if array.shape[0] > INT32_ROWS and not jax.config.read("jax_enable_x64"):
-        expected, got = f"at most {INT32_ROWS} rows while x64 is off", f"{array.shape[0]}"
-        remedy = 'turn it on with jax.config.update("jax_enable_x64", True)'
-        raise ValueError(message("table", expected=expected, got=got, remedy=remedy))
+        refuse(
+            "table",
+            expected=f"at most {INT32_ROWS} rows while x64 is off",
+            got=f"{array.shape[0]}",
+            remedy='turn it on with jax.config.update("jax_enable_x64", True)',
+        )
 
 
 def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
