@@ -14,9 +14,9 @@ from process_cases import mesh, part
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, nn
 from tpu_embed import optimizers as o
+from tpu_embed._calls import Exchange
 from tpu_embed.core.layout import arrivals
 from tpu_embed.core.place import visits
-from tpu_embed.core.state import moved_rows, new_rows
 from tpu_embed.data import Prefetcher
 from tpu_embed.io.checkpoint.host_rows import described_by
 from tpu_embed.storage import HostRows
@@ -226,19 +226,19 @@ def shapes_sent():
     """Return the shapes of what the programs of moved rows are called with, with exact sizes."""
     shapes = []
 
-    def recorded(call):
+    def recorded(call, skipped):
         def record(*given):
-            shapes.append(jax.tree.map(np.shape, given[1:] if callable(given[0]) else given[0]))
+            shapes.append(jax.tree.map(np.shape, given[skipped:]))
             return call(*given)
 
         return record
 
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(arrivals, "ROW_MULTIPLE", 1))
-        called = (moved_rows, "call"), (new_rows, "call"), (visits, "send_lines")
-        for module, name in called:
-            changed = recorded(getattr(module, name))
-            patched.enter_context(mock.patch.object(module, name, changed))
+        # An exchange calls a program with operands; lines are sent as one list.
+        for where, name, skipped in ((Exchange, "_call", 2), (visits, "send_lines", 0)):
+            changed = recorded(getattr(where, name), skipped)
+            patched.enter_context(mock.patch.object(where, name, changed))
         made = engine()
         state = made.init(jax.random.key(7))
         for step in range(5):

@@ -289,8 +289,8 @@ WRONG = {
     "no vocabulary": ({"vocabularies": None}, ValueError, "none of \\['t'\\]; give vocabularies"),
     "a list": ({"vocabularies": [FIXED]}, TypeError, "expected engine.vocabularies, or a mapping"),
     "a dict": ({"vocabularies": {"t": {1: 0}}}, TypeError, "a FixedVocabulary, got dict"),
-    "another table": ({"vocabularies": {"u": FIXED}}, ValueError, "with a dynamic vocabulary, got
-    u"), "rows beyond": (
+    "another table": ({"vocabularies": {"u": FIXED}}, ValueError, "a dynamic vocabulary, got u"),
+    "rows beyond": (
         {"vocabularies": {"t": FixedVocabulary([1], [6])}}, ValueError, "rows below 6, got row 6",
     ),
     "a step": ({"version": 3}, TypeError, "version: expected a Version, or None, got int"),

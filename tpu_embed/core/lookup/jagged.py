@@ -41,7 +41,7 @@ def require(right: Any, what: str, error: type[Exception] = ValueError, **words:
       words: as for `message`.
     """
     if not right:
-        refuse(f"Jagged{what}", words, error=error)
+        refuse(f"Jagged{what}", error=error, **words)
 
 
 def refuse_arithmetic(self: Any, *_: Any, **__: Any) -> Any:
