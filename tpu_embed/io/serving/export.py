@@ -462,8 +462,8 @@ def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
             label,
             expected="an array of ids, or its ShapeDtypeStruct",
             got=type(ids).__name__,
-            remedy="a program has static shapes: give jax.ShapeDtypeStruct((2, H), np.int32), where "
-            "H is the most ids of a bag that you will serve, or (2,) for one id per example",
+            remedy="a program has static shapes: give jax.ShapeDtypeStruct((2, H), np.int32), "
+            "where H is the most ids of a bag that you will serve, or (2,) for one id per example",
         )
     is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
     if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
