@@ -21,6 +21,7 @@ FLOORS = {
     "hashing": 4,
     "columns": 1,
     "key_hashes": 1,
+    "ngrams": 1,
     "config": 2,
     "processes": 1,
     "vocabulary": 2,

@@ -9,7 +9,7 @@ NAMES = {
         "Batch BatchSpec DynamicVocabulary EmbeddingEngine FeatureConfig FixedVocabulary "
         "HostStorage IndexedSlices Jagged QuantizationConfig "
         "RaggedIds RowIdInitializer ShardInfo SparseIds Stop TPUEmbedding TableConfig TableState "
-        "embedding_lookup fit hash_ids initializers optimizers pad_batch sparse_grad "
+        "embedding_lookup fit hash_ids initializers ngram_ids optimizers pad_batch sparse_grad "
         "sparse_value_and_grad split_activations training"
     ),
     "tpu_embed.check": "PARTS PartReport run_parts",

@@ -220,12 +220,20 @@ ZEROS = np.zeros((6, 2), np.float32)
         (
             {"item": ZEROS, "user": ZEROS},
             None,
-            r"table 'user': expected shape \(5, 2\), got \(6, 2",
+            r"table 'user': values: expected shape \(5, 2\), got \(6, 2",
         ),
         ({"item": ZEROS, "mine": ZEROS}, None, r"table: expected one of .*user.*, got 'mine'"),
         ({"item": ZEROS}, {"item": {"momenta": ZEROS}}, r"table 'item': slot: .*'accumulators'"),
-        ({"item": ZEROS}, {"item": {"accumulators": ZEROS[:, 0]}}, r"slot 'accumulators': exp"),
-        ({"item": ZEROS}, {"user": {"momenta": ZEROS[:5] * 1j}}, r"'momenta': expected real numb"),
+        (
+            {"item": ZEROS},
+            {"item": {"accumulators": ZEROS[:, 0]}},
+            r"slot 'accumulators': values: exp",
+        ),
+        (
+            {"item": ZEROS},
+            {"user": {"momenta": ZEROS[:5] * 1j}},
+            r"'momenta': values: expected real numb",
+        ),
     ],
 )
 def test_load_checks_everything_before_anything_changes(tables, slots, said):

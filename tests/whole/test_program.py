@@ -51,7 +51,9 @@ def compiled_step(engine, ids):
 
     axes = engine.layout.axes
     state = jax.eval_shape(engine.init, jax.random.key(0))
-    specs = tables.state_specs(engine.layout.stacks, axes)
+    specs = tables.split_shards(
+        {stack.name: tables.stack_specs(stack, axes) for stack in engine.layout.stacks}
+    )
     held = jax.tree.map(
         lambda leaf, spec: with_sharding(leaf, NamedSharding(axes.mesh, spec)),
         (state.tables, state.slots),
