@@ -49,6 +49,7 @@ def walks(rng):
     return [(rng.integers(ITEMS) + np.cumsum(1 + (rng.random(n) < 0.2))) % ITEMS for n in lengths]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("program", ["sasrec", "hstu"])
 def test_the_next_item_is_found(program, tmp_path, monkeypatch, capsys):
     """Of 40 items, at least 20 of which are unseen, the best ten have the next one."""
@@ -124,6 +125,7 @@ def test_some_places_of_a_user(monkeypatch):
     assert {tuple(sorted(drawn(3)[1])) for _ in range(5)} == {(10, 11)}
 
 
+@pytest.mark.whole
 def test_20_losses_on_1_and_8_devices(monkeypatch):
     """Dropout drops the same; only the sums of the network's gradients are in another order."""
     sasrec = load_from("published", "sasrec", monkeypatch)

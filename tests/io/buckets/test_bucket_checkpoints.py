@@ -77,6 +77,7 @@ MODEL = {
 }
 
 
+@pytest.mark.quick(1)
 def test_a_run_is_restored_on_other_devices(bucket):
     url, server = bucket
     made = engine()
@@ -188,6 +189,7 @@ def test_a_commit_names_nothing_that_is_being_removed(bucket):
     assert how.find() is None
 
 
+@pytest.mark.quick(1)
 def test_a_manager_keeps_the_last_ones(bucket):
     url, _ = bucket
     made = engine()
@@ -292,6 +294,7 @@ def test_what_is_forbidden_is_refused_by_name(bucket, stage):
         assert manager.all_steps() == ([1] if stage == "restore" else [])
 
 
+@pytest.mark.quick(1)
 def test_a_save_that_fails_at_any_request_is_not_there(bucket):
     url, server = bucket
     made = plain()
