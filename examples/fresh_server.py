@@ -13,12 +13,18 @@ from tpu_embed import hash_ids, io
 from tpu_embed.metrics import auc
 
 
+def step_of(model: io.FollowingModel) -> int:
+    """Return the step that a model serves."""
+    assert model.version is not None, "what is published has versions"
+    return model.version.step
+
+
 def latest(place: Path, step: int) -> io.FollowingModel:
     """Return the model of a place, once it has that of a step."""
     while True:
         try:
             model = io.follow(place)
-            while model.version.step < step:
+            while step_of(model) < step:
                 time.sleep(0.005)
                 model.poll()
             return model
@@ -36,7 +42,7 @@ def serve(config, work: Path) -> None:
         path = shown / f"{begin:06d}.npz"
         if path.exists():  # shown before this process was started again
             continue
-        while fresh.version.step < begin:
+        while step_of(fresh) < begin:
             time.sleep(0.005)
             fresh.poll()
         keys, served = fresh.keys("items")[0], time.time()
@@ -44,7 +50,7 @@ def serve(config, work: Path) -> None:
             raise AssertionError(f"the keys of step {begin} are not the trainer's")
         if full < begin - begin % config.full:
             full = begin - begin % config.full
-            while stale.version.step < full:
+            while step_of(stale) < full:
                 stale.poll()
         found: dict[str, list] = {"click": [], "items": [], "fresh": [], "stale": []}
         for number in range(begin, min(begin + config.every, config.batches)):
@@ -55,7 +61,7 @@ def serve(config, work: Path) -> None:
             for name, model in (("fresh", fresh), ("stale", stale)):
                 found[name].append(np.asarray(model(asked)))
         hidden = path.with_suffix(".new.npz")
-        arrays = {name: np.concatenate(parts) for name, parts in found.items()}
+        arrays: dict = {name: np.concatenate(parts) for name, parts in found.items()}
         np.savez(hidden, keys=keys, served=served, shown=time.time(), **arrays)
         hidden.rename(path)
 

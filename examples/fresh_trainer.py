@@ -74,6 +74,7 @@ def train(config, work: Path) -> None:
         step = int(state.step)
         known = work / "known" / f"{step:06d}"
         known.parent.mkdir(exist_ok=True)
+        assert engine.vocabularies is not None, "items have a dynamic vocabulary"
         known.write_text(digest(engine.vocabularies.keys("items")[0]))
         if step % config.full == 0:  # beside the deltas: for a server of full exports alone
             io.publish(work / "full", engine, state, touched, export, deltas=0)

@@ -139,6 +139,7 @@ def main() -> None:
             text = Text.read(args.text, run, with_memory=kind != "without")
             times: list[float] = []
             report, engine = train(run, text, kind, args.checkpoints, callback=clock(times))
+            assert report.evaluation is not None, "it is evaluated at its end"
             losses[kind].append(report.evaluation["loss"])
             line = f"{kind}  seed {seed}  held-out loss {losses[kind][-1]:.4f}"
             if times:
