@@ -102,12 +102,9 @@ def loss_fn(network, activations, labels):
 def train(config, text: Text, kind: str, directory: Path | None = None, **options):
     """Train one model to its end, or go on with it; return its last report and its engine."""
     engine = make_engine(config, len(text.characters), kind)
-    network = Network(
-        config,
-        len(text.characters),
-        with_memory=kind != "without",
-        rngs=nnx.Rngs(config.seed),
-    )
+    options |= {"directory": directory and directory / f"{kind}-{config.seed}"}
+    rngs, with_memory = nnx.Rngs(config.seed), kind != "without"
+    network = Network(config, len(text.characters), with_memory=with_memory, rngs=rngs)
     report = fit(
         engine,
         loss_fn,
@@ -118,7 +115,6 @@ def train(config, text: Text, kind: str, directory: Path | None = None, **option
         evaluation=text.evaluation,
         evaluate_every=config.evaluate_every,
         micro_batches=config.micro_batches,
-        directory=directory and directory / f"{kind}-{config.seed}",
         **options,
     )
     return report, engine
@@ -137,29 +133,23 @@ def main() -> None:
         run = SimpleNamespace(**vars(config) | {"seed": seed})
         for kind in args.kinds:
             text = Text.read(args.text, run, with_memory=kind != "without")
-            times: list[float] = []
-            report, engine = train(run, text, kind, args.checkpoints, callback=clock(times))
+            speeds: list[float] = []
+
+            def note(report, speeds=speeds) -> None:
+                speeds.append(report.steps_per_second)
+
+            report, engine = train(run, text, kind, args.checkpoints, callback=note)
             assert report.evaluation is not None, "it is evaluated at its end"
             losses[kind].append(report.evaluation["loss"])
             line = f"{kind}  seed {seed}  held-out loss {losses[kind][-1]:.4f}"
-            if times:
-                line += f"  {1000 * np.median(times):.1f} ms a step"
+            if any(speeds):  # a report of an evaluation has none
+                line += f"  {1000 / np.median([one for one in speeds if one]):.1f} ms a step"
             if engine.storage is not None:
                 engine.storage.flush()
                 line += f"  {engine.storage.counters['memory']}"
             print(line, flush=True)
     for kind, found in losses.items():
         print(f"{kind}: mean {np.mean(found):.4f}, standard deviation {np.std(found):.4f}")
-
-
-def clock(times: list[float]):
-    """Return a callback that appends the seconds of a step, without evaluations, to a list."""
-
-    def note(report) -> None:
-        if report.steps_per_second:
-            times.append(1 / report.steps_per_second)
-
-    return note
 
 
 if __name__ == "__main__":
