@@ -153,3 +153,31 @@ def test_a_scan_over_stacked_batches(kind):
     assert_same(engine.tables(scanned), engine.tables(state))
     assert_same(engine.slots(scanned), engine.slots(state))
     assert int(scanned.step) == 4
+
+
+def test_rows_move_alike_to_one_device_of_either_kind():
+    # A device takes rows from the host itself, but along an explicit axis they are split.
+    table = tpu_embed.TableConfig(
+        100,
+        4,
+        initializer=jax.nn.initializers.normal(),
+        name="t",
+        combiner="sum",
+        storage=tpu_embed.HostStorage(device_rows=8),
+    )
+    found = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        one = jax.make_mesh((1,), ("x",), axis_types=(kind,), devices=jax.devices()[:1])
+        engine = tpu_embed.EmbeddingEngine(
+            tpu_embed.FeatureConfig(table), o.Adagrad(0.25), mesh=one
+        )
+        state = engine.init(jax.random.key(0))
+        for step in range(4):
+            batch = engine.place(np.arange(6) + 5 * step)
+            state, batch = engine.admit(state, batch)
+            state = engine.update(state, batch, engine.lookup(state, batch))
+        state = engine.set_rows(state, "t", np.array([21]), np.ones((1, 4)))
+        shown = engine.place(np.arange(30), training=False)
+        rows = engine.rows(state, "t", np.arange(30))
+        found.append([np.asarray(engine.lookup(state, shown)), np.asarray(rows)])
+    assert_same(*found)

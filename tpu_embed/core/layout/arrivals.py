@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from tpu_embed._types import Array
 from tpu_embed.core.layout.stacks import ROW_MULTIPLE, Stack
@@ -135,9 +136,13 @@ def send_lines(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
-def parcel_operand(parcels: np.ndarray, sharding: jax.sharding.Sharding) -> Any:
-    """Return parcels as an operand of a program: one device takes its line from the host itself."""
-    return parcels if sharding.num_devices == 1 else send_lines(parcels, sharding)
+def parcel_operand(parcels: np.ndarray, sharding: NamedSharding) -> Any:
+    """Return parcels as an operand of a program: one device takes its line from the host itself.
+
+    Along an explicit axis the operand has to say how it is split, also over one device.
+    """
+    from_host = sharding.num_devices == 1 and AxisType.Explicit not in sharding.mesh.axis_types
+    return parcels if from_host else send_lines(parcels, sharding)
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
