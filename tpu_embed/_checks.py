@@ -70,10 +70,11 @@ def refuse(
       error: the kind of the error.
       cause: what it was caught as, if anything.
     """
-    fault = error(message(what, expected=expected, got=got, remedy=remedy))
+    text = message(what, expected=expected, got=got, remedy=remedy)
+    # No name for the error: with its traceback it would be a cycle, which keeps what callers hold.
     if cause is not None:
-        raise fault from cause
-    raise fault
+        raise error(text) from cause
+    raise error(text)
 
 
 def message_of_many(what: str, messages: Sequence[str], *, remedy: str) -> str:

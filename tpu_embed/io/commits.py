@@ -37,7 +37,7 @@ _BEGUN, _COMMITS = "begun", "commits"
 _SWEEPING = b"sweeping"
 """What the mark of a writer says when its parts are being removed."""
 
-_KIND, _FORMAT = "commit", 1
+_KIND, _FORMAT = "commit", 2
 _REMEDY = "this commit is damaged: remove it, and take another one"
 _ONE_WRITER = "one writer per directory: give another one"
 _FORM = schema.record(
@@ -218,9 +218,16 @@ class _InBucket:
         except FileExistsError:
             del root.written[self._commit.key]
             raise
-        # Who sweeps changes the mark, then looks for a commit: one of the two sees the other.
+        # Who sweeps changes the mark, then looks for a commit: one of the two sees the other. A
+        # mark goes last, so without one, what is shared may be gone already.
         marks = {one: self._mark(one).get() for one in _roots(value)}
-        if _SWEEPING in marks.values() or marks[root.name] is None:
+        there = [
+            f"{one}/{name}"
+            for one in marks.keys() - {root.name}
+            for name in self._beside(one).names()
+        ]
+        gone = any(not any(key.startswith(f"{one}/") for key in there) for one in shared)
+        if gone or _SWEEPING in marks.values() or marks[root.name] is None:
             self._commit.remove()
             raise OSError(_swept(root))
         with contextlib.suppress(OSError):  # a later save removes what is left
@@ -268,8 +275,7 @@ class _InBucket:
         for root in roots:  # where this is interrupted, a later save goes on
             self._mark(root).put(_SWEEPING)
         self._commit.remove()
-        for root in roots:
-            self._clear(root)
+        self._clear(*roots)
 
     def names(self) -> list[str]:
         return [name.removesuffix(".json") for name in (self.place / _COMMITS).names()]
@@ -279,23 +285,26 @@ class _InBucket:
             if _is_of(begun, name):
                 _InBucket(self.place / begun.rpartition("~")[0])._clear(begun)
 
-    def _clear(self, root: str) -> None:
-        """Remove the parts of a writer, but for those that a commit names; its mark goes last."""
-        mark = self._mark(root)
-        mark.put(_SWEEPING)
+    def _clear(self, *roots: str) -> None:
+        """Remove the parts of writers, but for those that a commit names; their marks go last."""
+        for root in roots:
+            self._mark(root).put(_SWEEPING)
         beside, names = _InBucket(self.place.parent), [self.place.name]
         if self.place.name.isdecimal():  # only these share
             names += filter(str.isdecimal, beside.names())
         try:
             said = [_InBucket(beside.place / name)._said() for name in {*names}]
         except ValueError:  # who knows what a damaged commit shares: a later save goes on
-            mark.put(b"")
+            for root in roots:
+                self._mark(root).put(b"")
             return
         named = {name for one in said if one is not None for name in (one["root"], *one["shared"])}
-        if root not in named:
-            start = f"{root}/"
-            self._beside(root).remove(one[len(start) :] for one in named if one.startswith(start))
-        mark.remove()
+        for root in roots:
+            if root not in named:
+                start = f"{root}/"
+                kept = (one[len(start) :] for one in named if one.startswith(start))
+                self._beside(root).remove(kept)
+            self._mark(root).remove()
 
     def _mark(self, root: str) -> Bucket:
         """Return the object that says that a writer has begun."""

@@ -60,8 +60,8 @@ def file_name(name: str) -> str:
 def create(path: Place) -> Iterator[BinaryIO | NewFile]:
     """Open a new file for writing; when the block ends, its bytes are on disk, or in the bucket."""
     if isinstance(path, Bucket):
-        yield (new := NewFile(path))
-        new.close()
+        with NewFile(path) as new:
+            yield new
         return
     with path.open("xb") as file:
         yield file

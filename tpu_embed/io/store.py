@@ -18,7 +18,9 @@ their sums.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import io
 import itertools
 import os
 import re
@@ -116,7 +118,9 @@ class Bucket:
           OSError: no answer; other bytes than a commit says.
         """
         if self.key in (self.parts or {}):
-            return b"".join(self.blocks())
+            whole = io.BytesIO()
+            whole.writelines(self.blocks())
+            return whole.getvalue()
         return self.bytes_of(self._store.read(self.key))
 
     def blocks(self) -> Iterator[bytes]:
@@ -243,6 +247,17 @@ class NewFile:
         self._place, self._left, self._pieces = place, bytearray(), list[ts.Future]()
         self._said = [0, 0]
 
+    def __enter__(self) -> NewFile:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Write what is left; after an error, end without it."""
+        if kind is None:
+            self.close()
+        else:
+            settle(self._pieces)
+
     def write(self, data: bytes) -> int:
         """Take more bytes; those of some pieces may be under way."""
         self._left += data
@@ -262,9 +277,13 @@ class NewFile:
         if not self._pieces:
             self._place.put(bytes(self._left), new=True)
             return
-        self._begin_piece()
-        for piece in self._pieces:
-            wait(piece, self._place)
+        try:
+            self._begin_piece()
+            for piece in self._pieces:
+                wait(piece, self._place)
+        except BaseException:
+            settle(self._pieces)
+            raise
         assert self._place.written is not None
         self._place.written[self._place.key] = [*self._said, len(self._pieces)]
 
@@ -329,3 +348,10 @@ def wait(future: ts.Future, place: Place) -> Any:
     except Exception as error:
         got = f"{error}"
     refuse(f"{place}", expected="an answer", got=got, remedy=_REMEDY, error=OSError)
+
+
+def settle(writes: Iterable[ts.Future]) -> None:
+    """Wait until no write is under way, after an error: what is there can then be removed."""
+    for one in writes:
+        with contextlib.suppress(Exception):  # the first error is on its way already
+            one.result(timeout=DEADLINE)

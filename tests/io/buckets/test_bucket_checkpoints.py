@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import threading
+import time
 
 import bucket_fixtures
 import jax
@@ -13,7 +15,7 @@ from flax import nnx
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
-from tpu_embed.io import store
+from tpu_embed.io import files, store
 from tpu_embed.io.checkpoint import row_files
 from tpu_embed.io.commits import committer
 
@@ -119,36 +121,38 @@ def test_no_chunk_is_read_twice(bucket, monkeypatch, placement, block, chunks):
     assert reads == [1] * chunks
 
 
+def hosted_engine():
+    table = TableConfig(40, 4, name="home", storage=HostStorage(device_rows=16))
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(2))
+
+
+def hosted_step(made, state, first):
+    state, batch = made.admit(state, made.place(np.arange(first, first + 10)))
+    return made.update(state, batch, np.ones((10, 4), np.float32))
+
+
 def test_unchanged_rows_at_home_are_named_by_later_commits(bucket):
     url, _ = bucket
     place = store.place_of(url)
-
-    def made():
-        table = TableConfig(40, 4, name="home", storage=HostStorage(device_rows=16))
-        return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(2))
-
-    def step(made, state, first):
-        state, batch = made.admit(state, made.place(np.arange(first, first + 10)))
-        return made.update(state, batch, np.ones((10, 4), np.float32))
 
     def roots():
         found = {one.partition("~")[0] for one in place.names() if not one.startswith("commits/")}
         return sorted(found)
 
     def restored(number):
-        other = made()
+        other = hosted_engine()
         return other, io.restore(f"{url}/{number}", other).state
 
-    one = made()
+    one = hosted_engine()
     state = one.init(jax.random.key(0))
     for first in (0, 10, 20, 30):
-        state = step(one, state, first)
+        state = hosted_step(one, state, first)
     before = {}
     with io.CheckpointManager(url, one, keep=2) as manager:
         for number in (1, 2, 3):
             manager.save(number, state)
             before[number] = one.rows(state, "home", np.arange(40))
-            state = step(one, state, 0)  # the others have not changed
+            state = hosted_step(one, state, 0)  # the others have not changed
             manager.wait()
         assert manager.all_steps() == [2, 3]
         assert all("/rows/" in name for name in place.names() if name.startswith("1~"))
@@ -187,6 +191,55 @@ def test_a_commit_names_nothing_that_is_being_removed(bucket):
     with pytest.raises(OSError, match="one writer per directory"):
         how.finish(root, [{f"{shared.key}/rows": []}])
     assert how.find() is None
+
+
+def test_a_commit_names_nothing_that_was_removed_meanwhile(bucket):
+    url, server = bucket
+    made = hosted_engine()
+    state = made.init(jax.random.key(0))
+    for first in (0, 10, 20, 30):
+        state = hosted_step(made, state, first)
+    io.save(f"{url}/1", made, state)
+    state = hosted_step(made, state, 0)
+
+    def rule(method, path, _body):
+        if method in ("PUT", "POST") and "commits" in path and "2.json" in path:
+            server.rule = lambda *_: None
+            committer(store.place_of(f"{url}/1")).remove()
+
+    server.rule = rule
+    with pytest.raises(OSError, match="one writer per directory"):
+        io.save(f"{url}/2", made, state)
+    assert committer(store.place_of(url)).names() == []
+
+
+def test_nothing_is_under_way_when_a_file_is_given_up(bucket, monkeypatch):
+    url, server = bucket
+    monkeypatch.setattr(store, "_BLOCK", 2**12)
+    begun = threading.Event()
+
+    def rule(_method, path, _body):
+        if "@" in path or "%40" in path:
+            begun.set()
+            time.sleep(0.3)
+
+    how = committer(store.place_of(f"{url}/model"))
+    root = how.root("one")
+    how.begin(root)
+    server.rule = rule
+
+    def produce():
+        with files.create(root / "big") as file:
+            file.write(b"x" * 10_000)
+            assert begun.wait(10)
+            raise RuntimeError("the producer")
+
+    with pytest.raises(RuntimeError, match="the producer"):
+        produce()
+    how.abandon(root)
+    assert store.place_of(url).names() == []
+    time.sleep(0.5)  # a piece would be there now
+    assert store.place_of(url).names() == []
 
 
 @pytest.mark.quick(1)

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -363,3 +365,27 @@ def test_threads_end_when_the_last_save_went_wrong(tmp_path, monkeypatch):
         ):
             assert manager.save(1, small_state())
     assert threading.active_count() <= before + 1
+
+
+AFTER_MAIN = """
+import sys, threading
+import jax, numpy as np
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, io
+
+made = EmbeddingEngine(FeatureConfig(TableConfig(9, 2, name="t")))
+state, manager = made.init(jax.random.key(0)), io.CheckpointManager(sys.argv[1], made)
+
+def loop():
+    threading.main_thread().join()
+    manager.save(1, state)
+    manager.wait()
+    print(manager.all_steps())
+
+threading.Thread(target=loop).start()
+"""
+
+
+def test_a_loop_that_outlives_the_main_thread_saves(tmp_path):
+    command = [sys.executable, "-c", AFTER_MAIN, str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "[1]\n", done.stderr

@@ -141,6 +141,22 @@ def test_a_table_that_cannot_be_written_leaves_the_others_in_place(own, served, 
     assert_same_bits(model(REQUEST), before)
 
 
+def test_a_copy_that_cannot_be_written_leaves_the_others_in_place(served, monkeypatch):
+    model = load_model(served.root).apply_in_place(served.deltas[0])
+    model, before = dataclasses.replace(model, _own=frozenset({"day.of/week"})), model(REQUEST)
+    set_rows, most = served_tables.set_rows, len(model.tables["day.of/week"]["values"])
+
+    def fails_for_items(array, *written):
+        if len(array) > most:
+            raise MemoryError("no room for items")
+        return set_rows(array, *written)
+
+    monkeypatch.setattr(served_tables, "set_rows", fails_for_items)
+    with pytest.raises(MemoryError, match="no room for items"):
+        model.apply_in_place(served.deltas[1])
+    assert_same_bits(model(REQUEST), before)
+
+
 def bits(table):
     return table.view(np.uint16)
 

@@ -307,7 +307,7 @@ def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSe
 
     def as_bytes(rows: Rows) -> np.ndarray:
         whole = np.empty(len(rows[VALUES]), dtype)
-        for name in rows:
+        for name in dtype.names or ():
             whole[name] = rows[name]
         return whole.view(np.uint8).reshape(len(whole), -1)
 

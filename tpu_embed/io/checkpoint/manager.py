@@ -150,10 +150,11 @@ class _NumberedCheckpoints(abc.ABC):
                 _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
-                # The thread ends with the save, for which the interpreter waits at its end.
-                writer = concurrent.futures.ThreadPoolExecutor(1, "tpu_embed_save")
-                self._saving = writer.submit(saved)
-                writer.shutdown(wait=False)
+                # A thread, for which the interpreter waits at its end; an executor takes none then.
+                self._saving = saving = concurrent.futures.Future()
+                threading.Thread(
+                    target=_fulfil, args=(saving, saved), name="tpu_embed_save"
+                ).start()
             else:
                 saved()
             return True
@@ -437,3 +438,11 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
             restore_modules, modules=modules, key=key, convert=convert, leave_out=leave_out
         )
         return self._restore_numbered(step, read)
+
+
+def _fulfil(future: concurrent.futures.Future[None], work: Callable[[], None]) -> None:
+    """Do the work, and let a future tell how it ended."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

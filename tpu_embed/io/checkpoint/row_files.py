@@ -35,7 +35,7 @@ import tensorstore as ts
 from tpu_embed._checks import refuse
 from tpu_embed.core.rows import BLOCK, Grid, Ids, pieces
 from tpu_embed.io import files
-from tpu_embed.io.store import Bucket, Place, wait
+from tpu_embed.io.store import Bucket, Place, settle, wait
 
 _AT_ONCE, _AT_ONCE_IN_BUCKET = 4, 16
 """Blocks that are written at once; in a bucket, which takes longer to answer, also read ahead."""
@@ -146,6 +146,14 @@ class RowWriter:
         metadata = files.checksum(array.path / _METADATA, "")
         self._checksums = {_METADATA: metadata}
 
+    def __enter__(self) -> RowWriter:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Wait for chunks that an error has left under way."""
+        settle(future for _, future in self._writing)
+
     def write(self, place: Part, rows: np.ndarray) -> None:
         """Start to write a chunk; wait for an earlier one first if enough of them are under way.
 
@@ -191,13 +199,14 @@ def write_column(array: RowArray, blocks: Iterable[np.ndarray]) -> dict[str, int
       array: the array to make; see `column`.
       blocks: rows `[k, …]` in order, `array.block` of them in each but the last.
     """
-    writer, first = RowWriter(array, 1), 0
-    for rows in blocks:
-        last = first + len(rows)
-        writer.write((slice(first, last), slice(0, 1)), rows[:, None])
-        first = last
-    assert first == array.rows_per_shard, "the blocks are all rows"
-    return writer.finish()
+    first = 0
+    with RowWriter(array, 1) as writer:
+        for rows in blocks:
+            last = first + len(rows)
+            writer.write((slice(first, last), slice(0, 1)), rows[:, None])
+            first = last
+        assert first == array.rows_per_shard, "the blocks are all rows"
+        return writer.finish()
 
 
 def write_all(array: RowArray, rows: np.ndarray) -> dict[str, int]:

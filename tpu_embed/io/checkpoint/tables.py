@@ -196,14 +196,14 @@ def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
     if not shards.numbers:
         return {}
     together = shards.side_by_side if array.alternate else 1
-    writer = RowWriter(array, together)
-    for lines in pieces(array.rows_per_shard, array.block):
-        for at in pieces(len(shards.numbers), together):
-            some = shards.numbers[at]
-            place = slice(some[0], some[-1] + 1)
-            rows = shards.block(some, lines.start, lines.stop)
-            writer.write((lines, place) if array.alternate else (place, lines), rows)
-    return writer.finish()
+    with RowWriter(array, together) as writer:
+        for lines in pieces(array.rows_per_shard, array.block):
+            for at in pieces(len(shards.numbers), together):
+                some = shards.numbers[at]
+                place = slice(some[0], some[-1] + 1)
+                rows = shards.block(some, lines.start, lines.stop)
+                writer.write((lines, place) if array.alternate else (place, lines), rows)
+        return writer.finish()
 
 
 # -- reading -----------------------------------------------------------------------------------

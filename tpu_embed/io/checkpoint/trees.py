@@ -121,7 +121,8 @@ def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callab
 
     def written() -> None:
         for name, content in pieces.items():
-            (directory / name).put(content)
+            with files.create(directory / name) as file:
+                file.write(content)
         _write_leaves(directory, checkpoint, tree)
 
     return written

@@ -284,12 +284,14 @@ def write(
     jax.block_until_ready(new)
     plans = {name: one.plan for name, one in writings.items() if one.plan is not None}
     new_keys = {n: keys[n] if n in in_place else keys[n].copy() for n in plans}
-    for name, one in writings.items():
-        arrays = new[name].items()
-        new[name] = {part: set_rows(array, one.rows, one.parts[part]) for part, array in arrays}
+    for names in (new.keys() - in_place, in_place):  # what cannot be undone comes last
+        for name in names:
+            one, arrays = writings[name], new[name].items()
+            new[name] = {part: set_rows(array, one.rows, one.parts[part]) for part, array in arrays}
+        jax.block_until_ready(new)
     for name, plan in plans.items():
         new_keys[name].change(plan)
-    return jax.block_until_ready(new), new_keys
+    return new, new_keys
 
 
 def _copied(writing: Writing, arrays: Parts) -> Parts:
