@@ -26,5 +26,4 @@ def test_interrupts_at_random_moments(which, count):
     assert ended.returncode == 0, ended.stderr
     interrupts, kept = map(int, ended.stdout.split())
     assert interrupts == count
-    if which == "embedding":
-        assert kept >= 0.95 * count
+    assert kept >= {"embedding": 0.95, "functional": 0.3}[which] * count

@@ -134,3 +134,17 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     for batch in ahead:
         made.enqueue(batch)
     assert_trains_on(made, [1, 2], [3, 4])
+
+
+def test_a_lookup_that_is_refused_undoes_no_training_batch(monkeypatch):
+    made, place_ids = embedding(), Intake.place_ids
+
+    def beside_another(intake, features, *given, training, **options):
+        if not training:  # another thread's batch comes first
+            place_ids(intake, np.array([3, 4]), training=True)
+        return place_ids(intake, features, *given, training=training, **options)
+
+    monkeypatch.setattr(Intake, "place_ids", beside_another)
+    with pytest.raises(TypeError):
+        made.enqueue(np.array([0.5, 1.5]), training=False)
+    assert steps(made) == (0, 1, 0)

@@ -97,8 +97,17 @@ def test_columns_have_rows_of_their_own_and_fill_them():
     assert lasts < 2_000
 
 
+def test_a_masked_token_is_padding():
+    options = {"heads": 2, "vocabulary_size": 100}
+    masked = np.ma.masked_array(np.uint32([[5, 6, 7, 8]]), mask=[[0, 1, 0, 0]])
+    np.testing.assert_array_equal(
+        ngram_ids(masked, **options), ngram_ids([[5, -1, 7, 8]], **options)
+    )
+
+
 def test_no_place_gives_no_ids():
     options = {"heads": 2, "vocabulary_size": 100}
+    assert ngram_ids([[], []], **options).shape == (2, 0, 4)
     assert ngram_ids(np.zeros((2, 0), int), **options).shape == (2, 0, 4)
     assert ngram_ids([7], **options).tolist() == [[-1] * 4]
 
@@ -125,6 +134,7 @@ def test_a_feature_takes_a_column_as_a_bag_of_its_own():
         ({"tokens": [[2**32]]}, ValueError, "tokens: expected integers below 2"),
         ({"orders": ()}, ValueError, "orders: expected at least one length"),
         ({"orders": (2, 2)}, ValueError, "orders: expected at least one length, each once"),
+        ({"orders": 2}, ValueError, "orders: expected lengths of n-grams"),
         ({"orders": (0,)}, ValueError, "orders\\[0\\]"),
         ({"heads": 0}, ValueError, "heads"),
         ({"vocabulary_size": 2**31}, ValueError, "vocabulary_size: expected at most"),

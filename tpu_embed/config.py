@@ -226,7 +226,7 @@ class FeatureConfig:
       output_shape: the activation's shape without D; its first entry is B. None: the shape follows
         from the input.
       on_bad_id: what happens to an id outside [0, V): "error" raises, "drop" leaves it out of its
-        bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a living
+        bag, "clip" replaces it by the nearest valid id. It does not apply to the keys of a dynamic
         vocabulary, which are all valid.
       name: a name that messages show beside the feature's path.
       jagged: the feature is a sequence whose activation is a `Jagged`: the rows of all examples one

@@ -9,13 +9,13 @@ import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_int, message, refuse
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PADDING_ID
 
 _MODULUS = 2**32
@@ -53,7 +53,7 @@ def ngram_ids(
 
     Args:
       tokens: integers `[..., L]`, usually `[B, L]`, below 2³²: lists or NumPy's give ids on the
-        host, JAX's give ids on the devices. A negative token is padding.
+        host, JAX's give ids on the devices. A negative token is padding, and so is a masked one.
       orders: the lengths n of the n-grams, each once, at least 1.
       heads: how many ids each order has.
       vocabulary_size: V of the table, at most 2³¹ - 1. A few of its rows stay unused.
@@ -83,20 +83,22 @@ def ngram_ids(
       Cheng et al., "Conditional memory via scalable lookup", 2026 (several heads, prime sizes).
     """
     tokens = _integers("tokens", tokens)
+    if not isinstance(orders, Sequence):
+        _refuse("orders", "lengths of n-grams, such as (2, 3)", repr(orders))
     orders = [check_int(f"ngram_ids: orders[{i}]", n, minimum=1) for i, n in enumerate(orders)]
     heads = check_int("ngram_ids: heads", heads, minimum=1)
     if len(set(orders)) < max(len(orders), 1):
-        raise _refused("orders", "at least one length, each once", orders)
+        _refuse("orders", "at least one length, each once", orders)
     size = check_int("ngram_ids: vocabulary_size", vocabulary_size, minimum=1)
     if size >= 2**31:
-        raise _refused("vocabulary_size", "at most 2**31 - 1", size)
+        _refuse("vocabulary_size", "at most 2**31 - 1", size)
     if not 0 <= check_int("ngram_ids: seed", seed, minimum=0) < _MODULUS:
-        raise _refused("seed", "at most 2**32 - 1", seed)
+        _refuse("seed", "at most 2**32 - 1", seed)
     if segments is not None:
         segments = _integers("segments", segments)
         if segments.shape != tokens.shape:
             expected = f"the shape of the tokens, {tokens.shape}"
-            raise _refused("segments", expected, segments.shape)
+            _refuse("segments", expected, segments.shape)
 
     traced = any(isinstance(one, jax.Array) for one in (tokens, segments))
     xp: ModuleType = jnp if traced else np
@@ -122,24 +124,28 @@ def ngram_ids(
     return xp.concatenate(ids, axis=-1)
 
 
-def _refused(what: str, expected: str, got: Any) -> ValueError:
-    return ValueError(message(f"ngram_ids: {what}", expected=expected, got=got))
+def _refuse(what: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+    refuse(f"ngram_ids: {what}", expected=expected, got=got, error=error)
 
 
 def _integers(what: str, given: Any) -> Any:
-    """Return an array of integers `[..., L]`, as it is or from a list.
+    """Return an array of integers `[..., L]`, as it is or from a list; masked places are -1.
 
     Raises:
       TypeError: it holds something else.
       ValueError: it has no axis, or a known token does not fit 32 bits.
     """
-    array = given if isinstance(given, jax.Array) else np.asarray(given)
+    array = given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    if not isinstance(array, jax.Array) and not array.size:
+        array = np.zeros(array.shape, np.int32)  # a list without tokens
     if array.dtype.kind not in "iu":
-        refuse(f"ngram_ids: {what}", expected="integers", got=f"{array.dtype}", error=TypeError)
+        _refuse(what, "integers", f"{array.dtype}", TypeError)
     if not array.ndim:
-        raise _refused(what, "an array [..., L]", "a number")
+        _refuse(what, "an array [..., L]", "a number")
+    if isinstance(array, np.ma.MaskedArray):
+        array = np.where(np.ma.getmaskarray(array), -1, array.data.astype(np.int64))
     if isinstance(array, np.ndarray) and array.size and array.max() >= _MODULUS:
-        raise _refused(what, "integers below 2**32", array.max())
+        _refuse(what, "integers below 2**32", array.max())
     return array
 
 
@@ -170,5 +176,5 @@ def _primes(size: int, columns: int) -> np.ndarray:
         candidate -= 1
     if len(found) < columns:
         expected = f"room for {columns} columns with different prime numbers of rows"
-        raise _refused("vocabulary_size", expected, size)
+        _refuse("vocabulary_size", expected, size)
     return np.array(found, np.uint32)

@@ -20,7 +20,6 @@ from data_cases import LONG, ROWS, SIZE, batch, engine, source, threads, wait_fo
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.data import Prefetcher
-from tpu_embed.data.worker import Worker
 from tpu_embed.vocabulary import DynamicVocabulary
 
 
@@ -199,7 +198,6 @@ import itertools, sys, threading, time
 import numpy as np
 import tpu_embed
 from tpu_embed.data import Prefetcher
-from tpu_embed.data.worker import Worker
 from tpu_embed.io import CheckpointManager
 
 config = {"x": tpu_embed.FeatureConfig(tpu_embed.TableConfig(9, 2))}
@@ -276,7 +274,7 @@ def test_many_steps_keep_no_memory(make, steps):
 
 @pytest.mark.parametrize("what", ["place", "rewind", "load"])
 def test_a_source_that_moves_the_maps_of_its_own_batch(what):
-    """Nothing waits for ever, and the batch that is out of order is refused."""
+    """It is refused in the loop, and the maps stay as they are."""
     table = TableConfig(8, 2, vocabulary=DynamicVocabulary())
     living = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)})
     state, keys = living.init(jax.random.key(0)), {"x": np.arange(8)}
@@ -294,35 +292,35 @@ def test_a_source_that_moves_the_maps_of_its_own_batch(what):
         yield keys
 
     batches = Prefetcher(living, acting(), depth=2)
-    first, second = batches
-    if what == "place":
-        state, _ = living.admit(state, first)
-        first = second
-    with pytest.raises(ValueError, match=r"batch: expected .*"):
-        living.admit(state, first)
-    maps.rewind(state)
+    state, _ = living.admit(state, next(batches))
+    with pytest.raises(RuntimeError, match="a source must not place training batches"):
+        next(batches)
     state, _ = living.admit(state, living.place(keys))
 
 
-def test_an_interrupt_while_the_thread_ends_does_not_look_like_the_end_of_the_data(monkeypatch):
-    def failing():
-        yield from source(1)
-        raise OSError("disk gone")
+@pytest.mark.parametrize("end", ["break", "error"])
+def test_what_a_thread_reads_is_not_placed_once_its_loop_has_ended(end):
+    table = TableConfig(50, 2, vocabulary=DynamicVocabulary())
+    living = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)})
+    state, maps, more = living.init(jax.random.key(0)), living.vocabularies, threading.Event()
+    read = threading.Event()
 
-    batches = Prefetcher(engine(), failing())
-    next(batches)
-    with monkeypatch.context() as patched:
-        patched.setattr(Worker, "join", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            next(batches)
-    with pytest.raises(OSError, match="disk gone"):
-        next(batches)
+    def slow():
+        yield {"x": np.arange(8)}
+        read.set()
+        more.wait(LONG)
+        yield {"x": np.arange(8) + 8}
 
-
-def test_a_source_cannot_ask_its_own_prefetcher():
-    def asking():
-        yield next(batches)
-
-    batches = Prefetcher(engine(), asking())
-    with pytest.raises(RuntimeError, match="its own source"):
-        next(batches)
+    batches = Prefetcher(living, slow())
+    thread = batches._started()
+    state, _ = living.admit(state, next(batches))
+    assert read.wait(LONG)
+    if end == "error":
+        with pytest.raises(ZeroDivisionError), batches:
+            raise ZeroDivisionError
+    del batches
+    maps.rewind(state)
+    more.set()
+    thread.join(LONG)
+    assert maps.placed == maps.admitted == 1
+    state, _ = living.admit(state, living.place({"x": np.arange(8)}))

@@ -1,8 +1,11 @@
 """A table on the host that is trained while it is interrupted, and the files of the package."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 
+import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
 
 ROWS, BATCH = 40, 4
@@ -20,6 +23,8 @@ def ids_of(step):
 
 def in_files(*names):
     """Return a predicate: whether code is in one of these files of the package."""
+    for name in names:
+        assert (Path(tpu_embed.__file__).parent / f"{name}.py").is_file(), name
     return lambda code: code.co_filename.endswith(tuple(f"tpu_embed/{name}.py" for name in names))
 
 

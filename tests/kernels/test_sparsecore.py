@@ -100,7 +100,7 @@ def test_long_rows_are_cut_into_pieces_that_fit(vectors, rows):
     cuts = sparsecore._cuts(table)
     assert words % cuts == 0
     assert (words // cuts) % sparsecore.WORDS == 0
-    assert 16 * words // cuts <= sparsecore._MOST_WORDS
+    assert 16 * words // cuts <= sparsecore.MOST_WORDS
     pieces = np.arange(10 * cuts).reshape(10, cuts)
     wanted = [pieces[r] if 0 <= r < 10 else np.full(cuts, -1) for r in rows]
     numbers = sparsecore._piece_numbers(table, jnp.asarray(rows, jnp.int32))
@@ -112,6 +112,6 @@ def test_a_chunk_fits_and_divides_where_it_can(n, row):
     chunk = sparsecore._rows_at_a_time(n, row)
     assert 16 <= chunk <= 128
     assert chunk % 16 == 0
-    assert not row or chunk * row[0] <= sparsecore._MOST_WORDS
+    assert not row or chunk * row[0] <= sparsecore.MOST_WORDS
     if n % 16 == 0:
         assert n % chunk == 0

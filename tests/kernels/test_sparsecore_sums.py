@@ -206,7 +206,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
 
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
     monkeypatch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
-    monkeypatch.setattr(sparsecore_sums, "_MOST_WORDS", 32 * 16)
+    monkeypatch.setattr(sparsecore_sums, "MOST_WORDS", 32 * 16)
     index, segments = (jnp.asarray(x) for x in CASES["segments end with chunks"])
     index = index.at[::5].set(-1).at[1::5].set(ROWS)
     for halves in (1, 2):

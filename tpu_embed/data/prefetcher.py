@@ -73,6 +73,7 @@ class Prefetcher:
     """
 
     _worker: Worker | None = None
+    _end: weakref.finalize | None = None
 
     def __init__(
         self,
@@ -163,6 +164,7 @@ class Prefetcher:
         # Interrupted, this can be repeated.
         worker.stop()
         worker.join()
+        self._detach()
         (error,) = self._last
         self._over, self._last = True, None
         raise StopIteration if error is None else error
@@ -179,6 +181,8 @@ class Prefetcher:
                     order.let(worker)
                 worker.start()
                 self._worker, self._source = worker, None
+                self._end = weakref.finalize(self, worker.stop)
+                self._end.atexit = False
             except BaseException:
                 worker.stop()  # nobody else would
                 raise
@@ -213,10 +217,12 @@ class Prefetcher:
           ValueError: it is not a position of such a source, or of as many processes.
         """
         if self._source is None or self._over:
-            _refuse(
+            refuse(
+                "Prefetcher.set_state",
                 expected="a call before the first batch",
                 got="one after it",
                 remedy="make a new Prefetcher",
+                error=RuntimeError,
             )
         before, source_state = _decode(position, stateful=self._stateful)
         shapes = position.get("shapes")
@@ -243,10 +249,12 @@ class Prefetcher:
             self._worker.stop(error)
             if error is None:
                 self._worker.join()
+        self._detach()
 
-    def __del__(self) -> None:
-        if self._worker is not None:
-            self._worker.stop()
+    def _detach(self) -> None:
+        """Run nothing when this is freed: a Ctrl-C would be lost there."""
+        if self._end is not None:
+            self._end.detach()
 
 
 class _Loop:

@@ -83,16 +83,20 @@ class Feed:
         # A lookup has the rows of the moment at which the loop asked for it.
         self.pin = (lambda: None) if rules.training else self._intake.pin
 
-    def compute(self, pin: Pin | None) -> Placed | None:
+    def compute(self, pin: Pin | None, worker: Worker) -> Placed | None:
         """Return the next batch, placed; None if there are no more in any process.
+
+        What was read when the thread was stopped is not placed: the loop may have rewound the maps.
 
         Raises:
           ValueError: there are more in another process.
           Exception: what the source or `place` raises.
         """
         self._number += 1
+        order = self._intake.order(training=self._rules.training)
         try:
-            item = self._rules.take_apart(self._read())
+            with contextlib.nullcontext() if order is None else order.draws():
+                item = self._rules.take_apart(self._read())
             source_state = state_of(self._source)
         except StopIteration:
             self._others.end()
@@ -100,14 +104,23 @@ class Feed:
         except BaseException as error:
             self._others.refuse(error)
             raise
-        try:
-            batch = self._intake.place_ids(
+
+        def place() -> Any:
+            if worker.stopped:
+                return None
+            return self._intake.place_ids(
                 item.features,
                 item.weights,
                 self._rules.spec,
                 training=self._rules.training,
                 step=pin and pin.step,
             )
+
+        try:
+            batch = place() if order is None else order.run(place)
+            if batch is None:
+                self.leave(worker.reason)
+                return None
             placed = item.around(batch, self._engine)
         except Exception as error:
             error.add_note(f"This was batch {self._number} of the source.")
@@ -152,6 +165,7 @@ class Worker(threading.Thread):
 
     Attributes:
       stopped: whether the thread ends after what it is computing.
+      reason: the exception that has ended the loop, if one did.
     """
 
     def __init__(self, feed: Feed, before: int) -> None:
@@ -164,7 +178,7 @@ class Worker(threading.Thread):
         self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a loop that waits
         self._before = self._requested = before
         self._outcomes: dict[int, Placed | BaseException | None] = {}
-        self._reason: BaseException | None = None
+        self.reason: BaseException | None = None
         _running.add(self)
         _stop_all_at_exit()
 
@@ -198,10 +212,16 @@ class Worker(threading.Thread):
         Args:
           reason: the exception that ends the loop, which the other processes are told; or None.
         """
-        self._reason = reason or self._reason  # it is stopped once more at the exit
+        self.reason = reason or self.reason  # it is stopped once more at the exit
         self.stopped = True
         self._outcomes.clear()
-        self._requests.put(_NO_MORE)
+        # Requests hold pins. Of those that nobody computes any more, one is left, for the thread to
+        # tell the other processes.
+        left_out = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                left_out |= self._requests.get_nowait() is not _NO_MORE
+        self._requests.put(None if left_out else _NO_MORE)
         self._note()
 
     def _note(self) -> None:
@@ -210,8 +230,8 @@ class Worker(threading.Thread):
             self._notes.put(None)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended; it does not wait for itself."""
-        if self is not threading.current_thread():
+        """Wait until the thread has ended, if it was started; it does not wait for itself."""
+        if self is not threading.current_thread() and self.is_alive():
             super().join(timeout)
 
     # -- the thread's side ---------------------------------------------------------------------
@@ -228,10 +248,10 @@ class Worker(threading.Thread):
             pin = self._requests.get()
             if self.stopped:
                 if pin is not _NO_MORE:
-                    feed.leave(self._reason)
+                    feed.leave(self.reason)
                 break
             number += 1
-            self._outcomes[number] = outcome = _outcome_of(feed, pin)
+            self._outcomes[number] = outcome = _outcome_of(feed, pin, self)
             goes_on = isinstance(outcome, Placed)
             self._note()
         if self.stopped:
@@ -241,9 +261,9 @@ class Worker(threading.Thread):
         self._feed = None
 
 
-def _outcome_of(feed: Feed, pin: Any) -> Placed | BaseException | None:
+def _outcome_of(feed: Feed, pin: Any, worker: Worker) -> Placed | BaseException | None:
     try:
-        return feed.compute(pin)
+        return feed.compute(pin, worker)
     except StopIteration as error:  # it would end the loop as if the data had ended
         wrapped = RuntimeError(
             message(

@@ -31,15 +31,14 @@ MOST_BYTES = 2**34
 """The most bytes of an array on one device, 16 GiB: others have found that SparseCores address no
 more than that (torchrec #4630). This has not been tried with these kernels."""
 
-LONGEST = 1024
-"""The most words of a row that a subcore sums or rounds: two chunks of the fewest rows, and what is
-made of them, fit its memory."""
-
-_MOST_ROWS, _LEAST_ROWS = 128, 16
-"""The most and the fewest rows that one indirect DMA moves."""
-_MOST_WORDS = 128 * 128
+_MOST_ROWS, LEAST_ROWS = 128, 16
+"""The most and the fewest rows that one indirect DMA moves; the fewest are one vector of the widest
+subcore."""
+MOST_WORDS = 128 * 128
 """The most words that one DMA moves, 64 KiB. A subcore's memory (256 KiB or more) holds two such
-chunks at a time."""
+chunks at a time, and what is made of them."""
+LONGEST = MOST_WORDS // LEAST_ROWS
+"""The most words of a row that a subcore reads, sums or rounds at once."""
 
 
 def has_sparse_cores(device: Any) -> bool:
@@ -138,8 +137,8 @@ def _pieces(table: Array) -> Array:
 
 
 def _cuts(table: Array) -> int:
-    """Return the number of pieces per row, of which `_LEAST_ROWS` fit one DMA."""
-    return 1 if table.ndim == 1 else count_pieces(table.shape[1], _MOST_WORDS // _LEAST_ROWS)
+    """Return the number of pieces per row, of which `LEAST_ROWS` fit one DMA."""
+    return 1 if table.ndim == 1 else count_pieces(table.shape[1], LONGEST)
 
 
 def count_pieces(words: int, longest: int) -> int:
@@ -166,7 +165,7 @@ def _piece_numbers(table: Array, row_ids: Array) -> Array:
 
 
 def _rows_at_a_time(n: int, row: tuple[int, ...]) -> int:
-    """Return how many rows one DMA moves, a power of two from `_LEAST_ROWS` to `_MOST_ROWS`.
+    """Return how many rows one DMA moves, a power of two from `LEAST_ROWS` to `_MOST_ROWS`.
 
     Args:
       n: the number of rows in all.
@@ -175,10 +174,10 @@ def _rows_at_a_time(n: int, row: tuple[int, ...]) -> int:
     # The largest chunk that the memory holds and n needs; then a smaller one if that divides n, so
     # that nothing has to be padded: 96 rows are moved as 3 chunks of 32, not as one of 128.
     most = _MOST_ROWS
-    while most > _LEAST_ROWS and (most // 2 >= n or (row and most * row[0] > _MOST_WORDS)):
+    while most > LEAST_ROWS and (most // 2 >= n or (row and most * row[0] > MOST_WORDS)):
         most //= 2
     chunk = most
-    while n % chunk and chunk > _LEAST_ROWS:
+    while n % chunk and chunk > LEAST_ROWS:
         chunk //= 2
     return most if n % chunk else chunk
 

@@ -38,13 +38,11 @@ from tpu_embed.kernels import reference, storage
 from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.kernels.sparsecore import LONGEST, WORDS, count_pieces
+from tpu_embed.kernels.sparsecore import LEAST_ROWS, LONGEST, MOST_WORDS, WORDS, count_pieces
 
-_MOST_ENTRIES, _LEAST_ENTRIES = 128, 16
-"""The most and the fewest entries of a chunk; the fewest are one vector of the widest subcore."""
-_MOST_WORDS = 128 * 128
-"""The most words of a chunk's sums, 64 KiB. A subcore's memory (256 KiB or more) holds two chunks,
-and where rows or sums are bfloat16 also these, half as many words."""
+_MOST_ENTRIES = 128
+"""The most entries of a chunk, whose sums have at most `MOST_WORDS` words: a subcore's memory holds
+two chunks, and where rows or sums are bfloat16 also these, half as many words."""
 
 
 def sum_rows(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
@@ -194,7 +192,7 @@ def _workers_here() -> int:
 def _entries_at_a_time(width: int) -> int:
     """Return the entries of a chunk whose sums are `width` words each, a power of two."""
     chunk = _MOST_ENTRIES
-    while chunk > _LEAST_ENTRIES and chunk * width > _MOST_WORDS:
+    while chunk > LEAST_ROWS and chunk * width > MOST_WORDS:
         chunk //= 2
     return chunk
 

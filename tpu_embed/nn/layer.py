@@ -254,7 +254,7 @@ class TableLayer(nnx.Module, EngineLayer):
         Call it outside of a jit. If it raises, no map and no variable has changed.
 
         Args:
-          ids: as for `EmbeddingEngine.place`, in the structure of the features; keys of living
+          ids: as for `EmbeddingEngine.place`, in the structure of the features; keys of dynamic
             vocabularies among them. For a layer of one table: integers or keys `[B]` or
             `[B, …, H]`, `SparseIds` or `RaggedIds`; or several of them by name, such as a history
             and its candidates, each with a B of its own: then the layer returns its activations by

@@ -162,6 +162,9 @@ class AdagradMomentum(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("accumulators", 0.0), Slot("momenta", 0.0)
 
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
+
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         old = slots["accumulators"]
         a = old + g**2 if self.beta2 == 1.0 else average(old, g**2, self.beta2, t=t)
@@ -213,6 +216,9 @@ class ProximalAdagrad(RatedOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("accumulators", self.initial_accumulator_value),)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         a = slots["accumulators"] + g**2

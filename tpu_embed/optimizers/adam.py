@@ -144,6 +144,9 @@ class LAMB(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("momenta", 0.0), Slot("velocities", 0.0)
 
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
+
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         m = average(slots["momenta"], g, self.beta_1, t=t)
         v = average(slots["velocities"], g**2, self.beta_2, t=t)
@@ -196,6 +199,9 @@ class Yogi(RowOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("momenta", 0.0), Slot("velocities", 1e-6)
 
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
+
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         m, v, g2 = average(slots["momenta"], g, self.beta_1, t=t), slots["velocities"], g**2
         v = v - (1.0 - self.beta_2) * jnp.sign(v - g2) * g2
@@ -237,6 +243,9 @@ class Lion(RowOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("momenta", 0.0),)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         m = slots["momenta"]

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from tpu_embed._checks import refuse
 from tpu_embed._types import Array
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import LEARNING_RATE, RowOptimizer, slot_values
 
@@ -77,6 +78,9 @@ class CustomOptimizer(RowOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         return tuple(Slot(name, initial) for name, initial in self.slots)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         def update_row(g: Array, w: Array, slots: Slots) -> Updated:

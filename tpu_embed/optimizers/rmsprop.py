@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from tpu_embed._types import Array
+from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import average
 from tpu_embed.optimizers.base import Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import RatedOptimizer, fraction, positive
@@ -52,6 +53,9 @@ class RMSProp(RatedOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("ms", 1.0), Slot("momenta", 0.0)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         s = average(slots["ms"], g**2, self.rho, t=t)
@@ -98,6 +102,9 @@ class CenteredRMSProp(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("ms", 1.0), Slot("momenta", 0.0), Slot("mg", 0.0)
 
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
+
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         s = average(slots["ms"], g**2, self.rho, t=t)
         c = average(slots["mg"], g, self.rho, t=t)
@@ -141,6 +148,9 @@ class Adadelta(RatedOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("accumulators", 0.0), Slot("accum_updates", 0.0)
+
+    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
+        return None
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
         u = slots["accum_updates"]

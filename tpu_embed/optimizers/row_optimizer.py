@@ -245,9 +245,9 @@ class RowOptimizer(TableOptimizer):
           lr: scalar of the rows' dtype.
         """
 
+    @abc.abstractmethod
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         """Return the rule alone for the compiled kernels; None: they do not implement it."""
-        return None
 
     @property
     @final

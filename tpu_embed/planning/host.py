@@ -128,8 +128,8 @@ def count_hits(
         home.write(left, {"seen": np.zeros((left.size, 1), np.uint8)})
         taken, touched = taken + 1, touched + drawn
         if taken > warm_up:
-            found = {"rows": distinct.size, "hits": known.size, "sent": left.size}
-            counts.update(found, brought=brought, drawn=drawn)
+            counted = {"rows": distinct.size, "hits": known.size, "sent": left.size}
+            counts.update(counted, brought=brought, drawn=drawn)
     if taken <= warm_up:
         refuse("batches", expected=f"more than {warm_up} batches, those of warm_up", got=f"{taken}")
     return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)

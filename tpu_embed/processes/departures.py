@@ -53,8 +53,9 @@ def _tell_at_exit(client: Any) -> None:
     here, pid = f"process {jax.process_index()}", os.getpid()
 
     def leave() -> None:
-        if os.getpid() != pid:
-            return  # this is a fork, whose end is not the end of the process
+        # A fork's end is not the end of the process; who has shut JAX's part down has left.
+        if os.getpid() != pid or distributed.global_state.client is not client:
+            return
         # Python keeps the exception that ended the program as `sys.last_value`. In an interactive
         # session (`sys.ps1`) it is an old exception that ended nothing.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

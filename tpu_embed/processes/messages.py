@@ -197,10 +197,10 @@ def exchange(
             remedy="the processes are out of step: end all, and start again",
             error=RuntimeError,
         )
-    store = client()
+    store, said_here = client(), None if news is None else pickle.dumps(news)
     _rounds[name] = ~number
     try:
-        told = _meet(store, f"{name}/{number}", news, seconds)
+        told = _meet(store, f"{name}/{number}", said_here, seconds)
         # Everyone has arrived at this round, so everyone has read the previous one.
         if number and not jax.process_index():
             store.key_value_delete(f"{name}/{number - 1}/")
@@ -224,7 +224,7 @@ def exchange(
     return said
 
 
-def _meet(store: Any, round_: str, news: Any, seconds: int) -> dict[int, bytes]:
+def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
     """Wait until all processes have arrived at this round; return their news by process, pickled.
 
     The last process to arrive sees from the count that it is the last. It gathers the news and
@@ -233,7 +233,7 @@ def _meet(store: Any, round_: str, news: Any, seconds: int) -> dict[int, bytes]:
     """
     arrival = 1
     if news is not None:
-        store.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", pickle.dumps(news))
+        store.key_value_set_bytes(f"{round_}/news/{jax.process_index()}", news)
         arrival += _WITH_NEWS
     # The low bits of the count are arrivals, the high bits those with news. With 3 processes, one
     # of which has news, the last to arrive reads 2**15 + 3.

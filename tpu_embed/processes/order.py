@@ -13,9 +13,10 @@ Input: what threads want to do. Output: it is done, one after the other; or a Ru
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -31,13 +32,14 @@ class Order:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._worker: Any = None
+        self._drawing: set[threading.Thread] = set()
         self._is_cut = False
 
     def let(self, worker: Any) -> None:
         """With several processes, refuse all other threads until this one, not started yet, ends.
 
         Args:
-          worker: a thread, with an attribute `stopped`: whether it is about to end.
+          worker: a thread, with an attribute `stopped`: whether its loop has ended it.
 
         Raises:
           RuntimeError: another one has not ended.
@@ -45,21 +47,43 @@ class Order:
         if jax.process_count() > 1:
             self.run(lambda: setattr(self, "_worker", worker))
 
+    @contextlib.contextmanager
+    def draws(self) -> Iterator[None]:
+        """Refuse this thread while it asks a source for the batch that it will place next."""
+        thread = threading.current_thread()
+        self._drawing.add(thread)
+        try:
+            yield
+        finally:
+            self._drawing.discard(thread)
+
     def run(self, act: Callable[[], _T]) -> _T:
         """Return `act()`, which no other thread does anything beside; it may call this, too.
 
         Raises:
-          RuntimeError: with several processes: another thread is in the middle of its own; or one
-            was interrupted, so this process has left out what the others have done.
+          RuntimeError: this is called in the source of a `Prefetcher`. With several processes:
+            another thread is in the middle of its own; or one was interrupted, so this process has
+            left out what the others have done.
         """
+        if threading.current_thread() in self._drawing:
+            refuse(
+                "place",
+                expected="a call in the loop",
+                got="one in the source of a Prefetcher",
+                remedy="a source must not place training batches of the same engine, nor rewind, "
+                "load or restore its maps",
+                error=RuntimeError,
+            )
         if jax.process_count() == 1:
             with self._lock:
                 return act()
+        # What its loop has done decides, not how far the thread is: so all processes agree.
         worker = self._worker
-        beside = worker is not threading.current_thread() and worker and worker.is_alive()
-        if beside and worker.stopped:
-            worker.join()
-            beside = False
+        beside = worker not in (None, threading.current_thread())
+        if worker is not None and beside and worker.stopped:
+            if worker.is_alive():  # it may never have been started
+                worker.join()
+            self._worker, beside = None, False
         got = ""
         if self._is_cut:
             got = "one that was interrupted; end all processes, and start again"

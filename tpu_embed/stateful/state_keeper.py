@@ -54,17 +54,24 @@ class StateKeeper:
         assert self.now.state is not None
         return self.now.state
 
-    def new_state(self) -> TableState:
+    def new_state(self, *, replaced: bool = False) -> TableState:
         """Return a first state; with dynamic vocabularies, of the step that their maps have.
 
         The random key of their new rows stays that of the state before, which may have been
         restored from a checkpoint; if that cannot be read any more, it is the seed's.
+
+        Args:
+          replaced: whether all tables and slots are about to be replaced.
+
+        Raises:
+          RuntimeError: the maps have admitted batches of another state, whose rows are lost.
         """
         state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
         if maps is None:
             return state
         before = self.now.state
-        if maps.admitted and (before is None or self._engine.storage is not None):
+        lost = before is None and not replaced
+        if maps.admitted and (lost or self._engine.storage is not None):
             refuse(
                 "state",
                 expected="the newest state of these maps",

@@ -25,10 +25,10 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import structure
 from tpu_embed.core.layout import ExchangeDtype, describe_devices, describe_tables
 from tpu_embed.core.rows import host_arrays
-from tpu_embed.core.state import TableState, check_state
+from tpu_embed.core.state import TableState, check_state, fields
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.request import resolve
-from tpu_embed.stateful.record import Enqueued, batch_sizes
+from tpu_embed.stateful.record import Enqueued, batch_sizes, placed_step
 from tpu_embed.stateful.state_keeper import StateKeeper
 
 
@@ -157,7 +157,7 @@ class TPUEmbedding:
     ) -> None:
         """Append a batch to the queue, and start its transfer to the devices.
 
-        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with living
+        If the lookup of a pipelined `enqueue` fails, nothing is enqueued, but with dynamic
         vocabularies the batch stays once its keys are admitted; `waiting` tells which. `dequeue`
         looks it up again then.
 
@@ -196,14 +196,22 @@ class TPUEmbedding:
             placed, place = maps.placed, self.engine.intake.place_ids
             try:
                 batch = place(features, weights, training=training, step=before)
+                if training:  # others may have placed some meanwhile
+                    placed = placed_step(batch) - 1
                 self._push(what, Enqueued(batch, training, name))
             except BaseException:
-                with self._keeper.lock:
-                    enqueued = self._keeper.settle().last_step(maps.admitted)
-                # It stays if it was admitted, or if other batches were placed after it.
-                if enqueued <= placed == maps.placed - 1:
-                    maps.order.run(lambda: maps.undo(placed))
+                if training:
+                    maps.order.run(lambda: self._undo(placed))
                 raise
+
+    def _undo(self, placed: int) -> None:
+        """Undo a batch after others, unless it was admitted, or more were placed after it."""
+        maps = self.engine.vocabularies
+        assert maps is not None
+        with self._keeper.lock:
+            enqueued = self._keeper.settle().last_step(maps.admitted)
+        if enqueued <= placed == maps.placed - 1:
+            maps.undo(placed)
 
     def _push(self, what: str, item: Enqueued) -> None:
         """Append a placed batch."""
@@ -351,7 +359,10 @@ class TPUEmbedding:
             record = self._keeper.settle()
             state = record.state
             if state is None or record.problem() is not None:
-                state = self._keeper.new_state()
+                named = {name: {None, *(slots or {}).get(name, ())} for name in tables}
+                every = fields(self.engine.layout)
+                replaced = all(f.slot in named.get(f.table.name, ()) for f in every)
+                state = self._keeper.new_state(replaced=replaced)
             self._replace(self.engine.load_arrays(state, tables, slots))
 
     def adopt(self, other: TPUEmbedding) -> None:

@@ -237,7 +237,8 @@ class Homes:
 
         `rows` at home and the `bytes` that they take, index included; rows "sent" home; distinct
         rows that batches "missed" on the devices, summed over the batches; of these, rows "brought"
-        from home, and of them the "late" ones, which came back before they had arrived.
+        from home, and of them the "late" ones, which came back before they had arrived. Totals may
+        lack those of a call that was interrupted.
         """
         with self._lock:
             return {
@@ -337,21 +338,23 @@ class Homes:
         if not leaving:
             return
         with self._lock:
-            if step in self._departures:
+            rows, departures = self._rows, self._departures
+            if step in departures:
                 return
-            departure = _Departure(self._rows, leaving, read)
+            departure = _Departure(rows, leaving, read)
             self._sent.put(departure)  # first, because who finds it below waits for it
-            self._departures[step] = departure
+            departures[step] = departure
             for name, some in leaving.items():
                 self._counts[name]["sent"] += some.size
 
     def _pending(self) -> dict[int, _Departure]:
         """Return the departures whose rows have not arrived, by step, and forget the others."""
         with self._lock:
-            for step, one in [*self._departures.items()]:
+            departures = self._departures  # a load replaces it by another one
+            for step, one in [*departures.items()]:
                 if one.has_arrived and one.error is None:
-                    del self._departures[step]
-            return dict(self._departures)
+                    del departures[step]
+            return dict(departures)
 
     def _on_their_way(self, name: str) -> list[tuple[int, np.ndarray]]:
         """Return the steps whose displaced rows of a table have not arrived, with their keys."""

@@ -247,7 +247,7 @@ class TouchedRows:
           table on the host.
 
         Raises:
-          ValueError: a version before this object's first, or of another run; with living
+          ValueError: a version before this object's first, or of another run; with dynamic
             vocabularies or tables on the host, also a step of which there was no version.
         """
         pairs = self.changes(since).items()

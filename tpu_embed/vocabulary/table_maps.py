@@ -63,7 +63,8 @@ class FoundKeys(NamedTuple):
 
     Attributes:
       ids: of a table on the host with a dynamic vocabulary, their ids; otherwise their rows; -1:
-      none. rows: their rows on the devices; -1: none.
+        none.
+      rows: their rows on the devices; -1: none.
     """
 
     ids: np.ndarray

@@ -98,7 +98,7 @@ class Vocabularies:
     @property
     def placed(self) -> int:
         """The number of training batches that were placed."""
-        return self._maps.step
+        return self._timeline.placed
 
     @property
     def admitted(self) -> int:

@@ -57,7 +57,7 @@ class FeatureRules:
 
     @property
     def vocabulary_size(self) -> int:
-        """V of the feature's table; of a living one, more than there are positions of keys."""
+        """V of the table; of a dynamic vocabulary, more than there are positions of keys."""
         if self.config.table.vocabulary is not None:
             return _INT32_MAX
         return self.config.table.vocabulary_size

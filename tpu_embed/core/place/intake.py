@@ -116,13 +116,13 @@ class Intake:
     def place_now(
         self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
     ) -> Batch:
-        """Return a batch whose turn has come; dynamic vocabularies learn from a training batch.
+        """Return a batch, in its order; dynamic vocabularies learn from a training batch.
 
         Args:
           features: the ids; of a batch that is only looked up, mappings may leave out some.
           weights: their weights, or None.
           spec: see `route`.
-          step: of a batch that is only looked up: the step whose rows it gets of living
+          step: of a batch that is only looked up: the step whose rows it gets of dynamic
             vocabularies. None: a training batch.
 
         Raises:
@@ -217,7 +217,7 @@ class Intake:
 
         Raises:
           ValueError: weights or a spec are given with a `Batch`, `place` refuses the batch, or the
-            call is inside a `shard_map` or under another mesh; features hold keys of a living
+            call is inside a `shard_map` or under another mesh; features hold keys of a dynamic
             vocabulary.
           TypeError: `place` refuses the batch.
         """

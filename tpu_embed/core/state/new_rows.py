@@ -125,8 +125,10 @@ class NewRowWriter:
         """
         assert state.vocabulary is not None
         axes, parcels = self._layout.axes, {}
-        given: list[Any] = [(name, *one) for name, one in new.items() if one.keys.size]
-        keys, rows, by_id = ({one[0]: one[i] for one in given} for i in (1, 2, 3))
+        given = {name: one for name, one in new.items() if one.keys.size}
+        keys = {name: one.keys for name, one in given.items()}
+        rows = {name: one.rows for name, one in given.items()}
+        by_id = {name: one.by_id for name, one in given.items()}
         for stack in self._programs:
             least = (most or {}).get(stack.name, 0)
             if least or any(table.name in keys for table in stack.tables):

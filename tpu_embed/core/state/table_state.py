@@ -71,10 +71,10 @@ class TableState:
         was not admitted, or its rows were other keys' by then. Only `update` counts, because a
         lookup returns no state.
       vocabulary: with dynamic vocabularies, `"map_version"` int32 `[2 + T]`, the step of the maps
-        that the rows belong to, its history (see `ValidSteps`), and for each of the T living tables
-        the last step at which a row was taken from a key, then, with tables on the host, the number
-        of the last replacement of rows at home, so `[2 + T + 1]`; and the data of the random key
-        that new rows are drawn with, under the name of its kind. None without them.
+        that the rows belong to, its history (see `ValidSteps`), and for each of the T dynamic
+        vocabularies the last step at which a row was taken from a key, then, with tables on the
+        host, the number of the last replacement of rows at home, so `[2 + T + 1]`; and the data of
+        the random key that new rows are drawn with, under the name of its kind. None without them.
     """
 
     tables: dict[str, Array]

@@ -5,8 +5,8 @@ packing, devices and processes may differ when they are read. Rows of tables on 
 by id, those that were touched:
 
     saved       restored to     what happens
-    whole       the devices     all rows are written; of a living table, those of keys that stay
-    whole       the host        all rows go home
+    whole       the devices     all rows are written; of dynamic vocabularies, those of keys that
+    stay whole       the host        all rows go home
     by id       the host        rows go home
     by id       the devices     the table is drawn as it was at first, and rows are written over it
 
@@ -412,7 +412,7 @@ class _Restore:
 
     @property
     def _moves(self) -> Mapping[str, Any]:
-        """Where rows of living tables went, by table."""
+        """Where rows of dynamic vocabularies went, by table."""
         return {} if self.found.maps is None else self.found.maps.moves
 
     def _has_moved(self, name: str) -> bool:

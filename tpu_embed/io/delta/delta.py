@@ -51,8 +51,8 @@ def export_delta(
     Args:
       path: the directory to write; it must not exist yet.
       engine: the engine that made the state.
-      state: tables and slots; `touched` must have recorded every update up to its step. With living
-        vocabularies or tables on the host, the newest state.
+      state: tables and slots; `touched` must have recorded every update up to its step. With
+        dynamic vocabularies or tables on the host, the newest state.
       touched: the record of touched rows.
       since: the version of the full export, or of the previous delta; or its step.
 
