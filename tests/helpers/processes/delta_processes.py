@@ -116,8 +116,8 @@ def check(one, two, kind, published, deltas, later):
     assert not published[1]
     for mine, refused in deltas:
         assert_same(mine, published[0])
-        assert refused.startswith("since: expected Version(run=")
-        assert "in process 1; give what one version" in refused
+        assert refused.startswith("since: expected the same in every process, got Version(run=")
+        assert "; give what one version or export_delta returned to all" in refused
     expected = go_on(kind, one, "by one")
     assert expected[1][2] == 1
     assert expected[0]["tags lost"].size or kind == "hosted"
