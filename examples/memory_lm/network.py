@@ -44,18 +44,9 @@ class Memory(nnx.Module):
         columns, width = len(config.orders) * config.memory_heads, config.width
         self.norms = nnx.List([nnx.RMSNorm(width, rngs=rngs) for _ in range(3)])
         self.project = nnx.Linear(columns * config.memory_dim, 2 * width, use_bias=False, rngs=rngs)
-        # Begins as nothing, so that the value alone is added.
-        self.nearby = nnx.Conv(
-            width,
-            width,
-            kernel_size=4,
-            kernel_dilation=max(config.orders),
-            feature_group_count=width,
-            padding="CAUSAL",
-            use_bias=False,
-            kernel_init=nnx.initializers.zeros,
-            rngs=rngs,
-        )
+        # What is nearby begins as nothing, so that the value alone is added.
+        self.weights = nnx.Param(jnp.zeros((4, width)))
+        self.apart = max(config.orders)
 
     def __call__(self, stream: jax.Array, rows: jax.Array) -> jax.Array:
         """Return [B, L, width] for a stream of this shape.
@@ -67,7 +58,22 @@ class Memory(nnx.Module):
         key, value = jnp.split(self.project(rows.reshape(*rows.shape[:2], -1)), 2, axis=-1)
         fit = (self.norms[0](stream) * self.norms[1](key)).sum(-1, keepdims=True)
         value = jax.nn.sigmoid(fit / math.sqrt(stream.shape[-1])) * value
-        return value + nnx.silu(self.nearby(self.norms[2](value)))
+        return value + nnx.silu(self._nearby(self.norms[2](value)))
+
+    def _nearby(self, value: jax.Array) -> jax.Array:
+        """Return weighted sums of each place and of earlier ones, [B, L, width] as the value.
+
+        It is a convolution of each number by itself, written as sums: the gradient of `nnx.Conv`
+        with `feature_group_count` is too large on a mesh with an axis over which its input is not
+        split, by the size of that axis (JAX 0.10 to 0.12).
+        """
+        count, length = len(self.weights[...]), value.shape[1]
+        padded = jnp.pad(value, ((0, 0), ((count - 1) * self.apart, 0), (0, 0)))
+        starts = range(0, count * self.apart, self.apart)
+        return sum(
+            weight * padded[:, start : start + length]
+            for weight, start in zip(self.weights[...], starts, strict=True)
+        )
 
 
 class Network(nnx.Module):
