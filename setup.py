@@ -17,7 +17,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("tpu_embed/kernels/native")
-OLDEST = 0, 10, 2  # as pyproject.toml has it for jax
+OLDEST = re.findall(r'"jax>=([0-9.]+)"', Path("pyproject.toml").read_text())[0]
 FLAGS = [
     "-std=c++17",
     "-O3",
@@ -35,7 +35,7 @@ def headers() -> list[str]:
     for found in importlib.metadata.distributions(name="jaxlib", path=places):
         version = tuple(map(int, re.findall(r"\d+", found.version)[:3]))
         folder = Path(str(found.locate_file("jaxlib/include")))
-        if version >= OLDEST and folder.is_dir():
+        if version >= tuple(map(int, OLDEST.split("."))) and folder.is_dir():
             return [str(folder)]
     return []
 
@@ -61,5 +61,5 @@ kernels = Extension(
 setup(
     ext_modules=[] if sys.platform == "win32" else [kernels],
     cmdclass={"build_ext": Build},
-    setup_requires=[] if headers() else [f"jaxlib>={'.'.join(map(str, OLDEST))}"],
+    setup_requires=[] if headers() else [f"jaxlib>={OLDEST}"],
 )
