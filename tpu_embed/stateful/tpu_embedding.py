@@ -28,8 +28,7 @@ from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state, fields
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.request import resolve
-from tpu_embed.stateful.record import Enqueued, batch_sizes, placed_step
-from tpu_embed.stateful.state_keeper import StateKeeper
+from tpu_embed.stateful.state_keeper import Enqueued, StateKeeper, batch_sizes, placed_step
 
 
 class TPUEmbedding:
@@ -225,7 +224,7 @@ class TPUEmbedding:
             )
             keeper.check_keys(what, item)
             keeper.built()
-            # The first batch in a pipelined queue is looked up at once (see `record.py`).
+            # The first batch in a pipelined queue is looked up at once (see `state_keeper.py`).
             if self._pipelined and not record.waiting:
                 keeper.issue(what, 0, item)
             else:

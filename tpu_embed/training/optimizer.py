@@ -29,14 +29,19 @@ from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
-from tpu_embed.training.paths import Leaves, Path, State, leaves_of, listed, take_apart
 from tpu_embed.training.replicas import AxisName, Reduction, Replicas, make_replicas
 from tpu_embed.training.update import (
     DeclaredOptimizer,
+    Leaves,
+    Path,
+    State,
     SumsItself,
     check_gradients,
     check_update,
+    leaves_of,
+    listed,
     summed_twice,
+    take_apart,
     update_parameters,
 )
 
