@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from tpu_embed._checks import check_int, is_int, message, refuse
+from tpu_embed._checks import check_int, check_type, is_int, message, refuse
 from tpu_embed._stop import check_stop
 from tpu_embed.core.batch import BatchSpec
 from tpu_embed.core.engine import check_engine
@@ -365,13 +365,7 @@ class Prefetcher:
         self._depth = check_int("Prefetcher: depth", depth, minimum=1)
         if not hasattr(engine, "intake"):
             check_engine("Prefetcher: engine", engine)
-        if not isinstance(batches, Iterable):
-            refuse(
-                "Prefetcher: batches",
-                expected="an iterable",
-                got=type(batches).__name__,
-                error=TypeError,
-            )
+        check_type("Prefetcher: batches", batches, Iterable, expected="an iterable")
         self._engine, self._rules = engine, ItemRules(weighted, spec, training)
         # The iterator moves to the thread with the first batch: a prefetcher that is closed does
         # not keep a generator alive.

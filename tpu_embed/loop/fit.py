@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import optax
 
-from tpu_embed._checks import check_int, refuse
+from tpu_embed._checks import check_int, check_type, refuse
 from tpu_embed._stop import Stop
 from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
@@ -63,13 +63,13 @@ class Reporter:
     line: ProgressLine
 
     def __post_init__(self) -> None:
-        if self.callback is not None and not callable(self.callback):
-            refuse(
+        if self.callback is not None:
+            check_type(
                 "fit: callback",
+                self.callback,
+                Callable,
                 expected="a function",
-                got=type(self.callback).__name__,
                 remedy="it is called with each Report",
-                error=TypeError,
             )
         if self.evaluate_every is not None and self.evaluate is None:
             refuse(
@@ -160,13 +160,13 @@ def make_evaluate(
       TypeError: the source is neither an iterable nor a function, or `measure` is no function.
       ValueError: the source can be read only once.
     """
-    if measure is not None and not callable(measure):
-        refuse(
+    if measure is not None:
+        check_type(
             "fit: measure",
+            measure,
+            Callable,
             expected="a function",
-            got=type(measure).__name__,
             remedy="it is called with a Report",
-            error=TypeError,
         )
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)

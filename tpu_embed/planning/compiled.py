@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
@@ -191,13 +191,13 @@ def compile_for(
       TypeError: `lower` is no function.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
-    if lower is not None and not callable(lower):
-        refuse(
+    if lower is not None:
+        check_type(
             "compile_for: lower",
+            lower,
+            Callable,
             expected="a function of an engine, a state and a batch",
-            got=type(lower).__name__,
             remedy="it returns jax.jit(step).lower(…)",
-            error=TypeError,
         )
     if lower is not None and (loss is not None or not placed):
         refuse(

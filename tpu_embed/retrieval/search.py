@@ -40,7 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._calls import call
-from tpu_embed._checks import check_int, refuse, refuse_derivatives
+from tpu_embed._checks import check_int, check_integers, refuse, refuse_derivatives
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.exchange import axis_index, collectives
@@ -531,8 +531,7 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
     what = "top_k: exclude"
     if isinstance(array, np.ndarray) and not array.size:
         array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        refuse(what, expected="integers", got=f"{array.dtype}", error=TypeError)
+    check_integers(what, array.dtype)
     if array.ndim != 2 or len(array) != queries:
         refuse(what, expected=f"shape [{queries}, E], a line per query", got=f"{list(array.shape)}")
     on = jnp if isinstance(array, jax.Array) else np  # NumPy sorts ten times as fast as XLA's CPU
@@ -679,8 +678,7 @@ def keys_of(
     _refuse_traced("keys_of", ids)
     numbers = np.asarray(ids)
     numbers = numbers if numbers.size else np.zeros(numbers.shape, int)  # such as []
-    if not np.issubdtype(numbers.dtype, np.integer):
-        refuse("keys_of: ids", expected="integers", got=f"{numbers.dtype}", error=TypeError)
+    check_integers("keys_of: ids", numbers.dtype)
     by_row, has_key = np.zeros(capacity + 1, np.uint64), np.zeros(capacity + 1, bool)
     by_row[rows], has_key[rows] = keys, True
     inside = np.where((numbers >= 0) & (numbers < capacity), numbers, capacity)

@@ -23,8 +23,8 @@ results.
 Input: a program, whose inputs may be tables, the values of its inputs, and where it gets taps.
 Output: its lookups in program order, together with other equations that the caller asks for
 (`find_sites`); `Program`, the same program with more inputs; what reaches its results
-(`propagate`); its results and gradients (`pull_back`). Of a function of tables and other parameters:
-a function of the same arguments, like `jax.value_and_grad` (`sparse_value_and_grad`).
+(`propagate`); its results and gradients (`pull_back`). Of a function of tables and other
+parameters: one of the same arguments, like `jax.value_and_grad` (`sparse_value_and_grad`).
 """
 
 from __future__ import annotations

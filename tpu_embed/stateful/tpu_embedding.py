@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
-from tpu_embed._checks import check_int, explain_arguments, refuse, refuse_pickle
+from tpu_embed._checks import check_int, check_type, explain_arguments, refuse, refuse_pickle
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -373,14 +373,9 @@ class TPUEmbedding:
           ValueError, TypeError: what `EmbeddingEngine.adopt` refuses; nothing changes then.
           RuntimeError: training batches of `other` wait for their gradients; its state is invalid.
         """
-        if not isinstance(other, TPUEmbedding):
-            refuse(
-                "other",
-                expected="a TPUEmbedding",
-                got=type(other).__name__,
-                remedy="see engine.adopt",
-                error=TypeError,
-            )
+        check_type(
+            "other", other, TPUEmbedding, expected="a TPUEmbedding", remedy="see engine.adopt"
+        )
         # In one order, so that two that adopt each other's tables do not wait for each other.
         first, second = sorted((self._keeper, other._keeper), key=id)
         with first.lock, second.lock:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.optimizers.base import TableOptimizer
@@ -77,14 +77,13 @@ def check_state(what: str, state: Any) -> None:
     Raises:
       TypeError: `state` is something else.
     """
-    if not isinstance(state, OptState):
-        refuse(
-            f"{what}: state",
-            expected="an OptState",
-            got=type(state).__name__,
-            remedy="init(params) makes one, apply_gradients the next",
-            error=TypeError,
-        )
+    check_type(
+        f"{what}: state",
+        state,
+        OptState,
+        expected="an OptState",
+        remedy="init(params) makes one, apply_gradients the next",
+    )
 
 
 class TreeOptimizer(abc.ABC):
