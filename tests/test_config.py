@@ -122,9 +122,9 @@ def test_shard_axes_become_a_tuple():
             r"name: expected None or a non-empty string of Unicode text, got '.ud800'",
         ),
         ({"name": "users", "dim": 0}, r"TableConfig 'users'.dim: "),
-        ({"shard_axes": ()}, r"shard_axes: expected at least one axis, each once, got \(\)"),
-        ({"shard_axes": ("x", "x")}, r"shard_axes: expected at least one axis, each once"),
-        ({"shard_axes": 3}, r"shard_axes: expected None or names of mesh axes, got 3"),
+        ({"shard_axes": ()}, r"shard_axes: expected .*at least one axis, each once, got \(\)"),
+        ({"shard_axes": ("x", "x")}, r"shard_axes: expected .*at least one axis, each once"),
+        ({"shard_axes": 3}, r"shard_axes: expected None or names of mesh axes.*, got 3"),
         ({"quantization_config": 8}, r"quantization_config: expected a QuantizationConfig, got 8"),
         (
             {"initializer": jax.nn.initializers.glorot_uniform()},

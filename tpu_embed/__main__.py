@@ -123,11 +123,11 @@ def show_plan(args: argparse.Namespace) -> None:
       ValueError: the config does not run, the topology is unknown, or the plan does not fit.
       RuntimeError: `compile` was given, but libtpu is not installed, or it wrote no cycles.
     """
-    feature_config, optimizer, batch = _workload(Path(args.config))
+    feature_config, optimizer, batch = given = _workload(Path(args.config))
     target = _target(args.topology)
     if isinstance(target, str):
         args.topology = planning.Topology(target).name  # v5p-8 is v5p:2x2x1
-    if args.compile and isinstance(target, int):
+    elif args.compile:
         refuse(
             "--compile",
             expected="a topology",
@@ -138,9 +138,9 @@ def show_plan(args: argparse.Namespace) -> None:
     rates, touched = _host_options(
         feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
     )
-    given: dict[str, Any] = {"hit_rates": rates, "touched_rows": touched, "memory": memory}
-    given |= {"exchange_dtype": args.exchange_dtype, "lookahead": args.lookahead}
-    plan = planning.plan(feature_config, optimizer, target, batch, **given)
+    options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
+    of_plan = {"touched_rows": touched, "memory": memory, "lookahead": args.lookahead}
+    plan = planning.plan(feature_config, optimizer, target, batch, **options, **of_plan)
     if not args.json:
         print(plan.explain())
     elif not (args.compile and plan.fits):
@@ -149,8 +149,7 @@ def show_plan(args: argparse.Namespace) -> None:
     if args.compile:
         # libtpu compiles for a TPU without having one; JAX must not search for one here.
         jax.config.update("jax_platforms", "cpu")
-        options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
-        compiled = compile_for(args.topology, feature_config, optimizer, batch, **options)
+        compiled = compile_for(args.topology, *given, admit=args.admit, **options)
         if not args.json:
             print(compiled.explain(), flush=True)
         found = _estimate(args, compiled)
@@ -230,8 +229,7 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
     Raises:
       ValueError: the file or the function does not exist, fails, or returns something else.
     """
-    what = f"config {path}"
-    expected = "a Python file that defines workload()"
+    what, expected = f"config {path}", "a Python file that defines workload()"
     remedy = "for example configs/dlrm_dcnv2.py"
     if not path.is_file():
         refuse(what, expected=expected, got="no file", remedy=remedy)
@@ -249,21 +247,13 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
             cause=error,
         )
     if not callable(workload):
-        refuse(
-            what,
-            expected=expected,
-            got="none" if workload is None else f"workload = {workload!r}",
-            remedy=remedy,
-        )
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        refuse(
-            what,
-            expected="workload() -> (feature_config, optimizer, batch)",
-            got=f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found),
-            remedy=remedy,
-        )
-    feature_config, optimizer, batch = found
-    return feature_config, optimizer, batch
+        got = "none" if workload is None else f"workload = {workload!r}"
+    elif isinstance(found, (tuple, list)) and len(found) == 3:
+        return tuple(found)
+    else:
+        expected = "workload() -> (feature_config, optimizer, batch)"
+        got = f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found)
+    refuse(what, expected=expected, got=got, remedy=remedy)
 
 
 def _bytes(text: str) -> int:
@@ -298,11 +288,10 @@ def _target(topology: str) -> str | int:
 
 def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     """Return the plan as a JSON object, with the compiler's figures under "compiled"."""
-    fields = {f.name: getattr(compiled, f.name) for f in dataclasses.fields(compiled)}
-    said = {name: value for name, value in fields.items() if name not in ("plan", "text")}
-    said["admit"] = [dataclasses.asdict(one) for one in compiled.admit]
+    names = [field.name for field in dataclasses.fields(compiled)]
+    said = {name: getattr(compiled, name) for name in names if name not in ("plan", "text")}
     more = {"compiled": said, "estimate": found.figures()}
-    return json.dumps(json.loads(plan.to_json()) | more)
+    return json.dumps(json.loads(plan.to_json()) | more, default=dataclasses.asdict)
 
 
 def _add_check(commands: Any) -> None:

@@ -176,6 +176,35 @@ def check_int(what: str, value: Any, *, minimum: int) -> int:
     return int(value)
 
 
+def check_type(
+    what: str, value: Any, kind: type | Callable, *, expected: str, remedy: str = ""
+) -> None:
+    """Check that a value is of a type.
+
+    Args:
+      what: the argument, for the message.
+      value: the value.
+      kind: the type, which may be an abstract one such as `Callable`.
+      expected: the type in words.
+      remedy: what to give instead.
+
+    Raises:
+      TypeError: it is of another type.
+    """
+    if not isinstance(value, kind):  # type: ignore[arg-type]
+        refuse(what, expected=expected, got=type(value).__name__, remedy=remedy, error=TypeError)
+
+
+def check_integers(what: str, dtype: Any) -> None:
+    """Check that a dtype is one of integers.
+
+    Raises:
+      TypeError: it is another one.
+    """
+    if not jax.numpy.issubdtype(dtype, np.integer):
+        refuse(what, expected="integers", got=f"{dtype}", error=TypeError)
+
+
 def check_ids(what: str, given: Any) -> Array:
     """Return ids as a JAX array: those of a JAX array as they are, others in its widest integers.
 
@@ -192,8 +221,7 @@ def check_ids(what: str, given: Any) -> Array:
     array = given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
     if not isinstance(array, jax.Array) and not array.size:
         array = np.zeros(array.shape, np.int32)
-    if not jax.numpy.issubdtype(array.dtype, np.integer):
-        refuse(what, expected="integers", got=f"{array.dtype}", error=TypeError)
+    check_integers(what, array.dtype)
     if isinstance(array, jax.Array):
         return array
     bits = 64 if jax.config.read("jax_enable_x64") else 32

@@ -302,20 +302,12 @@ def _described(kind: str, name: Any) -> str:
     """Return how messages name a config, such as `TableConfig 'user'`, after checking its name."""
     if name is None:
         return kind
-    if not (isinstance(name, str) and name and _is_text(name)):
+    # A string that holds half of a surrogate pair cannot be encoded.
+    if not (isinstance(name, str) and name and name.encode(errors="ignore").decode() == name):
         _checks.refuse(
             f"{kind}.name", expected="None or a non-empty string of Unicode text", got=ascii(name)
         )
     return f"{kind} {name!r}"
-
-
-def _is_text(name: str) -> bool:
-    """Tell whether a string can be encoded; one that holds half of a surrogate pair cannot."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _dtype_name(what: str, dtype: Any) -> str:
@@ -341,10 +333,10 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
     if axes is None:
         return None
     names = (axes,) if isinstance(axes, str) else axes
-    if not isinstance(names, (tuple, list)) or not all(isinstance(n, str) and n for n in names):
-        _checks.refuse(what, expected="None or names of mesh axes", got=repr(axes))
-    if not names or len(set(names)) != len(names):
-        _checks.refuse(what, expected="at least one axis, each once", got=repr(axes))
+    known = isinstance(names, (tuple, list)) and all(isinstance(n, str) and n for n in names)
+    if not known or not names or len(set(names)) != len(names):
+        expected = "None or names of mesh axes: at least one axis, each once"
+        _checks.refuse(what, expected=expected, got=repr(axes))
     return tuple(names)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers
-from tpu_embed.check import PARTS, PartReport, oracle, run_parts, speed, trainings
+from tpu_embed.check import PARTS, PartReport, oracle, parts, run_parts, trainings
 from tpu_embed.core.layout import Layout
 from tpu_embed.kernels import dispatch
 
@@ -38,8 +38,8 @@ DEVICES = {
 @pytest.mark.parametrize(("name", "devices"), DEVICES.items())
 @pytest.mark.quick(1)
 def test_a_part_finds_nothing(name, devices, monkeypatch):
-    monkeypatch.setattr(speed, "_CPU_BYTES", 2**22)
-    monkeypatch.setattr(speed, "_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "_CPU_BYTES", 2**22)
+    monkeypatch.setattr(parts, "_SECONDS", 0.1)
     found = part(name, devices)
     assert found.ok, found.explain(verbose=True)
     assert found.what

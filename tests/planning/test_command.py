@@ -169,13 +169,14 @@ def test_json_is_one_object_with_what_the_compiler_says(run, capsys, monkeypatch
     said = {"seconds": 1.5, "arguments": 2, "temporaries": 3, "aliased": 4}
     counts = {"operations": {"gather": 1}, "moved": {"gather": 8}}
 
-    def compile_for(topology, features, optimizer, batch, **_):
+    def compile_for(topology, features, optimizer, batch, **options):
+        assert options["admit"] == ("--no-admit" not in sys.argv)
         planned = planning.plan(features, optimizer, topology, batch)
         return Compiled(plan=planned, text="HloModule", **said, **counts)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "compile_for", compile_for)
     monkeypatch.setattr(command.jax.config, "update", lambda name, value: None)
-    run("--topology", "v5p:2x2x1", "--json", "--compile", "--no-cycles")
+    run("--topology", "v5p:2x2x1", "--json", "--compile", "--no-cycles", "--no-admit")
     read = json.loads(capsys.readouterr().out)
     assert read["compiled"] == said | counts | {"admit": []}
     assert read["devices"] == 4

@@ -6,7 +6,7 @@ import pytest
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed.retrieval import scan
+from tpu_embed.retrieval import search
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
@@ -44,7 +44,7 @@ def test_temporaries_do_not_grow_with_the_table(exclude):
     few, many = temporaries(200_000), temporaries(3_200_000)
     # The blocks are not of quite the same size: their number is rounded up.
     assert many < 1.2 * few
-    assert many < 5 * 4 * scan.PRODUCT_NUMBERS < 4 * 64 * 200_000
+    assert many < 5 * 4 * search.PRODUCT_NUMBERS < 4 * 64 * 200_000
 
 
 def test_temporaries_do_not_grow_with_the_square_of_what_is_excluded():

@@ -14,7 +14,7 @@ import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import resolve
-from tpu_embed.retrieval import scan
+from tpu_embed.retrieval import search
 
 DIM = 3
 SIZES = {"mod": 131, "stacked": 40, "div": 77, "whole": 23, "half": 61}
@@ -46,11 +46,11 @@ def small_blocks():
     What a query must not find is hidden in rounds of 2 rows, unless a block's share is more.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(scan, "PRODUCT_NUMBERS", 16)
-        patched.setattr(scan, "LEAST_ROWS", 16)
-        patched.setattr(scan, "BUNDLE_ROWS", 4)
-        patched.setattr(scan, "FEW_BUNDLES", (0, 1))
-        patched.setattr(scan, "LEAST_HIDDEN", 2)
+        patched.setattr(search, "PRODUCT_NUMBERS", 16)
+        patched.setattr(search, "LEAST_ROWS", 16)
+        patched.setattr(search, "BUNDLE_ROWS", 4)
+        patched.setattr(search, "FEW_BUNDLES", (0, 1))
+        patched.setattr(search, "LEAST_HIDDEN", 2)
         yield
 
 
@@ -194,9 +194,10 @@ def test_what_is_no_number_is_no_answer():
 
 def test_zeros_are_equal():
     """With D = 1 a product with -1 is -0.0, which `jax.lax.top_k` would put after 0.0."""
-    nothing = scan.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
+    nothing = search.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
     scores, usable = jnp.array([[-0.0, 0.0, 1.0, -0.0]]), jnp.array([True, True, True, False])
-    found = scan.merge_block(nothing, scores[:, :, None], usable, jnp.int32(10))  # [B, G, 1 bundle]
+    # [B, G, 1 bundle]
+    found = search.merge_block(nothing, scores[:, :, None], usable, jnp.int32(10))
     assert found.indices.tolist() == [[12, 10, 11]]
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
 
-from tpu_embed.stateful.record import Record
+from tpu_embed.stateful.state_keeper import Record
 
 
 def test_a_lookup_is_issued_once(monkeypatch):

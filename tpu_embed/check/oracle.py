@@ -37,12 +37,11 @@ class Bags(NamedTuple):
 
 def gains(weights: list[float], combiner: str | None) -> list[float]:
     """Return the factor of each row of a bag, from the weights of its ids."""
+    divisor = 1.0
     if combiner == "mean":
         divisor = math.fsum(weights)
     elif combiner == "sqrtn":
         divisor = math.sqrt(math.fsum(weight * weight for weight in weights))
-    else:
-        return weights
     return [weight / divisor if divisor else 0.0 for weight in weights]
 
 

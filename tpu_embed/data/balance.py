@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, refuse
+from tpu_embed._checks import check_int, check_integers, refuse
 from tpu_embed._types import ArrayLike
 from tpu_embed.core.ids import (
     RaggedIds,
@@ -62,8 +62,8 @@ def balance_replicas(lengths: ArrayLike | Sequence[int], replicas: int) -> np.nd
     what = "balance_replicas: lengths"
     replicas = check_int("balance_replicas: replicas", replicas, minimum=1)
     given = np.asarray(lengths)
-    if given.dtype.kind not in "iu" and given.size:
-        refuse(what, expected="integers", got=str(given.dtype), error=TypeError)
+    if given.size:
+        check_integers(what, given.dtype)
     if given.ndim != 1 or given.size % replicas:
         refuse(
             what,
@@ -120,8 +120,8 @@ def reorder_batch(batch: Any, order: ArrayLike | Sequence[int]) -> Any:
       [2, 0, 1]
     """
     given = np.asarray(order)
-    if given.dtype.kind not in "iu" and given.size:
-        refuse("order", expected="integers", got=str(given.dtype), error=TypeError)
+    if given.size:
+        check_integers("order", given.dtype)
     if given.ndim != 1 or not np.array_equal(np.sort(given), np.arange(given.size)):
         refuse(
             "order",

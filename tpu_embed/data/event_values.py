@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed._checks import did_you_mean, refuse
+from tpu_embed._checks import check_integers, did_you_mean, refuse
 from tpu_embed._types import ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch
@@ -203,8 +203,7 @@ def _check_splits(given: Any, values: np.ndarray, examples: int) -> np.ndarray:
       ValueError: they are not of so many examples, or do not fit the values.
     """
     splits = np.asarray(given)
-    if splits.dtype.kind not in "iu":
-        refuse(_SPLITS, expected="integers", got=str(splits.dtype), error=TypeError)
+    check_integers(_SPLITS, splits.dtype)
     if splits.shape != (examples + 1,):
         refuse(
             _SPLITS,

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from flax import linen, nnx
 
-from tpu_embed._checks import message, refuse, warn_user
+from tpu_embed._checks import check_type, message, refuse, warn_user
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.state import TableState
 from tpu_embed.engine_layer import EngineLayer
@@ -131,14 +131,13 @@ def split_model(
         it; the model has other embedding layers than `rows`, or is no tree of floating-point
         arrays.
     """
-    if not callable(loss):
-        refuse(
-            "fit: loss",
-            expected="a function",
-            got=type(loss).__name__,
-            remedy="write a function of the activations and the other parts of a batch",
-            error=TypeError,
-        )
+    check_type(
+        "fit: loss",
+        loss,
+        Callable,
+        expected="a function",
+        remedy="write a function of the activations and the other parts of a batch",
+    )
     keywords = _keywords(loss)
     if not isinstance(model, nnx.Module):
         if rows is not None:
@@ -211,14 +210,13 @@ def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
         )
     if optimizer is None:
         return optax.identity()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        refuse(
-            "fit: optimizer",
-            expected="a transformation of optax",
-            got=type(optimizer).__name__,
-            remedy="of a rule of tpu_embed.optimizers, give rule.as_optax()",
-            error=TypeError,
-        )
+    check_type(
+        "fit: optimizer",
+        optimizer,
+        optax.GradientTransformation,
+        expected="a transformation of optax",
+        remedy="of a rule of tpu_embed.optimizers, give rule.as_optax()",
+    )
     return optimizer
 
 

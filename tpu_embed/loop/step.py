@@ -178,14 +178,16 @@ class Parts:
             return differentiate(objective, network, activations, rest, given)
         structure, k = self.engine.structure, self._count
         values, rebuild = split_activations(structure.match(activations, what="activations"))
-        own = cuts[: len(values)]
+        own, (arrays, tree) = cuts[: len(values)], flatten_arrays(rest)
 
         def pass_part(carry: Any, number: Array) -> Any:
             others, summed, by_values = carry
             # Of a feature that is cut, parts that were passed have gradients here, later ones still
             # their activations; of one that is whole, it is the sum of the gradients.
             before = rebuild(_merge(own, by_values, values))
-            seen, mine = self._take(cuts, number, before, rest)
+            taken = self._on_devices(take_part, cuts, number, [*before, *arrays])
+            seen = structure.unflatten(taken[: len(own)])
+            mine = tree.unflatten(taken[len(own) :])
             now, known = Network(network.trained, others), dict(given)
             if "rng" in known:
                 known["rng"] = jax.random.fold_in(known["rng"], number)
@@ -197,21 +199,15 @@ class Parts:
             by_values = [old + one if cut is None else at for cut, old, at, one in pairs]
             return (others, summed, by_values), (loss, metrics)
 
-        zeros = jax.tree.map(_wide_zeros, network.trained)
+        # Gradients by parameters are added in float32 at least.
+        zeros = jax.tree.map(
+            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), network.trained
+        )
         first = network.others, zeros, _merge(own, values, [*map(jnp.zeros_like, values)])
         last, each = jax.lax.scan(pass_part, first, jnp.arange(k, dtype=jnp.int32))
         loss, metrics = jax.tree.map(lambda one: one.mean(axis=0), each)
         by_trained = jax.tree.map(lambda a, b: a.astype(b.dtype), last[1], network.trained)
         return (loss, (metrics, last[0])), (by_trained, structure.unflatten(last[2]))
-
-    def _take(
-        self, cuts: Cuts, number: Array, features: list[Any], rest: tuple[Any, ...]
-    ) -> tuple[PyTree, tuple[Any, ...]]:
-        """Return a part of activations, in the structure of the features, and of the rest."""
-        arrays, tree = flatten_arrays(rest)
-        taken = self._on_devices(take_part, cuts, number, [*features, *arrays])
-        seen = self.engine.structure.unflatten(taken[: len(features)])
-        return seen, tree.unflatten(taken[len(features) :])
 
     def _on_devices(
         self, function: Callable[..., Any], cuts: Cuts, number: Array, *lists: list[Any]
@@ -247,11 +243,6 @@ def _merge(cuts: Cuts, cut: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
     """Return the arrays that are cut of one list, and the others of another one."""
     pairs = zip(cuts, cut, whole, strict=True)
     return [other if room is None else one for room, one, other in pairs]
-
-
-def _wide_zeros(parameter: Array) -> Array:
-    """Return zeros to which gradients by a parameter are added, in float32 at least."""
-    return jnp.zeros_like(parameter, jnp.promote_types(parameter.dtype, jnp.float32))
 
 
 def make_train_step(

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_embed._checks import check_choice, refuse
+from tpu_embed._checks import check_choice, check_type, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
@@ -351,15 +351,14 @@ class Embed(nnx.Module):
           TypeError: sparse or ragged ids; whatever `EmbeddingBag.place` refuses.
           ValueError: whatever `EmbeddingBag.place` refuses.
         """
-        array = read_ids(FEATURE, ids)  # masked where ids are missing
-        if not isinstance(array, np.ndarray):
-            refuse(
-                FEATURE,
-                expected="an array",
-                got=type(array).__name__,
-                remedy="an EmbeddingBag takes bags of any length",
-                error=TypeError,
-            )
+        array: Any = read_ids(FEATURE, ids)  # masked where ids are missing
+        check_type(
+            FEATURE,
+            array,
+            np.ndarray,
+            expected="an array",
+            remedy="an EmbeddingBag takes bags of any length",
+        )
         bags = array if array.ndim == 1 else array[..., None]  # one id is not combined
         return self.rows.place(bags, spec=spec, training=training)
 
@@ -484,12 +483,5 @@ def _given(model: nnx.Module, given: Any, what: str) -> dict[str, Any]:
     """
     if isinstance(model, Embed | TableLayer):
         return {"": given}
-    if not isinstance(given, Mapping):
-        refuse(
-            what,
-            expected="a dict by layer",
-            got=type(given).__name__,
-            remedy='give {"films": keys}',
-            error=TypeError,
-        )
+    check_type(what, given, Mapping, expected="a dict by layer", remedy='give {"films": keys}')
     return dict(given)

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.extend.core import jaxpr_as_fun
 
-from tpu_embed._checks import refuse, warn_user
+from tpu_embed._checks import check_type, refuse, warn_user
 from tpu_embed._types import Array
 from tpu_embed.nn.embedding import Embed
 from tpu_embed.nn.layer import (
@@ -235,14 +235,13 @@ def apply_table_gradients(model: Any, gradients: TableGradients) -> None:
       >>> int(films.rows.step[...])
       1
     """
-    if not isinstance(gradients, TableGradients):
-        refuse(
-            "gradients",
-            expected="TableGradients",
-            got=type(gradients).__name__,
-            remedy="give what sparse_value_and_grad returned",
-            error=TypeError,
-        )
+    check_type(
+        "gradients",
+        gradients,
+        TableGradients,
+        expected="TableGradients",
+        remedy="give what sparse_value_and_grad returned",
+    )
     _apply([(model, gradients)])
 
 
@@ -280,14 +279,13 @@ def _models(argnums: Any, args: Sequence[Any]) -> tuple[int, ...]:
     remedy = "give models by position; wrt= chooses their variables"
     which = positions(argnums, len(args), remedy=remedy)
     for i in which:
-        if not isinstance(args[i], nnx.Pytree):
-            refuse(
-                f"argument {i}",
-                expected="an nnx module",
-                got=type(args[i]).__name__,
-                remedy="leave it out of argnums, or hold it in a module",
-                error=TypeError,
-            )
+        check_type(
+            f"argument {i}",
+            args[i],
+            nnx.Pytree,
+            expected="an nnx module",
+            remedy="leave it out of argnums, or hold it in a module",
+        )
     return which
 
 

@@ -8,13 +8,6 @@ Input: rows, their slots, and their gradients.
 Output: the rows and the slots after one update.
 """
 
-from tpu_embed.optimizers.adagrad import (
-    Adagrad,
-    AdagradMomentum,
-    ProximalAdagrad,
-    RowWiseAdagrad,
-)
-from tpu_embed.optimizers.adam import LAMB, Adam, Lion, Yogi
 from tpu_embed.optimizers.arithmetic import row_mean, row_norm, row_sum
 from tpu_embed.optimizers.base import (
     LearningRateKind,
@@ -22,12 +15,25 @@ from tpu_embed.optimizers.base import (
     TableOptimizer,
     learning_rate_kind,
 )
-from tpu_embed.optimizers.custom import CustomOptimizer
-from tpu_embed.optimizers.ftrl import FTRL
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer
-from tpu_embed.optimizers.rmsprop import Adadelta, CenteredRMSProp, RMSProp
 from tpu_embed.optimizers.row_optimizer import RowOptimizer
-from tpu_embed.optimizers.sgd import SGD, Momentum
+from tpu_embed.optimizers.rules import (
+    FTRL,
+    LAMB,
+    SGD,
+    Adadelta,
+    Adagrad,
+    AdagradMomentum,
+    Adam,
+    CenteredRMSProp,
+    CustomOptimizer,
+    Lion,
+    Momentum,
+    ProximalAdagrad,
+    RMSProp,
+    RowWiseAdagrad,
+    Yogi,
+)
 
 __all__ = [
     "FTRL",

@@ -202,6 +202,10 @@ class RowOptimizer(TableOptimizer):
     decay_in_rule: ClassVar[bool] = False
     """Whether the rule itself uses the decay factor; `update_rows` then does not."""
 
+    compiled: ClassVar[Callable[..., CompiledRule | None] | None] = None
+    """A method of `(t=, lr=)` that returns the rule alone for the compiled kernels, or None for
+    options that they do not implement; None in its place: they do not implement the rule."""
+
     @final
     def __post_init__(self) -> None:
         # Numbers become Python floats, mappings sorted tuples of pairs, and `clipvalue` a pair, so
@@ -244,10 +248,6 @@ class RowOptimizer(TableOptimizer):
           t: int32 scalar, the step.
           lr: scalar of the rows' dtype.
         """
-
-    @abc.abstractmethod
-    def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
-        """Return the rule alone for the compiled kernels; None: they do not implement it."""
 
     @property
     @final
@@ -292,7 +292,7 @@ class RowOptimizer(TableOptimizer):
 
     @final
     def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
-        rule = self.compiled(t=jnp.asarray(step), lr=learning_rate)
+        rule = self.compiled and self.compiled(t=jnp.asarray(step), lr=learning_rate)
         if rule is None:
             return None
         decays = self.weight_decay_factor and not self.decay_in_rule

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch, BatchSpec, line_length, line_of
 from tpu_embed.core.engine import EmbeddingEngine
@@ -191,13 +191,13 @@ def compile_for(
       TypeError: `lower` is no function.
       RuntimeError: libtpu is not installed, or does not know the topology.
     """
-    if lower is not None and not callable(lower):
-        refuse(
+    if lower is not None:
+        check_type(
             "compile_for: lower",
+            lower,
+            Callable,
             expected="a function of an engine, a state and a batch",
-            got=type(lower).__name__,
             remedy="it returns jax.jit(step).lower(…)",
-            error=TypeError,
         )
     if lower is not None and (loss is not None or not placed):
         refuse(
@@ -208,10 +208,16 @@ def compile_for(
         )
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
-    options: dict[str, Any] = {"exchange_dtype": exchange_dtype}
-    planned = plan(feature_config, optimizer, target, batch, hit_rates=hit_rates, **options)
+    planned = plan(
+        feature_config,
+        optimizer,
+        target,
+        batch,
+        hit_rates=hit_rates,
+        exchange_dtype=exchange_dtype,
+    )
     resolved = resolve(feature_config, optimizer, mesh=mesh)
-    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, **options)
+    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, exchange_dtype=exchange_dtype)
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
         batch = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
@@ -278,19 +284,16 @@ def _lowered_admit(
 
     def room(rows: Mapping[str, int]) -> int:
         """Return the rows that a device's parcel has room for, if rows are even over the shards."""
-        sizes = {table.name: table.vocabulary_size for table in stack.tables}
-        spread = {one: np.arange(min(rows[one], size)) for one, size in sizes.items()}
-        return Parcels(stack, spread).size
+        counts = {one.name: min(rows[one.name], one.vocabulary_size) for one in stack.tables}
+        return Parcels(stack, {name: np.arange(count) for name, count in counts.items()}).size
 
-    first = room({name: one.batch_rows for name, one in plans.items()})
+    every = {name: one.batch_rows for name, one in plans.items()}
+    first = room(every)
     writer = NewRowWriter(engine.layout)
     yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
     # A row leaves for each that comes, from home or drawn.
-    moving = {
-        name: one.batch_rows if one.rows_out is None else one.rows_out
-        for name, one in plans.items()
-    }
-    count = room(moving)
+    known = {name: one.rows_out for name, one in plans.items() if one.rows_out is not None}
+    count = room(every | known)
     fields = row_fields(stack).items()
     values = {name: array(count, *one.shape, dtype=one.dtype) for name, one in fields}
     sent = Sent(array(2, count), array(2, count), values)
@@ -439,13 +442,13 @@ class Estimate:
 
     def explain(self) -> str:
         """Return the bounds as text to print."""
-        bounds = self.bounds
+        bounds, clock = self.bounds, self.clock or 0
         longest = max(bounds, key=bounds.__getitem__)
         memory = f"{readable(self.moved)} moved at {self.bandwidth / 1e9:,g} GB/s"
         core = "not known: the profile was left out, or on this chip libtpu writes no whole one"
-        if self.cycles is not None and self.clock is not None:
+        if "TensorCore" in bounds:
             lost = f"; {self.missing} operation(s) not counted" if self.missing else ""
-            by = f"{self.cycles:,} cycles by libtpu's profile at {self.clock / 1e9:g} GHz{lost}"
+            by = f"{self.cycles:,} cycles by libtpu's profile at {clock / 1e9:g} GHz{lost}"
             core = f"{_milliseconds(bounds['TensorCore'])}   {by}"
         return "\n".join(
             [
@@ -468,12 +471,12 @@ def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
     Returns:
       The bounds; without that of the TensorCore also where the clock of the chip is None.
     """
-    chip = Topology(compiled.plan.target).chip
-    found = Estimate(sum(compiled.moved.values()), chip.bandwidth * 1e9)
+    chip, moved = Topology(compiled.plan.target).chip, sum(compiled.moved.values())
+    found = Estimate(moved, chip.bandwidth * 1e9)
     if profile is None or chip.clock is None:
         return found
-    figures = profile.cycles, chip.clock * 1e9, profile.missing
-    return Estimate(found.moved, found.bandwidth, *figures)
+    known = {"cycles": profile.cycles, "missing": profile.missing, "clock": chip.clock * 1e9}
+    return dataclasses.replace(found, **known)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -78,7 +78,7 @@ def readable(size: float) -> str:
 def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:
     """Return the bytes of an array of `rows` stored rows."""
     array = row_format.array(rows)
-    return size(array.shape, np.dtype(array.dtype))
+    return size(array.shape, array.dtype)
 
 
 def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
@@ -112,7 +112,7 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
 def _row_bytes(stack: Stack, rows: int, size: Size) -> int:
     """Return the bytes of rows in the compute dtype; with tiles, each row takes whole lines."""
     line = LINE if size is tiled_bytes else 1
-    return size((rows, -(-stack.dim // line) * line), stack.compute_dtype)
+    return size((rows, round_up(stack.dim, line)), stack.compute_dtype)
 
 
 def _fullest_stage(view: StackView, size: Size) -> int:

@@ -123,19 +123,20 @@ def _tables(plan: Any) -> Table:
     counts = {"rows": "vocabulary_size", "dim": "dim", "rows/device": "rows", "padding": "padding"}
     table = _columns(("table", "dtype", "placement", "why"), [*counts, *sizes])
 
-    def figures(tables: Sequence[Any], counts: Sequence[str]) -> list[str]:
-        total = {f: sum(getattr(one, f) for one in tables) for f in sizes.values()}
-        return [*counts, *map(readable, total.values())]
+    def figures(tables: Sequence[Any]) -> list[str]:
+        return [readable(sum(getattr(one, f) for one in tables)) for f in sizes.values()]
 
     whole = {f: f"{sum(getattr(t, f) for t in plan.tables):,}" for f in counts.values()}
-    table.add_row("all", "", "", "", *figures(plan.tables, [*(whole | {"dim": ""}).values()]))
+    whole["dim"] = ""
+    table.add_row("all", "", "", "", *whole.values(), *figures(plan.tables))
     alike: dict[Any, list[Any]] = {}  # tables that differ in nothing but their names
     for one in sorted(plan.tables, key=lambda one: -one.table_bytes - one.slot_bytes):
         alike.setdefault(dataclasses.replace(one, name=""), []).append(one)
     for one, *others in alike.values():
         name = f"{one.name} and {len(others)} like it" if others else one.name
-        own = [f"{getattr(one, field):,}" for field in counts.values()]
-        table.add_row(name, one.dtype, one.placement, one.why, *figures([one, *others], own))
+        own = (f"{getattr(one, field):,}" for field in counts.values())
+        words = one.dtype, one.placement, one.why
+        table.add_row(name, *words, *own, *figures([one, *others]))
     return table
 
 

@@ -29,7 +29,6 @@ from tpu_embed.storage import HostRows, HostStorage, RowField
 from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
 
 _SEEN = {"seen": RowField((1,), np.dtype(np.uint8))}
-_MOST_ROWS = 2**63
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,12 +112,11 @@ def count_hits(
         moved = places.take(known, distinct[found < 0])
         if moved.unseen:
             # As `EmbeddingEngine.place` does.
-            size = storage.device_rows
             many = "a batch" if not lookahead else f"{lookahead + 1} batches"
-            expected, got = f"at most {size} distinct ids in {many}", f"{size + moved.unseen}"
+            got = storage.device_rows + moved.unseen
             refuse(
                 "batches",
-                expected=expected,
+                expected=f"at most {storage.device_rows} distinct ids in {many}",
                 got=got,
                 remedy=f"give HostStorage(device_rows={got}) or more, or smaller batches",
             )
@@ -164,7 +162,7 @@ def _keys(ids: Any) -> np.ndarray:
         )
     if numbers.dtype.kind == "i":
         numbers = numbers[numbers != PADDING_ID]
-    bad = numbers[(numbers < 0) | (numbers >= np.uint64(_MOST_ROWS))]
+    bad = numbers[(numbers < 0) | (numbers >= np.uint64(2**63))]
     if bad.size:
         refuse("batches", expected="ids from 0 to 2**63 - 1, or -1 for padding", got=f"{bad[0]}")
     return np.ascontiguousarray(numbers.astype(np.uint64))
@@ -236,7 +234,7 @@ def host_plans(
     sizes = {table.name: table.declared_size for _, table in layout.on_host}
     if not isinstance(hit_rates, Mapping):
         hit_rates = {} if hit_rates is None else dict.fromkeys(sizes, hit_rates)
-    touched = dict(touched_rows or {})
+    touched = touched_rows or {}
     for what, given in {"hit_rates": hit_rates, "touched_rows": touched}.items():
         for name in given:
             if name not in sizes:
@@ -298,5 +296,5 @@ def moving_bytes(layout: Layout, plans: Mapping[str, HostPlan], size: Size) -> i
         for rows in (known.rows_in or 0, known.rows_out or 0):
             mine = -(-rows // stack.num_shards)
             for field in row_fields(stack).values():
-                total += size((mine, *field.shape), np.dtype(field.dtype)) if mine else 0
+                total += size((mine, *field.shape), field.dtype)
     return total

@@ -41,7 +41,6 @@ from tpu_embed.core.layout import (
     ExchangeDtype,
     FeatureLayout,
     Layout,
-    MeshAxes,
     Stack,
     TableSlice,
     make_axes,
@@ -187,19 +186,14 @@ class Request:
     lookahead: int = 0
 
     @property
-    def axes(self) -> MeshAxes:
-        """The mesh."""
-        return self.target.axes
-
-    @property
     def memory(self) -> int:
         """Bytes per device, where they are known; else there is room for everything."""
-        return 2**63 if self.target.memory is None else self.target.memory
+        return self.target.memory or 2**63
 
     @functools.cached_property
     def chosen(self) -> dict[str, tuple[str, str]]:
         """Table -> (placement, reason) for the tables that are "auto"."""
-        return placements(self.declared, self.optimizer, devices=self.axes.mesh.size)
+        return placements(self.declared, self.optimizer, devices=self.target.axes.mesh.size)
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -208,7 +202,7 @@ class Request:
         layout = make_layout(
             self.changed(placed).declared,
             self.optimizer,
-            self.axes,
+            self.target.axes,
             sum_blocks=8,
             stack_tables=True,
             exchange_dtype=self.exchange_dtype,
@@ -220,25 +214,21 @@ class Request:
     @property
     def size(self) -> Size:
         """The function that returns the bytes of an array on such a device."""
-        return untiled_bytes if packing_of(self.axes.device) == "none" else tiled_bytes
+        return untiled_bytes if packing_of(self.target.axes.device) == "none" else tiled_bytes
 
     @functools.cached_property
     def held(self) -> dict[str, int]:
         """Bytes that a device always holds, independent of the batch."""
-        # Slots that have no rows, too.
-        whole = [
-            one for g in self.layout.stacks for one in slot_shapes(g).values() if not one.per_row
-        ]
-        slots = sum(self.size(one.shape, np.dtype(one.dtype)) for one in whole)
         held = self._of_stacks(costs.stack_bytes)
-        return held | {"slots": held["slots"] + slots}
+        for stack in self.layout.stacks:
+            for slot in slot_shapes(stack).values():
+                if not slot.per_row:
+                    held["slots"] += self.size(slot.shape, slot.dtype)
+        return held
 
     def _of_stacks(self, bytes_of: Callable[[Stack, int, Size], tuple[int, int]]) -> dict[str, int]:
         pairs = [bytes_of(g, g.num_rows, self.size) for g in self.layout.stacks]
-        return {
-            "tables": sum(table for table, _ in pairs),
-            "slots": sum(slots for _, slots in pairs),
-        }
+        return dict(zip(("tables", "slots"), map(sum, zip(*pairs, strict=True)), strict=True))
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
@@ -296,7 +286,7 @@ class Request:
             # They have been placed, and perhaps looked up; their gradients come later.
             step[AHEAD] = self.lookahead * (step["ids"] + step["activations"] // 2)
         if any(one.hit_rate is not None for one in self.host.values()):
-            return step | {MISSES: moving_bytes(self.layout, self.host, size)}
+            step[MISSES] = moving_bytes(self.layout, self.host, size)
         return step
 
     @property

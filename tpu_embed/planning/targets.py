@@ -121,28 +121,18 @@ class Topology:
         kind, _, sizes = self.name.partition(":")
         known = CHIPS.get(kind)
         if known is None or not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes):
-            got, remedy = repr(self.name), "for example v5p:4x4x4, v6e:16x16 or v5p-128"
+            expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1"
             similar = "" if known else did_you_mean(re.split("[:-]", self.name)[0], _TYPES)
-            refuse(
-                "topology",
-                expected=f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1",
-                got=got,
-                remedy=similar or remedy,
-            )
-        if len(self.shape) != known.axes:
-            refuse(
-                "topology",
-                expected=f"{known.axes} sizes for {kind}",
-                got=self.name,
-                remedy=f"for example {kind}:{'x'.join('2' * known.axes)}",
-            )
-        if math.prod(self.shape) > known.pod:
-            refuse(
-                "topology",
-                expected=f"at most {known.pod:,} chips, a pod of {kind}",
-                got=self.name,
-                remedy="for several slices give the number of their devices",
-            )
+            remedy = similar or "for example v5p:4x4x4, v6e:16x16 or v5p-128"
+        elif len(self.shape) != known.axes:
+            expected = f"{known.axes} sizes for {kind}"
+            remedy = f"for example {kind}:{'x'.join('2' * known.axes)}"
+        elif math.prod(self.shape) > known.pod:
+            expected = f"at most {known.pod:,} chips, a pod of {kind}"
+            remedy = "for several slices give the number of their devices"
+        else:
+            return
+        refuse("topology", expected=expected, got=repr(self.name), remedy=remedy)
 
     @property
     def chip(self) -> Chip:
@@ -271,21 +261,14 @@ def read_target(target: GivenTarget) -> Target:
         topology = target if isinstance(target, Topology) else Topology(target)
         axes = _abstract_axes(topology.devices, topology.chip.device_kind)
         return Target(topology.name, axes, topology.memory_per_device, topology)
-    if not is_int(target) or target < 1:  # type: ignore[operator]
+    if not is_int(target) or not 1 <= target <= _MOST_DEVICES:  # type: ignore[operator]
         refuse(
             "target",
-            expected="a mesh, a topology or a number of devices",
+            expected=f"a mesh, a topology or a number of devices from 1 to {_MOST_DEVICES}",
             got=repr(target),
             remedy="for example v5p:4x4x4, or 8",
         )
     devices = int(target)  # type: ignore[arg-type]
-    if devices > _MOST_DEVICES:
-        refuse(
-            "target",
-            expected=f"at most {_MOST_DEVICES} devices",
-            got=f"{devices}",
-            remedy="for example v5p:4x4x4, or 8",
-        )
     return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None)
 
 

@@ -1,6 +1,5 @@
 """Sparse gradients: find the lookups in a user's traced function, differentiate by their rows."""
 
-from tpu_embed.sparse.grad import positions, sparse_grad, sparse_value_and_grad, value_and_aux
 from tpu_embed.sparse.indexed_slices import (
     IndexedSlices,
     clip_by_global_norm,
@@ -15,11 +14,15 @@ from tpu_embed.sparse.program import (
     full,
     known_after,
     known_after_ids,
+    positions,
     propagate,
     pull_back,
+    sparse_grad,
+    sparse_value_and_grad,
     stopped_p,
     tap,
     tapped,
+    value_and_aux,
 )
 
 __all__ = [

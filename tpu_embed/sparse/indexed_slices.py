@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_integers, refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.core.exchange import number_runs
@@ -58,8 +58,8 @@ class IndexedSlices:
         object.__setattr__(self, "dense_shape", tuple(int(n) for n in self.dense_shape))
         # JAX also builds this pytree from placeholders without a dtype, and from float0 tangents.
         dtype = getattr(self.indices, "dtype", None)
-        if dtype is not None and dtype != jax.dtypes.float0 and np.dtype(dtype).kind not in "iu":
-            refuse("IndexedSlices.indices", expected="integers", got=str(dtype), error=TypeError)
+        if dtype is not None and dtype != jax.dtypes.float0:
+            check_integers("IndexedSlices.indices", dtype)
 
     @property
     def dtype(self) -> np.dtype:

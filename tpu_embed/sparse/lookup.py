@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_choice, refuse
+from tpu_embed._checks import check_choice, check_integers, refuse
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
 from tpu_embed.core.ids import gains_in_program, is_real, narrow_ids
@@ -113,8 +113,7 @@ def check_weights(what: str, weights: Any, ids: Any) -> None:
 def _checked_ids(ids: ArrayLike, size: int) -> Array:
     # Check NumPy arrays and lists as given: JAX without x64 would wrap an int64 into int32 first.
     dtype = np.dtype(getattr(ids, "dtype", None) or np.asarray(ids).dtype)
-    if dtype.kind not in "iu":
-        refuse("embedding_lookup: ids", expected="integers", got=str(dtype), error=TypeError)
+    check_integers("embedding_lookup: ids", dtype)
     if not isinstance(ids, Tracer):
         numbers = np.asarray(ids)
         bad = (numbers < PADDING_ID) | (numbers >= size)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
-from tpu_embed._checks import check_int, explain_arguments, refuse, refuse_pickle
+from tpu_embed._checks import check_int, check_type, explain_arguments, refuse, refuse_pickle
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -28,8 +28,7 @@ from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state, fields
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.request import resolve
-from tpu_embed.stateful.record import Enqueued, batch_sizes, placed_step
-from tpu_embed.stateful.state_keeper import StateKeeper
+from tpu_embed.stateful.state_keeper import Enqueued, StateKeeper, batch_sizes, placed_step
 
 
 class TPUEmbedding:
@@ -225,7 +224,7 @@ class TPUEmbedding:
             )
             keeper.check_keys(what, item)
             keeper.built()
-            # The first batch in a pipelined queue is looked up at once (see `record.py`).
+            # The first batch in a pipelined queue is looked up at once (see `state_keeper.py`).
             if self._pipelined and not record.waiting:
                 keeper.issue(what, 0, item)
             else:
@@ -374,14 +373,9 @@ class TPUEmbedding:
           ValueError, TypeError: what `EmbeddingEngine.adopt` refuses; nothing changes then.
           RuntimeError: training batches of `other` wait for their gradients; its state is invalid.
         """
-        if not isinstance(other, TPUEmbedding):
-            refuse(
-                "other",
-                expected="a TPUEmbedding",
-                got=type(other).__name__,
-                remedy="see engine.adopt",
-                error=TypeError,
-            )
+        check_type(
+            "other", other, TPUEmbedding, expected="a TPUEmbedding", remedy="see engine.adopt"
+        )
         # In one order, so that two that adopt each other's tables do not wait for each other.
         first, second = sorted((self._keeper, other._keeper), key=id)
         with first.lock, second.lock:

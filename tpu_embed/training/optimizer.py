@@ -22,21 +22,26 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath, keystr
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, PyTree
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.sparse import is_indexed_slices
 from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
-from tpu_embed.training.paths import Leaves, Path, State, leaves_of, listed, take_apart
 from tpu_embed.training.replicas import AxisName, Reduction, Replicas, make_replicas
 from tpu_embed.training.update import (
     DeclaredOptimizer,
+    Leaves,
+    Path,
+    State,
     SumsItself,
     check_gradients,
     check_update,
+    leaves_of,
+    listed,
     summed_twice,
+    take_apart,
     update_parameters,
 )
 
@@ -72,14 +77,13 @@ def check_state(what: str, state: Any) -> None:
     Raises:
       TypeError: `state` is something else.
     """
-    if not isinstance(state, OptState):
-        refuse(
-            f"{what}: state",
-            expected="an OptState",
-            got=type(state).__name__,
-            remedy="init(params) makes one, apply_gradients the next",
-            error=TypeError,
-        )
+    check_type(
+        f"{what}: state",
+        state,
+        OptState,
+        expected="an OptState",
+        remedy="init(params) makes one, apply_gradients the next",
+    )
 
 
 class TreeOptimizer(abc.ABC):
