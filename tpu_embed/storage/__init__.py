@@ -3,14 +3,14 @@
 Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
-from tpu_embed.storage.config import HostStorage
-from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.homes import (
     VALUES,
     Homes,
     HomeTable,
+    HostStorage,
     Incoming,
     Room,
+    RowGroups,
     Save,
     slot_field,
 )

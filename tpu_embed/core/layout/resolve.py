@@ -24,12 +24,12 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
-from tpu_embed.core.layout.random_rounding import check_slot_names
 from tpu_embed.core.layout.stacks import (
     ExchangeDtype,
     FeatureLayout,
     ResolvedTable,
     Stack,
+    check_slot_names,
     make_stacks,
 )
 from tpu_embed.kernels.formats import packing_of

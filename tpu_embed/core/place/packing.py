@@ -6,7 +6,7 @@ every replica, padding included, so the bag of an id follows from its position
 bag. A jagged feature has all its places in either; where one has no id there is padding.
 
 Input: one validated `HostIds` per feature. Output: the rows, bags and gains of every stack,
-`[replicas, N]`, which are sent as they are (`batch.py`) or routed first (`write_lines.py`).
+`[replicas, N]`, which are sent as they are (`batch.py`) or routed first (`router.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Rows of tables in one form, by id, wherever they are: read, written, copied."""
 
 from tpu_embed.core.rows import logical
-from tpu_embed.core.rows.devices import DeviceRows
-from tpu_embed.core.rows.grid import (
+from tpu_embed.core.rows.devices import (
     BLOCK,
+    DeviceRows,
     Grid,
     Ids,
     Rows,
