@@ -40,6 +40,9 @@ from tpu_embed.kernels import (
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
+Kernel = Callable[..., Any]
+"""One implementation of an operation."""
+
 VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
 
@@ -115,10 +118,10 @@ def _say_once(why_not: str) -> None:
 
 def choose(
     *operands: Any,
-    otherwise: Callable[..., Any],
-    native: Callable[..., Any] | None = None,
-    gpu: Callable[..., Any] | None = None,
-    sparse: Callable[..., Any] | None = None,
+    otherwise: Kernel,
+    native: Kernel | None = None,
+    gpu: Kernel | None = None,
+    sparse: Kernel | None = None,
 ) -> Any:
     """Return `f(*operands)`, where f is the implementation for the platform of the program.
 
@@ -238,14 +241,14 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
 def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
     """Return sorted rows and their values; see `reference.sort_pairs`."""
 
-    def only_pairs(sort: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def only_pairs(sort: Kernel | None) -> Kernel | None:
         return sort and (lambda *operands: sort(*operands)[::2])
 
     native, gpu = map(only_pairs, _sorts_of_pairs(row_ids))
     return choose(row_ids, values, otherwise=reference.sort_pairs, native=native, gpu=gpu)
 
 
-def _sorts_of_pairs(row_ids: Array) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+def _sorts_of_pairs(row_ids: Array) -> tuple[Kernel | None, Kernel]:
     """Return `sort_with` for a CPU, if its kernels take the rows, and for a GPU."""
     native = None
     if cpu.takes_rows(row_ids):
@@ -255,7 +258,7 @@ def _sorts_of_pairs(row_ids: Array) -> tuple[Callable[..., Any] | None, Callable
     return native, _sort_then_gather(reference.sort_rows, reference.gather_rows)
 
 
-def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:
+def _sort_then_gather(sort: Kernel, gather: Kernel) -> Kernel:
     """Return `sort_with`, made of `sort_rows` and `gather_rows`."""
 
     def run(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
@@ -335,7 +338,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     )
 
 
-def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _with_tangents(native: Kernel, otherwise: Kernel) -> Kernel:
     """Return `native` with the derivative of `otherwise`, because custom calls have none.
 
     Args:

@@ -14,7 +14,7 @@ from tpu_embed.storage.homes import (
     Save,
     slot_field,
 )
-from tpu_embed.storage.host_rows import HostRows, NewRows, Replacement, RowField
+from tpu_embed.storage.host_rows import HostRows, NewRows, Replacement, RowField, Rows
 
 __all__ = [
     "VALUES",
@@ -28,6 +28,7 @@ __all__ = [
     "Room",
     "RowField",
     "RowGroups",
+    "Rows",
     "Save",
     "slot_field",
 ]

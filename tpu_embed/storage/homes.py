@@ -39,7 +39,7 @@ import numpy as np
 from tpu_embed._checks import check_choice, check_int, local_path, refuse
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.key_hashes import mix
-from tpu_embed.storage.host_rows import HostRows, RowField
+from tpu_embed.storage.host_rows import HostRows, RowField, Rows
 
 EvictFromDevice = Literal["lru", "lfu"]
 
@@ -187,9 +187,6 @@ _SAVES = 4
 
 _MOST_ON_THEIR_WAY = 4
 """Steps whose displaced rows may be on their way at a time: their copies take memory."""
-
-Rows = Mapping[str, np.ndarray]
-"""What some rows have: `[n, …]` by field."""
 
 
 class HomeTable(NamedTuple):
@@ -558,7 +555,5 @@ class Homes:
 
     def wait(self) -> None:
         """Wait until all rows that were sent home have arrived, or were lost there."""
-        with self._lock:
-            waiting = [*self._departures.values()]
-        for one in waiting:
+        for one in self._pending().values():
             one.wait()

@@ -295,8 +295,7 @@ class Vocabularies:
         Raises:
           ValueError: no such table has a dynamic vocabulary.
         """
-        with self.lock:
-            found = self._maps.keys(self._known(name), self.admitted)
+        found = self.scores(name)
         return found.keys, found.rows
 
     @property
@@ -351,10 +350,7 @@ class Vocabularies:
           TypeError: the keys are neither integers nor strings.
         """
         what = f"table {self._known(name)!r}: keys"
-        given = read_keys(what, keys)
-        with self.lock:
-            after = self._timeline.after(self.admitted)
-            rows = self._maps.find(name, given, after).ids.astype(np.int64)
+        rows = self.find(name, keys, self.admitted).astype(np.int64)
         unknown = np.flatnonzero(rows < 0)
         if unknown.size:
             first = np.ma.getdata(read_column(what, keys))[unknown[:1]].tolist()[0]
@@ -457,7 +453,11 @@ class Vocabularies:
                 refuse(
                     "place", expected=f"fewer than {FOREVER} training batches", got=f"{step + 1}"
                 )
-            moves = take()
+            try:
+                moves = take()
+            except BaseException:
+                self._maps.rewind(step)
+                raise
             self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
         return moves

@@ -25,8 +25,7 @@ from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec, TracedIds
 from tpu_embed.core.engine.admitter import Admitter, nan_if
-from tpu_embed.core.engine.adopter import prepare_adoption
-from tpu_embed.core.engine.logical_rows import LogicalRows, check_engine
+from tpu_embed.core.engine.logical_rows import LogicalRows, check_engine, prepare_adoption
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import (
     ExchangeDtype,

@@ -63,7 +63,8 @@ class MeshAxes:
           names: the axes that split an array into these parts.
         """
         every = enumerate(self.processes_of_parts(names))
-        return np.array([i for i, processes in every if self.process in processes], np.int64)
+        here = jax.process_index()
+        return np.array([i for i, processes in every if here in processes], np.int64)
 
     @functools.cache  # noqa: B019
     def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:
@@ -92,11 +93,6 @@ class MeshAxes:
         for name, place in zip(self.names, places, strict=False):
             part = part * self.mesh.shape[name] + place if name in names else part
         return part
-
-    @property
-    def process(self) -> int:
-        """The number of this process."""
-        return jax.process_index()
 
     @functools.cached_property
     def processes(self) -> frozenset[int]:

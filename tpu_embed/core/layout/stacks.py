@@ -573,9 +573,9 @@ def rounding_slots(stack: Stack) -> dict[str, SlotShape]:
     return slots
 
 
-def table_crcs(stack: Stack) -> np.ndarray:
+def table_crcs(tables: Sequence[TableSlice]) -> np.ndarray:
     """Return the CRC-32 of the name of each table, uint32 `[T]`."""
-    return np.array([zlib.crc32(table.name.encode()) for table in stack.tables], np.uint32)
+    return np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
 
 
 def row_places(stack: Stack) -> RowPlaces:

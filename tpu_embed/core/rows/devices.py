@@ -43,6 +43,7 @@ from tpu_embed.core.layout import (
 from tpu_embed.core.state import Field, TableState, fields
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.storage import Rows
 
 # -- which shard has which rows --------------------------------------------------------------------
 
@@ -51,9 +52,6 @@ BLOCK = 2**22
 
 Ids = np.ndarray | range
 """Row ids, int64 `[n]` and all different; or a range of them."""
-
-Rows = Mapping[str, np.ndarray]
-"""Rows as they are stored, `[n, …]` by part."""
 
 
 class Grid(NamedTuple):
@@ -223,7 +221,7 @@ class DeviceRows:
         self._kept = {shard: self.read_here(ids) for shard, ids in every.items()}
         self.state = dataclasses.replace(self.state, tables={}, slots={})
 
-    def read(self, ids: Ids) -> dict[str, np.ndarray]:
+    def read(self, ids: Ids) -> Rows:
         """Return rows `[n, …]` by part.
 
         With several processes all of them call this, with the same ids.
@@ -240,7 +238,7 @@ class DeviceRows:
                 rows[part][at] = bits.astype(f"u{stored.itemsize}", copy=False).view(stored)
         return rows
 
-    def read_here(self, ids: Ids) -> dict[str, np.ndarray]:
+    def read_here(self, ids: Ids) -> Rows:
         """Return rows `[n, …]` by part; those of shards that are not here are arbitrary."""
         rows = self.empty(len(ids))
         if self._kept is not None:

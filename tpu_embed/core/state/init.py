@@ -47,6 +47,7 @@ from tpu_embed.core.layout import (
     TableSlice,
     round_up,
     send_lines,
+    table_crcs,
 )
 from tpu_embed.core.state.table_state import (
     StackShard,
@@ -310,10 +311,9 @@ def fold_row_id(key: Array, low: Array, high: Array) -> Array:
     return jnp.where(high == 0, folded, jax.random.fold_in(folded, high))
 
 
-def table_keys(key: Array, tables: list[TableSlice]) -> Array:
+def table_keys(key: Array, tables: Sequence[TableSlice]) -> Array:
     """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
-    crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
-    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(crcs))
+    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(table_crcs(tables)))
 
 
 def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> NewRows:

@@ -286,7 +286,7 @@ class Field:
 
     @property
     def part(self) -> str:
-        """Its name among what a row has, see `moved_rows.row_fields`."""
+        """Its name among what a row has, see `row_fields`."""
         return VALUES if self.slot is None else slot_field(self.slot)
 
     @property

@@ -143,7 +143,7 @@ def rounding_of(held: StackShard, stack: Stack, step: Array) -> Rounding | None:
     """
     if not stack.rounds_at_random:
         return None
-    tables = stochastic.table_draws(held.slots[SEED_SLOT], table_crcs(stack), step)
+    tables = stochastic.table_draws(held.slots[SEED_SLOT], table_crcs(stack.tables), step)
     shard = collectives.axis_index(stack.shard_axes).astype(jnp.uint32)
     draws = stochastic.Draws(tables, shard, held.slots.get(NUMBERS_SLOT))
     return stochastic.Rounding(draws, row_places(stack))

@@ -30,12 +30,13 @@ import jax
 import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.rows import Rows, blocks_of, pieces
+from tpu_embed.core.rows import DeviceRows, Rows, blocks_of, pieces
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import (
+    Checksums,
     RowArray,
     RowReader,
     column,
@@ -83,8 +84,6 @@ _FORM = schema.mapping(
 _MOST_SEGMENTS = 64
 """With more of them, a save writes all rows anew."""
 
-Checksums = dict[str, dict[str, int]]
-"""Of files: directory relative to that of the tables -> file name -> checksum."""
 
 Block = tuple[np.ndarray, Rows]
 """Some ids, uint64 `[n]`, and their rows, `[n, …]` by field."""
@@ -238,8 +237,9 @@ def _prepare_table(
     # The blocks of files, whatever the number of rows.
     size = column(Path(), 2**31, row_dtype(home.fields)).block
     keys, places = held.keys[on_devices], held.rows[on_devices]
+    devices = DeviceRows(state, engine.layout, name)
     blocks: Iterable[Block] = (
-        (keys[at], engine.held_rows(state, name, places[at])) for at in pieces(keys.size, size)
+        (keys[at], devices.read_here(places[at])) for at in pieces(keys.size, size)
     )
     if copied:
         blocks = [*blocks]

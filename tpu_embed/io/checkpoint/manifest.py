@@ -31,6 +31,7 @@ from tpu_embed.core.state import (
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
+from tpu_embed.io.checkpoint.row_files import Checksums
 from tpu_embed.io.checkpoint.trees import is_float
 from tpu_embed.io.store import Place
 
@@ -142,7 +143,7 @@ class SavedTables:
     checkpoint: str
     manifest: dict[str, Any]
     tables: dict[str, Any]
-    checksums: dict[str, dict[str, int]]
+    checksums: Checksums
     complete: bool
     maps: maps.FoundMaps | None = None
 
@@ -158,7 +159,7 @@ def write(
     directory: Place,
     checkpoint: str,
     manifest: dict[str, Any],
-    checksums: dict[str, dict[str, int]],
+    checksums: Checksums,
 ) -> None:
     """Write the checksums of the files that this process has written; the first one says the rest.
 
@@ -215,7 +216,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
 
 def read_described(
     directory: Place, checkpoint: str | None
-) -> tuple[str, dict[str, Any], dict[str, dict[str, int]]]:
+) -> tuple[str, dict[str, Any], Checksums]:
     """Return the name of a checkpoint, the manifest, and the checksums; see `SavedTables`.
 
     Args:
@@ -227,7 +228,7 @@ def read_described(
       ValueError: a file is damaged, or belongs to another checkpoint.
     """
     checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, checkpoint)
-    checksums: dict[str, dict[str, int]] = {}
+    checksums: Checksums = {}
     form = schema.mapping(schema.mapping(schema.integer()))
     for process in range(manifest["processes"]):  # they write different files of the same field
         _, theirs = read_bound(directory / _CHECKSUMS.format(process), form, checkpoint)

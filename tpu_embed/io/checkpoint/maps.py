@@ -25,7 +25,7 @@ from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import TableState, open_key, random_key
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowReader, column, write_all
+from tpu_embed.io.checkpoint.row_files import Checksums, RowReader, column, write_all
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.vocabulary import (
@@ -110,7 +110,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     return described, maps
 
 
-def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict[str, int]]:
+def write(checkpoint: str, saved: SavedMaps, directory: Place) -> Checksums:
     """Write the maps; one process does. Return the checksums of files, by directory.
 
     Args:
@@ -131,7 +131,7 @@ def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict
 def read(
     directory: Place,
     checkpoint: str,
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
     engine: EmbeddingEngine,
     mismatch: Callable[[str, str, str, str], Exception],
     *,
@@ -214,7 +214,7 @@ def read_state(
     name: str,
     saved: Mapping[str, Any],
     step: int,
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
 ) -> MapState:
     """Return the state of the map of one table, as it was saved.
 

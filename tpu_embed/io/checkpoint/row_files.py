@@ -53,6 +53,10 @@ _KEYS = {"name": "default", "configuration": {"separator": "."}}
 """How zarr names chunks: all are files in one directory, `c.0.0.0` and so on."""
 
 
+Checksums = dict[str, dict[str, int]]
+"""Of files: directory relative to that of the tables -> file name -> checksum."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RowArray:
     """Where a zarr array of rows is, and its shape.

@@ -45,9 +45,16 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
-from tpu_embed.io.checkpoint.host_rows import Block, Checksums
+from tpu_embed.io.checkpoint.host_rows import Block
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, column, write_all
+from tpu_embed.io.checkpoint.row_files import (
+    Checksums,
+    RowArray,
+    RowReader,
+    RowWriter,
+    column,
+    write_all,
+)
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
@@ -437,7 +444,7 @@ class _Restore:
         array = RowArray(self.directory / place, *grid, tuple(form["shape"]), dtype)
         return RowReader(array, self.found.checksums.get(place, {}), runs)
 
-    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def _blocks(self, name: str) -> Iterator[Block]:
         """Yield the rows of a table as the engine stores them, with the ids that they have now.
 
         Those of nobody are left out; of a row that comes twice, the last is valid.

@@ -60,6 +60,7 @@ from tpu_embed.core.state import TableState, first_rows
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import RowsToSum
+from tpu_embed.storage import Rows
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
 FIRST = "first"
@@ -297,7 +298,7 @@ class Stored:
         valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray) -> Rows:
         """Return some rows, int64 `[n]`, on the host, by part."""
         return {name: np.asarray(array)[rows] for name, array in self.arrays.items()}
 
@@ -399,7 +400,7 @@ class RowSource:
     dim: int
     dtype: str
 
-    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, ids: np.ndarray) -> Rows:
         """Return the rows of ids, int64 `[n]`, by part.
 
         Raises:
