@@ -42,8 +42,8 @@ _REMEDY = "this commit is damaged: remove it, and take another one"
 _ONE_WRITER = "one writer per directory: give another one"
 _FORM = schema.record(
     root=schema.text,
-    parts=schema.mapping(schema.sequence(schema.integer())),
-    shared=schema.sequence(schema.text),
+    parts=schema.mapping(schema.naturals),
+    shared=schema.texts,
 )
 
 Parts = Mapping[str, Any]

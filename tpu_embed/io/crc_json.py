@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import reprlib
 import zlib
-from collections.abc import Mapping
 from typing import Any
 
 from tpu_embed._checks import refuse
@@ -22,7 +21,7 @@ _ENVELOPE = {"kind", "format", "crc32"}
 
 
 def write_with_crc(
-    path: Place, kind: str, version: int, value: Mapping[str, Any], *, indent: int | None = None
+    path: Place, kind: str, version: int, value: schema.Json, *, indent: int | None = None
 ) -> None:
     """Write a JSON object; it is on disk when this returns.
 
@@ -35,13 +34,12 @@ def write_with_crc(
     """
     whole = {"kind": kind, "format": version, **value}
     with files.create(path) as file:
-        text = json.dumps({"crc32": _checksum(whole), **whole}, indent=indent)
-        file.write(text.encode())
+        file.write(json.dumps({"crc32": _checksum(whole), **whole}, indent=indent).encode())
 
 
 def read_with_crc(
     path: Place, kind: str, version: int, form: schema.Form, remedy: str
-) -> dict[str, Any]:
+) -> schema.Json:
     """Return the object that `write_with_crc` has written, without the keys that it added.
 
     Args:

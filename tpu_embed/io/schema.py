@@ -23,6 +23,9 @@ Problem = tuple[str, str, str]
 
 Form = Callable[[Any], Problem | None]
 
+Json = dict[str, Any]
+"""An object of a JSON file."""
+
 INT64_MAX = 2**63 - 1
 
 
@@ -78,6 +81,9 @@ def integer(least: int = 0, most: int = INT64_MAX) -> Form:
     )
 
 
+natural = integer()
+
+
 def choice(*values: Any) -> Form:
     """Return the schema of a value that is one of these strings or numbers."""
     return accept(
@@ -110,6 +116,9 @@ def sequence(form: Form) -> Form:
         return _first((f"[{i}]", form, one) for i, one in enumerate(value))
 
     return whole
+
+
+naturals, texts = sequence(natural), sequence(text)
 
 
 def mapping(form: Form) -> Form:

@@ -209,8 +209,7 @@ def gather_sum(
         values = jnp.where(nothing, jnp.zeros_like(values), values)
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         values = jax.lax.optimization_barrier(values * kept[:, None])
-    sums = segment_sum(values, rows.segments, sum(layout.bags))
-    return by_feature(sums, layout)
+    return by_feature(segment_sum(values, rows.segments, sum(layout.bags)), layout)
 
 
 def by_feature(sums: Array, layout: SumLayout) -> tuple[Array, ...]:

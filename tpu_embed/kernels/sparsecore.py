@@ -81,7 +81,8 @@ def gather_rows(table: Array, row_ids: Array) -> Array:
         _over_chunks(one_chunk, ids, inputs=(ids,), outputs=(found,), chunk=chunk)
 
     shape = jax.ShapeDtypeStruct((*ids.shape, *pieces.shape[1:]), table.dtype)
-    found = _on_subcores(kernel, "gather_rows", shape, moves=shape)(pieces, ids)
+    size = 2 * shape.size * shape.dtype.itemsize
+    found = on_subcores(kernel, "gather_rows", size, shape, layouts=True)(pieces, ids)
     # The padding is cut off, and the pieces of a row are joined again: [N * k, W / k] -> [N, W].
     return found[: numbers.shape[0]].reshape(*row_ids.shape, *table.shape[1:])
 
@@ -110,7 +111,8 @@ def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
 
     # A ref is memory that a kernel may write to: this way the table is updated in place.
     written = jax.new_ref(pieces)
-    _on_subcores(kernel, "set_rows", (), moves=given)(written, ids, given)
+    size = 2 * given.size * given.dtype.itemsize
+    on_subcores(kernel, "set_rows", size, (), layouts=True)(written, ids, given)
     return jax.freeze(written).reshape(table.shape)
 
 
@@ -190,35 +192,33 @@ def _padded(x: Array, chunk: int, value: int) -> Array:
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
 
 
-def _on_subcores(
-    kernel: Callable[..., None], name: str, out_type: Any, *, moves: Any
+def on_subcores(
+    kernel: Callable[..., None], name: str, size: int, out_type: Any, *, layouts: bool = False
 ) -> Callable[..., Any]:
     """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
     Args:
       kernel: takes a ref for every operand and result.
       name: the kernel's name in profiles.
-      out_type: shapes and dtypes of the results.
-      moves: the array that is moved. The compiler is told that its bytes are read and written, so
-        that it can schedule other work for that time.
+      size: the bytes that are read and written; the compiler schedules other work for that time.
+      out_type: shapes and dtypes of its results; (): it writes to its operands.
+      layouts: whether vectors get their layouts from the compiler. Without these passes a loop may
+        carry vectors, such as running sums.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
 
-    mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
     # Both are named, since the defaults of JAX have changed. Rows are packed, not in the tiles of
-    # TensorCores; vectors get their layouts from the compiler.
-    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=True)
-    size = 2 * moves.size * moves.dtype.itemsize
-    cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size)
+    # TensorCores.
+    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=layouts)
     return pl.kernel(
         kernel,
         out_type=out_type,
-        mesh=mesh,
+        mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
         name=name,
         compiler_params=params,
-        cost_estimate=cost,
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
     )
 
 

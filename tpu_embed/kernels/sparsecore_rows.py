@@ -166,8 +166,7 @@ def _round(memory: _Memory, slot: Any) -> None:
         for start in range(0, words, lanes):
             lower, behind = memory.rows[slot, i, pl.ds(start, lanes)], words + start
             upper = memory.rows[slot, i, pl.ds(behind, lanes)] if behind < width else None
-            both = subcore.pack_words(lower, upper)
-            memory.rounded[slot, i, pl.ds(start, lanes)] = both
+            memory.rounded[slot, i, pl.ds(start, lanes)] = subcore.pack_words(lower, upper)
         return done
 
     subcore.over_vectors(memory.ids.shape[1], (), round_row)

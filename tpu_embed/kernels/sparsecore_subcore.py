@@ -189,8 +189,7 @@ def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> N
         return jnp.where(jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros)
 
     for c in (c for c in sums if c < half):
-        both = pack_words(counting(c), counting(c + half))
-        memory.sums[slot, i, pl.ds(c, lanes)] = both
+        memory.sums[slot, i, pl.ds(c, lanes)] = pack_words(counting(c), counting(c + half))
 
 
 # -- what a test replaces to run a subcore on a CPU ------------------------------------------------

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,11 +34,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import reference, storage
+from tpu_embed.kernels import reference
 from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.kernels.sparsecore import LEAST_ROWS, LONGEST, MOST_WORDS, WORDS, count_pieces
+from tpu_embed.kernels.sparsecore import (
+    LEAST_ROWS,
+    LONGEST,
+    MOST_WORDS,
+    WORDS,
+    count_pieces,
+    on_subcores,
+)
 
 _MOST_ENTRIES = 128
 """The most entries of a chunk, whose sums have at most `MOST_WORDS` words: a subcore's memory holds
@@ -60,7 +67,8 @@ def _operands(rows: RowsToSum, layout: SumLayout) -> dict[str, Any]:
     """Return the arguments of `gather_sum`, by name."""
     source, packed = rows.source, rows.packed
     if packed is None:
-        row_format = RowFormat(source.shape[1:], storage.logical_dtype(source.dtype), "words")
+        dtype = jnp.dtype(jnp.bfloat16 if source.dtype == jnp.uint16 else source.dtype)
+        row_format = RowFormat(source.shape[1:], dtype, "words")
         packed = row_format.pack(source)
     return {
         "source": packed,
@@ -233,28 +241,6 @@ def _sum_pieces(
     run = on_subcores(kernel, "gather_sum", size, ())
     zeros = jnp.full(result.shape, bounds[0].astype(result.dtype))
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
-
-
-def on_subcores(
-    kernel: Callable[..., None], name: str, size: int, out_type: Any
-) -> Callable[..., Any]:
-    """Return a function of arrays that runs the kernel on all vector subcores of the device.
-
-    Args:
-      kernel: takes a ref for every operand and result.
-      name: the kernel's name in profiles.
-      size: the bytes that are read and written; the compiler schedules other work for that time.
-      out_type: shape and dtype of its result; (): it writes to its operands.
-    """
-    return pl.kernel(
-        kernel,
-        out_type=out_type,
-        mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
-        name=name,
-        # Without these passes a loop may carry vectors, such as running sums.
-        compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
-    )
 
 
 def _sum_entries(

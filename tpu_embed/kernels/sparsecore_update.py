@@ -126,8 +126,7 @@ def _with_memory(run: Callable[[Memory], None], work: Work) -> None:
     slots = {f"slot{n}": ((2, chunk, *x.shape[1:]), float32) for n, x in enumerate(work.slots)}
 
     def with_refs(refs: dict[str, Any]) -> None:
-        own = tuple(refs.pop(name) for name in slots)
-        run(Memory(**refs, slots=own))
+        run(Memory(**refs, slots=tuple(refs.pop(name) for name in slots)))
 
     others = {
         "numbers": (work.numbers.shape, float32),

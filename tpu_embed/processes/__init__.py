@@ -4,7 +4,6 @@ from tpu_embed.processes.conversations import Conversation, Order
 from tpu_embed.processes.messages import (
     agree_on,
     check_same,
-    client,
     gather_bytes,
     gather_from_all,
     raise_on_all,
@@ -16,7 +15,6 @@ __all__ = [
     "Order",
     "agree_on",
     "check_same",
-    "client",
     "gather_bytes",
     "gather_from_all",
     "raise_on_all",

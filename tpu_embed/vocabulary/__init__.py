@@ -19,7 +19,7 @@ from tpu_embed.vocabulary.config import (
 from tpu_embed.vocabulary.fixed import FixedVocabulary
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.reports import QUANTILES, KeyChanges, KeyScores, describe_keys
-from tpu_embed.vocabulary.states import RowMoves, fit, fit_rows
+from tpu_embed.vocabulary.states import RowMoves, fit_rows
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.timeline import Pin
 from tpu_embed.vocabulary.vocabularies import (
@@ -55,7 +55,6 @@ __all__ = [
     "choose_vocabularies",
     "describe_keys",
     "empty_state",
-    "fit",
     "fit_rows",
     "load_together",
     "map_version",

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from tpu_embed._checks import refuse, refuse_pickle
+from tpu_embed._checks import check_type, refuse, refuse_pickle
 from tpu_embed.columns import describe_values, read_column
 from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.key_hashes import hash_keys
@@ -680,10 +680,13 @@ def choose_vocabularies(
         lookahead = check_lookahead(lookahead)
     if shared is None:
         return Vocabularies(tables, lookahead or 0, homes) if tables else None
-    if not isinstance(shared, Vocabularies):
-        refuse(
-            "vocabularies", expected="the vocabularies of another engine", got=type(shared).__name__
-        )
+    check_type(
+        "vocabularies",
+        shared,
+        Vocabularies,
+        expected="the vocabularies of another engine",
+        error=ValueError,
+    )
     ours, theirs = (
         {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
         for some in (tables, shared.tables.values())

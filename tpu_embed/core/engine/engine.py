@@ -42,7 +42,7 @@ from tpu_embed.core.lookup import (
     activations_read,
     lookup,
     not_differentiable,
-    record_lookup,
+    record_read,
     split_activations,
 )
 from tpu_embed.core.place import Intake
@@ -168,8 +168,7 @@ class Programs:
         counters = self._guard.counted(state.counters, bad_ids, bad, refused)
         trained = [stack.name for stack in self._layout.stacks if stack.optimizer is not None]
         held = jax.tree.leaves([(state.tables[name], state.slots[name]) for name in trained])
-        steps_done = note_copies(operands.steps_done, held)
-        return TableState(tables, slots, steps_done, counters)
+        return TableState(tables, slots, note_copies(operands.steps_done, held), counters)
 
 
 class EmbeddingEngine(LogicalRows):
@@ -387,7 +386,9 @@ class EmbeddingEngine(LogicalRows):
         found = call(self._programs.lookup, state.tables, source, vocabulary)
         activations = nan_if(refused, found)
         # An update later in the same trace must wait for this lookup.
-        record_lookup(state.tables, split_activations(activations)[0], self.layout)
+        reads, _ = split_activations(activations)
+        for feature, read in zip(self.layout.features, reads, strict=True):
+            record_read(state.tables[self.layout.stacks[feature.stack].name], read)
         left_out = source.left_out if isinstance(source, Batch) else ()
         return self.structure.unflatten(activations, without=left_out)
 
@@ -471,7 +472,8 @@ class EmbeddingEngine(LogicalRows):
             self._guard.refuse(checked, source)
             learning_rates = self._rates.read() if learning_rates is None else learning_rates
         rates = self._rates.by_stack(learning_rates)
-        reads = activations_read(state.tables, self.layout.axes.replicas)
+        replicas = self.layout.axes.replicas
+        reads = {name: activations_read(one, replicas) for name, one in state.tables.items()}
         return Operands(checked, state.step + 1, rates, reads)
 
     def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

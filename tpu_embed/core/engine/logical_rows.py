@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._snapshot import as_array, snapshot
 from tpu_embed._types import Array, ArrayLike, Tracer
 from tpu_embed.core.engine.admitter import version_after
@@ -435,7 +435,15 @@ class LogicalRows:
             return f, numbers, given.astype(jnp.dtype(f.shape.dtype))
 
         f, numbers, given = raise_on_all(what, Path(), read)
-        _check_same(what, f, numbers, given)
+        if jax.process_count() > 1:
+            content = hashlib.sha256(numbers.tobytes() + given.tobytes()).hexdigest()
+            if len(set(gather_from_all(what, f"{slot} {content}"))) > 1:
+                refuse(
+                    what,
+                    expected="the same keys and values in every process",
+                    got="others",
+                    remedy="read them in every process, in the same order",
+                )
         maps.check_newest(state)
         check_none_ahead("set_rows", maps)
         return self._replace(maps, state, f, numbers, given)
@@ -486,8 +494,7 @@ class LogicalRows:
             here = rows >= 0
             written = self._on_devices(state, f, new, rows[here], values[here])
             number = None if at_home is None else at_home.number
-            reached = maps.at(step)
-            version = version_after(state, self.layout, *moves, reached, number)
+            version = version_after(state, self.layout, *moves, maps.at(step), number)
             raise_on_all(f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write())
             if step > before:
                 maps.note_admitted(step)
@@ -608,14 +615,7 @@ def check_engine(what: str, engine: Any, *, remedy: str | None = None) -> None:
       TypeError: it is something else.
     """
     # Engines alone have this base class; their own file needs this check, so it cannot be named.
-    if not isinstance(engine, LogicalRows):
-        refuse(
-            what,
-            expected="an EmbeddingEngine",
-            got=type(engine).__name__,
-            remedy=remedy or _WHERE,
-            error=TypeError,
-        )
+    check_type(what, engine, LogicalRows, expected="an EmbeddingEngine", remedy=remedy or _WHERE)
 
 
 def check_none_ahead(what: str, maps: Vocabularies) -> None:
@@ -739,8 +739,7 @@ def _check_numbers(label: str, values: Any) -> None:
 
 
 def _items(what: str, named: Any) -> Iterable[tuple[str, Any]]:
-    if not isinstance(named, Mapping):
-        refuse(what, expected="a mapping by name", got=type(named).__name__)
+    check_type(what, named, Mapping, expected="a mapping by name", error=ValueError)
     return named.items()
 
 
@@ -757,24 +756,6 @@ def _join_blocks(what: str, blocks: Iterable[ArrayLike]) -> np.ndarray:
             what, expected="blocks of rows of one shape", got=f"{[array.shape for array in arrays]}"
         )
     return np.concatenate(arrays) if arrays else np.zeros(0)
-
-
-def _check_same(what: str, f: Field, keys: np.ndarray, values: np.ndarray) -> None:
-    """Check that all processes give the same keys and values.
-
-    Raises:
-      ValueError: they do not.
-    """
-    if jax.process_count() == 1:
-        return
-    content = hashlib.sha256(keys.tobytes() + values.tobytes()).hexdigest()
-    if len(set(gather_from_all(what, f"{f.slot} {content}"))) > 1:
-        refuse(
-            what,
-            expected="the same keys and values in every process",
-            got="others",
-            remedy="read them in every process, in the same order",
-        )
 
 
 def _put_rows(rows: Rows, where: np.ndarray, given: Rows) -> None:
@@ -806,7 +787,15 @@ def prepare_adoption(
       RuntimeError: rows were lost on their way home.
       Exception: an error in another process.
     """
-    _check_processes(other, mine)
+    for engine in (other, mine):
+        here = engine.layout.axes.processes
+        if len(here) != jax.process_count():
+            refuse(
+                "adopt: mesh",
+                expected=f"devices of all {jax.process_count()} processes",
+                got=f"of {sorted(here)}",
+                remedy="io.save and io.restore bring tables to the devices of other processes",
+            )
 
     def fitted_maps():
         refuse_traced("adopt", state)
@@ -844,23 +833,6 @@ def prepare_adoption(
         return new
 
     return load
-
-
-def _check_processes(*engines: LogicalRows) -> None:
-    """Check that every process has devices of all engines.
-
-    Raises:
-      ValueError: one has none.
-    """
-    for engine in engines:
-        here = engine.layout.axes.processes
-        if len(here) != jax.process_count():
-            refuse(
-                "adopt: mesh",
-                expected=f"devices of all {jax.process_count()} processes",
-                got=f"of {sorted(here)}",
-                remedy="io.save and io.restore bring tables to the devices of other processes",
-            )
 
 
 def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:

@@ -44,7 +44,6 @@ from tpu_embed.core.layout.stacks import (
     round_up,
     rounding_slots,
     row_places,
-    stack_name,
     table_crcs,
 )
 
@@ -92,6 +91,5 @@ __all__ = [
     "rounding_slots",
     "row_places",
     "send_lines",
-    "stack_name",
     "table_crcs",
 ]

@@ -21,7 +21,7 @@ import numpy as np
 from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh cannot be called in a jit
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 
@@ -217,8 +217,7 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     """
     if mesh is None:
         mesh = _mesh_in_use() or Mesh(np.asarray(jax.devices()), ("devices",))
-    if not isinstance(mesh, Mesh):
-        refuse("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
+    check_type("mesh", mesh, Mesh, expected="a jax.sharding.Mesh or None", error=ValueError)
     wanted = mesh.axis_names if batch_axes is None else batch_axes
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 
@@ -265,6 +264,5 @@ def _mesh_in_use() -> Mesh | None:
 
 def _described(mesh: Mesh | AbstractMesh) -> str:
     """Return sizes and kinds of a mesh's axes: `('x': 4 Auto, 'y': 2 Explicit)`."""
-    kinds = [kind.name for kind in mesh.axis_types]
-    axes = zip(mesh.shape.items(), kinds, strict=True)
+    axes = zip(mesh.shape.items(), [kind.name for kind in mesh.axis_types], strict=True)
     return "(" + ", ".join(f"{name!r}: {size} {kind}" for (name, size), kind in axes) + ")"

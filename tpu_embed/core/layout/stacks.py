@@ -472,8 +472,7 @@ def stack_name(
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
         label += f"+{len(tables) - 1}"
-    described = repr((list(tables), kind)).encode()
-    digest = hashlib.blake2b(described, digest_size=6).hexdigest()
+    digest = hashlib.blake2b(repr((list(tables), kind)).encode(), digest_size=6).hexdigest()
     return f"{label}@{placement}{shards}x{rows}#{digest}"
 
 
@@ -586,19 +585,3 @@ def row_places(stack: Stack) -> RowPlaces:
     shard_steps = tuple(stack.logical_in(1, 0, size) for size in sizes)
     firsts = tuple(table.offset for table in stack.tables)
     return RowPlaces(firsts, shard_steps, stack.logical_in(0, 1, sizes[0]))
-
-
-def check_slot_names(name: str, optimizer: TableOptimizer, dim: int) -> None:
-    """Refuse an optimizer for a table that is rounded at random if its slots have the same names.
-
-    Raises:
-      ValueError: a slot has one of the names above.
-    """
-    taken = sorted(set(optimizer.slot_shapes(dim, np.float32)) & set(ROUNDING_SLOTS))
-    if taken:
-        refuse(
-            f'table {name!r}: slots of an optimizer with rounding="stochastic"',
-            expected=f"other names than {', '.join(ROUNDING_SLOTS)}",
-            got=f"{taken}",
-            remedy="give these slots other names",
-        )

@@ -22,7 +22,6 @@ import json
 import logging
 import operator
 import threading
-from collections.abc import Iterable
 from typing import Any, get_args
 
 from tpu_embed._checks import is_int, refuse
@@ -120,7 +119,13 @@ class Rooms:
             while (number := self._class_of(agreed)) in specs and not holds(agreed, specs[number]):
                 agreed = BatchSpec.union(agreed, specs[number])
             if specs and not any(self._is_near(agreed, one) for one in specs.values()):
-                self._tell(agreed, specs.values())
+                rooms = ", ".join(f"{self._room(one):,}" for one in specs.values())
+                logging.getLogger("tpu_embed").warning(
+                    "place: room for %s ids and rows on a device is far from that of earlier "
+                    "batches (%s); such batches get a program of their own",
+                    f"{self._room(agreed):,}",
+                    rooms,
+                )
             specs[number] = agreed
             return agreed
 
@@ -140,16 +145,6 @@ class Rooms:
             exchanged = stack.num_shards * (one.row_capacity + one.partials)
             total += spec.ids(g) + exchanged + one.merged
         return total
-
-    def _tell(self, spec: BatchSpec, others: Iterable[BatchSpec]) -> None:
-        """Log that a spec much larger or smaller than the others gets a program of its own."""
-        rooms = ", ".join(f"{self._room(one):,}" for one in others)
-        logging.getLogger("tpu_embed").warning(
-            "place: room for %s ids and rows on a device is far from that of earlier batches (%s); "
-            "such batches get a program of their own",
-            f"{self._room(spec):,}",
-            rooms,
-        )
 
 
 def _kind_of(spec: BatchSpec) -> Any:

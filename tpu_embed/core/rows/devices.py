@@ -270,8 +270,7 @@ class DeviceRows:
         # Moves the array if a user has sharded it otherwise.
         whole = jax.device_put(f.read(self.state), self._axes.sharding(self._stack.shard_axes))
         size = f.row_format.array(self._stack.num_rows).shape[0]
-        every = whole.addressable_shards
-        return {(one.index[0].start or 0) // size: one.data for one in every}
+        return {(one.index[0].start or 0) // size: one.data for one in whole.addressable_shards}
 
     def write(self, ids: Ids, rows: Rows) -> None:
         """Write rows `[n, …]` by part, in the memory of the arrays; some parts may be missing.

@@ -405,8 +405,7 @@ def _apply(
         """Sum gradients and apply the rule in one compiled kernel."""
         assert rule is not None
         given = given._replace(row_ids=to_apply(given.row_ids))
-        rounding = rounding_of(held, stack, step)
-        return sum_and_apply(held, given, layout, rule, rounding)
+        return sum_and_apply(held, given, layout, rule, rounding_of(held, stack, step))
 
     native = rule is not None and stack.packing == "none"
     if view.by_psum:

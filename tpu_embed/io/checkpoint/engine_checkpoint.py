@@ -268,7 +268,7 @@ _DTYPES = {
 }
 _TABLE = schema.record(
     files=schema.mapping(directory.ARRAY),
-    lost_since=schema.integer(),
+    lost_since=schema.natural,
     shared=schema.integer(-1),
 )
 _RECORD_FORM = schema.record(
@@ -276,7 +276,7 @@ _RECORD_FORM = schema.record(
     version=directory.VERSION,
     start=directory.VERSION,
     ancestors=schema.sequence(directory.VERSION),
-    known=schema.sequence(schema.sequence(schema.integer())),
+    known=schema.sequence(schema.naturals),
     tables=schema.mapping(_TABLE),
 )
 

@@ -45,6 +45,7 @@ from tpu_embed.io.checkpoint.row_files import (
 )
 from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Bucket, Place
 from tpu_embed.storage import VALUES, RowField, RowGroups, Save
 
@@ -67,11 +68,9 @@ _BESIDE = schema.accept(
 _FORM = schema.mapping(
     schema.record(
         owners=schema.integer(1),
-        saved=schema.sequence(schema.integer()),
+        saved=schema.naturals,
         fields=schema.sequence(
-            schema.record(
-                name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
-            )
+            schema.record(name=schema.text, shape=schema.naturals, dtype=schema.dtype)
         ),
         segments=schema.sequence(
             schema.either(
@@ -115,7 +114,7 @@ class SavedRows(NamedTuple):
 
     fields: dict[str, RowField]
     row_groups: RowGroups
-    old: list[dict[str, Any]]
+    old: list[Json]
     new: list[NewSegment]
 
 
@@ -129,7 +128,7 @@ class _Base(NamedTuple):
     """
 
     save: Save
-    described: dict[str, Any]
+    described: Json
     checksums: Checksums
 
 
@@ -287,13 +286,13 @@ def _write(
     return checksums
 
 
-def _directory_of(directory: Any, segment: Mapping[str, Any]) -> Any:
+def _directory_of(directory: Any, segment: Json) -> Any:
     """Return the directory of the tables where a segment is: this one, or of an earlier root."""
     root = segment.get("root")
     return directory if root is None else directory.parent.parent / root / directory.name
 
 
-def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str, Any]:
+def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> Json:
     """Return what a row has, and whose rows a process saves, as the file says it."""
     described = [
         {"name": name, "shape": list(one.shape), "dtype": np.dtype(one.dtype).name}
@@ -328,7 +327,7 @@ def _link(old: Any, new: Any) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def described_by(directory: Place, checkpoint: str | None, process: int) -> dict[str, Any]:
+def described_by(directory: Place, checkpoint: str | None, process: int) -> Json:
     """Return what a process has said of the tables in a directory that are saved by id, by name.
 
     Raises:
@@ -340,7 +339,7 @@ def described_by(directory: Place, checkpoint: str | None, process: int) -> dict
 def read(
     directory: Place,
     table: str,
-    described: Iterable[Mapping[str, Any]],
+    described: Iterable[Json],
     checksums: Checksums,
 ) -> Iterator[Block]:
     """Yield the rows of a table, block by block; of a row that comes twice, the last is valid.

@@ -152,9 +152,14 @@ class _NumberedCheckpoints(abc.ABC):
             if self._in_background:
                 # A thread, for which the interpreter waits at its end; an executor takes none then.
                 self._saving = saving = concurrent.futures.Future()
-                threading.Thread(
-                    target=_fulfil, args=(saving, saved), name="tpu_embed_save"
-                ).start()
+
+                def fulfil() -> None:
+                    try:
+                        saving.set_result(saved())
+                    except BaseException as error:
+                        saving.set_exception(error)
+
+                threading.Thread(target=fulfil, name="tpu_embed_save").start()
             else:
                 saved()
             return True
@@ -438,11 +443,3 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
             restore_modules, modules=modules, key=key, convert=convert, leave_out=leave_out
         )
         return self._restore_numbered(step, read)
-
-
-def _fulfil(future: concurrent.futures.Future[None], work: Callable[[], None]) -> None:
-    """Do the work, and let a future tell how it ended."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -49,16 +48,16 @@ _FORM = schema.record(
     tables=schema.mapping(
         schema.record(
             capacity=schema.integer(1),
-            keys=schema.integer(),
-            waiting=schema.integer(),
+            keys=schema.natural,
+            waiting=schema.natural,
             unseen=schema.choice("zero", "shared"),
-            counters=schema.sequence(schema.integer()),
+            counters=schema.naturals,
         )
     ),
 )
 
 
-SavedMaps = tuple[dict[str, Any], dict[str, MapState]]
+SavedMaps = tuple[schema.Json, dict[str, MapState]]
 """What is written: the contents of `vocabularies.json`, and the state of each map, by table."""
 
 
@@ -106,8 +105,7 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         }
     key = np.asarray(data).tolist()
     # A history is a number of this run alone: whoever restores this begins one of its own.
-    described = {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}
-    return described, maps
+    return {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}, maps
 
 
 def write(checkpoint: str, saved: SavedMaps, directory: Place) -> Checksums:
@@ -135,7 +133,7 @@ def read(
     engine: EmbeddingEngine,
     mismatch: Callable[[str, str, str, str], Exception],
     *,
-    saved_tables: Mapping[str, Any],
+    saved_tables: schema.Json,
 ) -> FoundMaps | None:
     """Return the maps of a checkpoint for an engine; None if it has no dynamic vocabularies.
 
@@ -182,7 +180,7 @@ def read(
     return FoundMaps(states, key, moves)
 
 
-def read_description(directory: Place, checkpoint: str) -> dict[str, Any] | None:
+def read_description(directory: Place, checkpoint: str) -> schema.Json | None:
     """Return what is written of all maps, see `SavedMaps`; None if no vocabulary lives.
 
     Raises:
@@ -212,7 +210,7 @@ def read_key(directory: Place, checkpoint: str) -> Array:
 def read_state(
     directory: Place,
     name: str,
-    saved: Mapping[str, Any],
+    saved: schema.Json,
     step: int,
     checksums: Checksums,
 ) -> MapState:

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpu_embed._checks import message, refuse
+from tpu_embed._checks import check_type, message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.layout import make_axes
 from tpu_embed.engine_layer import EngineLayer
@@ -168,7 +168,7 @@ def restore_modules(
             *_layer_differences(root / LAYERS, [*filter(stays, on_disk)], wanted),
             *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
         ]
-        lists = schema.sequence(schema.sequence(schema.text))
+        lists = schema.sequence(schema.texts)
         saved = of_several(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
         if saved != (shared := of_several(whole.shared)):
             what = "layers and variables of several paths"
@@ -253,7 +253,7 @@ def read_paths(directory: Place) -> tuple[str, list[str]]:
       FileNotFoundError: `layers.json` is missing.
       ValueError: `layers.json` is damaged.
     """
-    return read_bound(directory / _LAYERS, schema.sequence(schema.text))
+    return read_bound(directory / _LAYERS, schema.texts)
 
 
 def _layer_differences(
@@ -466,14 +466,13 @@ def _checked(modules: Any) -> dict[str, Any]:
     for name, module in modules.items():
         if not isinstance(name, str):
             refuse("modules", expected="names", got=repr(name), error=TypeError)
-        if not isinstance(module, nnx.Pytree | nnx.Variable | nnx.State):
-            refuse(
-                f"modules[{name!r}]",
-                expected="an nnx module, optimizer, state or variable",
-                got=type(module).__name__,
-                remedy="hold it in a module; what is no array goes into position=",
-                error=TypeError,
-            )
+        check_type(
+            f"modules[{name!r}]",
+            module,
+            nnx.Pytree | nnx.Variable | nnx.State,
+            expected="an nnx module, optimizer, state or variable",
+            remedy="hold it in a module; what is no array goes into position=",
+        )
     return dict(modules)
 
 

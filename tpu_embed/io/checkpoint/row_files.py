@@ -147,8 +147,7 @@ class RowWriter:
         self._array, self._store = array, array.create(shards_together)
         self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
         self._writing: collections.deque[tuple[str, Any]] = collections.deque()
-        metadata = files.checksum(array.path / _METADATA, "")
-        self._checksums = {_METADATA: metadata}
+        self._checksums = {_METADATA: files.checksum(array.path / _METADATA, "")}
 
     def __enter__(self) -> RowWriter:
         """Return itself."""

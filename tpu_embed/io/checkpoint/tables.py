@@ -56,6 +56,7 @@ from tpu_embed.io.checkpoint.row_files import (
     write_all,
 )
 from tpu_embed.io.files import file_name
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.stochastic import number_ids
@@ -77,7 +78,7 @@ class Prepared(NamedTuple):
     """
 
     checkpoint: str
-    manifest: dict[str, Any]
+    manifest: Json
     writers: list[Callable[[Place], Checksums]]
 
 
@@ -183,8 +184,7 @@ class LocalShards:
         grid = self.rows.grid
         found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
         shape = (last - first, len(shards)) if grid.alternate else (1, last - first)
-        rows = found.reshape(*shape, *found.shape[1:])
-        return rows.view(np.dtype(self.field.shape.dtype))
+        return found.reshape(*shape, *found.shape[1:]).view(np.dtype(self.field.shape.dtype))
 
 
 def row_array(path: Place, field: Field) -> RowArray:
@@ -282,7 +282,7 @@ class _Restore:
     directory: Place
     found: SavedTables
     wanted: Wanted
-    by_id: Mapping[str, list[dict[str, Any]]]
+    by_id: Mapping[str, list[Json]]
 
     def first_state(self) -> TableState:
         """Return a state to write rows over: blank, or with the first values of what is lacking."""
@@ -518,9 +518,7 @@ class _Restore:
         return rows.state
 
 
-def read_by_id(
-    directory: Place, checkpoint: str, described: Mapping[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
+def read_by_id(directory: Place, checkpoint: str, described: Json) -> dict[str, list[Json]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:
@@ -533,7 +531,7 @@ def read_by_id(
         names other tables than the first one, or other fields of a row than the manifest.
     """
     tables = described["tables"]
-    every: list[dict[str, Any]] = []
+    every: list[Json] = []
     if not (directory / host_rows.FILE.format(0)).exists():
         return {}
     for process in range(described["processes"]):
@@ -553,7 +551,7 @@ def read_by_id(
     return {name: [said[name] for said in every] for name in every[0]}
 
 
-def _fields_of(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _fields_of(table: Json) -> dict[str, list[Any]]:
     """Return shape and stored dtype of what a row has, by name, from the manifest of its table."""
     slots = {slot_field(name): one for name, one in table["slots"].items() if one["per_row"]}
     return {

@@ -218,7 +218,7 @@ def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory
     stored, has_keys = storage.stored_dtype(table["dtype"]).name, table["unseen"] is not None
     ids = "keys" if has_keys else "ids"
     n, lost, shared = (directory.count_of(described, part) for part in (ids, "lost", "shared"))
-    forms: dict[str, tuple[str, tuple[int, ...]]] = {"values": (stored, (n, dim))}
+    forms: directory.ArrayForms = {"values": (stored, (n, dim))}
     if has_keys:
         forms |= {"keys": ("uint64", (n,)), "lost": ("uint64", (lost,))}
         forms["shared"] = stored, (min(shared, 1), dim)

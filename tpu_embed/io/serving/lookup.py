@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from tpu_embed._checks import message, refuse
+from tpu_embed._checks import check_type, message, refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
@@ -129,14 +129,21 @@ def serving_lookup(
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
-        declared.refuse_keys("look up outside the jit, and give it the activations")
+        for name, table in declared.configs.items():
+            if table.row_rules is not None:
+                living = table.vocabulary is not None
+                refuse(
+                    f"table {name!r}",
+                    expected="ids that are row numbers on the devices",
+                    got="keys of a dynamic vocabulary" if living else "ids of a table on the host",
+                    remedy="look up outside the jit, and give it the activations",
+                )
         source = server.traced(given, scales)
         arrays = [one for one in stored if isinstance(one, Stored)]  # all: others were refused
         found, bad_ids = server.activations(arrays, source)
         source.report(bad_ids, server.layout)
     else:
-        find = _finders(vocabularies, whole, declared)
-        found = server.placed(stored, given, scales, find)
+        found = server.placed(stored, given, scales, _finders(vocabularies, whole, declared))
     return declared.unflatten(found)
 
 
@@ -450,13 +457,9 @@ def stored_tables(
 
 def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
     """Return by name what a user gives by `TableConfig` or by name."""
-    if not isinstance(given, Mapping):
-        refuse(
-            what,
-            expected="a mapping from TableConfig or table name to its array",
-            got=type(given).__name__,
-            error=TypeError,
-        )
+    check_type(
+        what, given, Mapping, expected="a mapping from TableConfig or table name to its array"
+    )
     names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
     for key, one in given.items():
@@ -649,13 +652,7 @@ def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, Fixed
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
             refuse("vocabularies", expected="tables with a dynamic vocabulary", got=name)
-        if not isinstance(one, FixedVocabulary):
-            refuse(
-                f"vocabularies: {name}",
-                expected="a FixedVocabulary",
-                got=type(one).__name__,
-                error=TypeError,
-            )
+        check_type(f"vocabularies: {name}", one, FixedVocabulary, expected="a FixedVocabulary")
         # The last row may be the one that unseen keys share.
         most = tables[name].vocabulary_size - (rules.unseen == "shared")
         if one.num_rows > most:

@@ -38,6 +38,7 @@ from tpu_embed.core.ids import (
 )
 from tpu_embed.io.commits import download, find
 from tpu_embed.io.delta import SHARED_ROW, delta_files
+from tpu_embed.io.schema import Json
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.lookup import FIRST
 from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, write, writing_of
@@ -272,7 +273,7 @@ def load_model(
     return ServedModel(metadata, placed, exported, call, features, keys, first)
 
 
-def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
+def _deserialized(path: Path, program: bytes, metadata: Json) -> jax_export.Exported:
     try:
         return jax_export.deserialize(bytearray(program))
     except ImportError:
@@ -287,7 +288,7 @@ def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
         )
 
 
-def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[str, Any]) -> None:
+def _check_program(root: Path, exported: jax_export.Exported, metadata: Json) -> None:
     """Check that a program takes the arguments that the metadata describes.
 
     Raises:
@@ -314,7 +315,7 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[
         )
 
 
-def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
+def _taken(table: Json) -> dict[str, tuple[str, list[int | None]]]:
     """Return dtype and shape of the arrays of a table that a program takes, by name."""
     forms = _forms(table["files"])
     if table["unseen"] is None:
@@ -328,7 +329,7 @@ def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
     return taken
 
 
-def _forms(described: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
+def _forms(described: Json) -> dict[str, tuple[str, list[int | None]]]:
     """Return dtype and shape of the arrays that the metadata describes, by name."""
     return {name: (one["dtype"], one["shape"]) for name, one in described.items()}
 
@@ -369,7 +370,7 @@ class _FirstRows:
         return self._draw(halves)
 
 
-def _rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> FeatureRules:
+def _rules_of(path: str, described: Json, metadata: Json) -> FeatureRules:
     """Return the rules by which the ids of a feature are validated."""
     name = described["table"]
     table = metadata["tables"][name]
