@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import refuse
-from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io import files, schema
 from tpu_embed.io.commits import committer
 from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Bucket, Place
@@ -172,7 +172,7 @@ def _inside(root: Any, file: str, remedy: str) -> Any:
 
 def write_metadata(root: Place, kind: str, value: Json) -> None:
     """Write the metadata of a kind of directory."""
-    crc_json.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
+    schema.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
 
 
 def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> Json:
@@ -188,7 +188,7 @@ def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> Jso
       FileNotFoundError: the metadata is missing.
       ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
-    return crc_json.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
+    return schema.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
 
 # -- arrays ----------------------------------------------------------------------------------------

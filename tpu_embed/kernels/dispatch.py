@@ -241,7 +241,7 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
 def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
     """Return sorted rows and their values; see `reference.sort_pairs`."""
 
-    def only_pairs(sort: Kernel | None) -> Kernel | None:
+    def only_pairs(sort):
         return sort and (lambda *operands: sort(*operands)[::2])
 
     native, gpu = map(only_pairs, _sorts_of_pairs(row_ids))
@@ -261,7 +261,7 @@ def _sorts_of_pairs(row_ids: Array) -> tuple[Kernel | None, Kernel]:
 def _sort_then_gather(sort: Kernel, gather: Kernel) -> Kernel:
     """Return `sort_with`, made of `sort_rows` and `gather_rows`."""
 
-    def run(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
+    def run(row_ids, payload):
         ordered, positions = sort(row_ids)
         return ordered, positions, jax.tree.map(lambda array: gather(array, positions), payload)
 
@@ -271,8 +271,8 @@ def _sort_then_gather(sort: Kernel, gather: Kernel) -> Kernel:
 def compact(values: Array, kept: Array, fill: int) -> Array:
     """Return the kept values, then `fill`; see `reference.compact`."""
 
-    def indexed(set_rows: Callable[..., Array]) -> Callable[..., Array]:
-        def run(values: Array, kept: Array) -> Array:
+    def indexed(set_rows):
+        def run(values, kept):
             # Kept (1, 1, 0, 1) go to 0, 1 and 2; the one left out goes to N, which is outside.
             rank = jnp.cumsum(kept.astype(jnp.int32)) - 1
             places = jnp.where(kept, rank, values.shape[0])
@@ -288,7 +288,7 @@ def compact(values: Array, kept: Array, fill: int) -> Array:
 def occurs(row_ids: Array, size: int) -> Array:
     """Tell of each row whether it is among `row_ids`; see `reference.occurs`."""
 
-    def marked(row_ids: Array) -> Array:
+    def marked(row_ids):
         nowhere = jnp.zeros((size,), bool)
         return nowhere.at[row_ids].set(True, mode="drop", wrap_negative_indices=False)
 
@@ -303,7 +303,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     scan = functools.partial(reference.segment_sum_scan, num_segments=num_segments)
 
     # On a CPU: `gather_sum` with index 0 … N - 1 reads [N, …], flattened to [N, d], in its order.
-    def one_by_one(values: Array, segments: Array) -> Array:
+    def one_by_one(values, segments):
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
         layout = SumLayout((num_segments,))
@@ -318,7 +318,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
 def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return weighted sums of rows; see `reference.gather_sum`."""
 
-    def sum_rows(rows: RowsToSum) -> tuple[Array, ...]:
+    def sum_rows(rows):
         from tpu_embed.kernels import sparsecore_sums  # Pallas takes long to import
 
         return sparsecore_sums.sum_rows(rows, layout)
@@ -348,13 +348,13 @@ def _with_tangents(native: Kernel, otherwise: Kernel) -> Kernel:
     differentiable = jax.custom_jvp(native)
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
-    def tangents_of(primals: tuple, tangents: tuple) -> tuple:
+    def tangents_of(primals, tangents):
         values, structure = jax.tree.flatten(primals)
         directions = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
         # Only operands that really vary are differentiated; integers, for example, have no tangent.
         moving = [i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)]
 
-        def of_moving(*moved: Array) -> Any:
+        def of_moving(*moved):
             now = dict(zip(moving, moved, strict=True))
             leaves = [now.get(i, value) for i, value in enumerate(values)]
             return otherwise(*jax.tree.unflatten(structure, leaves))

@@ -169,7 +169,7 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
 
     # Running sums that restart where a segment starts. Values (1, 2, 3, 4) of segments (0, 0, 1, 1)
     # have running sums (1, 3, 3, 7); the last one of each segment is its sum: 3 and 7.
-    def add_unless_start(left: tuple[Array, Array], right: tuple[Array, Array]):
+    def add_unless_start(left, right):
         (left_start, left_sum), (right_start, right_sum) = left, right
         return left_start | right_start, jnp.where(right_start, right_sum, left_sum + right_sum)
 

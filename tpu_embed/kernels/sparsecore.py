@@ -73,8 +73,8 @@ def gather_rows(table: Array, row_ids: Array) -> Array:
     if not ids.shape[0]:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
 
-    def kernel(pieces: Any, ids: Any, found: Any) -> None:
-        def one_chunk(ids: Any, found: Any) -> None:
+    def kernel(pieces, ids, found):
+        def one_chunk(ids, found):
             _zero_where_absent(ids, found)
             _read_present(pieces, ids, found)
 
@@ -103,8 +103,8 @@ def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
         return table
     given = _padded(values.reshape(*numbers.shape, *pieces.shape[1:]), chunk, 0)
 
-    def kernel(pieces: Any, ids: Any, given: Any) -> None:
-        def one_chunk(ids: Any, given: Any) -> None:
+    def kernel(pieces, ids, given):
+        def one_chunk(ids, given):
             _write_present(given, ids, pieces)
 
         _over_chunks(one_chunk, ids, inputs=(ids, given), outputs=(), chunk=chunk)
@@ -116,7 +116,7 @@ def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
     return jax.freeze(written).reshape(table.shape)
 
 
-def _read_present(table: Any, ids: Any, found: Any) -> None:
+def _read_present(table, ids, found) -> None:
     """Copy rows of the table into the subcore's memory, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -124,7 +124,7 @@ def _read_present(table: Any, ids: Any, found: Any) -> None:
     pltpu.sync_copy(table.at[plsc.Indices(ids, ignored_value=PADDING_ID)], found)
 
 
-def _write_present(given: Any, ids: Any, table: Any) -> None:
+def _write_present(given, ids, table) -> None:
     """Copy rows from the subcore's memory into the table, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -223,7 +223,7 @@ def on_subcores(
 
 
 def _over_chunks(
-    one_chunk: Callable[..., None], ids: Any, *, inputs: tuple, outputs: tuple, chunk: int
+    one_chunk: Callable[..., None], ids, *, inputs: tuple, outputs: tuple, chunk: int
 ) -> None:
     """Call `one_chunk` for every chunk of the arrays' first axis, divided among the subcores.
 
@@ -238,7 +238,7 @@ def _over_chunks(
     from jax.experimental.pallas import tpu as pltpu
 
     # Chunk i of an array [n, …] is the block (i, 0, …) of shape [chunk, …].
-    def blocks(arrays: tuple) -> list[Any]:
+    def blocks(arrays):
         return [
             pl.BlockSpec((chunk, *x.shape[1:]), lambda i, n=x.ndim: (i, *[0] * (n - 1)))
             for x in arrays
@@ -254,7 +254,7 @@ def _over_chunks(
     )(*inputs, *outputs)
 
 
-def _zero_where_absent(ids: Any, found: Any) -> None:
+def _zero_where_absent(ids, found) -> None:
     """Fill a chunk with zeros if one of its rows is absent, because the DMA skips that row."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu_sc as plsc
@@ -267,11 +267,11 @@ def _zero_where_absent(ids: Any, found: Any) -> None:
         least = jnp.minimum(least, ids[pl.ds(start, lanes)])
 
     @pl.when(functools.reduce(jnp.minimum, [least[i] for i in range(lanes)]) < 0)
-    def _() -> None:
+    def _():
         zeros = jnp.zeros(lanes, found.dtype)
 
         @pl.loop(0, found.shape[0] if found.ndim > 1 else found.shape[0] // lanes)
-        def _(i: Any) -> None:
+        def _(i):
             if found.ndim == 1:
                 found[pl.ds(i * lanes, lanes)] = zeros
             else:

@@ -227,7 +227,7 @@ def _sum_pieces(
     # Padded to whole chunks. No worker's bounds include the padding.
     entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
 
-    def kernel(source: Any, bounds: Any, *refs: Any) -> None:
+    def kernel(source, bounds, *refs):
         *entries, out = refs
         _sum_entries(bounds, source, entries, out, chunk, dim)
 
@@ -243,9 +243,7 @@ def _sum_pieces(
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
-def _sum_entries(
-    bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int, dim: int = 0
-) -> None:
+def _sum_entries(bounds, source, entries: Sequence[Any], out, chunk: int, dim: int = 0) -> None:
     """Sum the segments of this worker.
 
     Args:
@@ -260,11 +258,11 @@ def _sum_entries(
       dim: D, the numbers of a rounded sum that count.
     """
 
-    def with_refs(refs: dict[str, Any]) -> None:
+    def with_refs(refs):
         memory = _Memory(**refs, dim=dim)
         pltpu.sync_copy(bounds, memory.bounds)
 
-        def one_worker(worker: Any) -> None:
+        def one_worker(worker):
             near = memory.bounds[pl.ds(worker, memory.lanes)]
             _sum_range(_Work(memory, source, tuple(entries), out, near[0], near[1]))
 
@@ -320,22 +318,22 @@ def _sum_range(work: _Work) -> None:
     chunks = jnp.where(work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0)
 
     @pl.when(chunks > 0)
-    def _() -> None:
+    def _():
         for copy in _number_copies(work, first):
             copy.start()
         _prepare(work, first, 0, more=chunks > 1)
 
         @pl.loop(0, chunks)
-        def _(k: Any) -> None:
+        def _(k):
             slot = k & 1
 
             # Also before the next write: a segment that both chunks write to must end finished.
             @pl.when(k > 0)
-            def _() -> None:
+            def _():
                 _write(work, 1 - slot).wait()
 
             @pl.when(k + 1 < chunks)
-            def _() -> None:
+            def _():
                 _prepare(work, first + k + 1, 1 - slot, more=k + 2 < chunks)
 
             _fetch(work, slot).wait()
@@ -345,7 +343,7 @@ def _sum_range(work: _Work) -> None:
         _write(work, (chunks - 1) & 1).wait()
 
 
-def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
+def _prepare(work: _Work, number, slot, *, more) -> None:
     """Start to fetch the rows of a chunk, and then the numbers of the next chunk.
 
     Args:
@@ -360,12 +358,12 @@ def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
     _fetch(work, slot).start()
 
     @pl.when(more)
-    def _() -> None:
+    def _():
         for copy in _number_copies(work, number + 1):
             copy.start()
 
 
-def _mark(work: _Work, offset: Any, slot: Any) -> None:
+def _mark(work: _Work, offset, slot) -> None:
     """Work out, for every entry of a chunk, what to fetch, where to restart and what to write.
 
     Args:
@@ -403,23 +401,23 @@ def _mark(work: _Work, offset: Any, slot: Any) -> None:
     memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(chunk, lanes)]
 
     @pl.when(functools.reduce(jnp.bitwise_or, [some[j] for j in range(lanes)]) != 0)
-    def _() -> None:
+    def _():
         _zero_absent(memory, slot)
 
 
-def _zero_absent(memory: _Memory, slot: Any) -> None:
+def _zero_absent(memory: _Memory, slot) -> None:
     """Fill the rows of absent entries with zeros, because no DMA writes them."""
     lanes = memory.lanes
 
     @pl.loop(0, memory.chunk // lanes)
-    def _(vector: Any) -> None:
+    def _(vector):
         absent = memory.absent[pl.ds(vector * lanes, lanes)]
         for j in range(lanes):
 
             @pl.when(absent[j] != 0)
-            def _(i: Any = vector * lanes + j) -> None:
+            def _(i=vector * lanes + j):
                 @pl.loop(0, memory.rows.shape[2] // lanes)
-                def _(part: Any) -> None:
+                def _(part):
                     here = pl.ds(part * lanes, lanes)
                     memory.rows[slot, i, here] = jnp.zeros(lanes, memory.rows.dtype)
 
@@ -427,7 +425,7 @@ def _zero_absent(memory: _Memory, slot: Any) -> None:
 # -- what a test replaces to run a worker on a CPU -------------------------------------------------
 
 
-def _number_copies(work: _Work, number: Any) -> list[Any]:
+def _number_copies(work: _Work, number) -> list[Any]:
     """Return the copies, not started, of a chunk's numbers into the worker's memory."""
     memory, chunk = work.memory, work.memory.chunk
     here = pl.ds(number * chunk, chunk)
@@ -436,7 +434,7 @@ def _number_copies(work: _Work, number: Any) -> list[Any]:
     return [pltpu.make_async_copy(x.at[here], target, memory.arrived) for x, target in pairs]
 
 
-def _fetch(work: _Work, slot: Any) -> Any:
+def _fetch(work: _Work, slot):
     """Return the indirect DMA, not started, that fetches a chunk's rows."""
     memory = work.memory
     rows = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
@@ -444,7 +442,7 @@ def _fetch(work: _Work, slot: Any) -> Any:
     return pltpu.make_async_copy(work.source.at[rows], memory.rows.at[slot], done)
 
 
-def _write(work: _Work, slot: Any) -> Any:
+def _write(work: _Work, slot):
     """Return the indirect DMA, not started, that writes a chunk's finished sums."""
     memory = work.memory
     targets = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)

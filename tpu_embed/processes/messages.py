@@ -65,7 +65,7 @@ def _tell_at_exit(client: Any) -> None:
     """Say at the exit of this process that it leaves."""
     here, pid = f"process {jax.process_index()}", os.getpid()
 
-    def leave() -> None:
+    def leave():
         # A fork's end is not the end of the process; who has shut JAX's part down has left.
         if os.getpid() != pid or distributed.global_state.client is not client:
             return

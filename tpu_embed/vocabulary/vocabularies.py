@@ -93,7 +93,7 @@ def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act)
         return
     first, *others = waiting
 
-    def locked() -> None:
+    def locked():
         with first.lock:
             _alone(others, [*ready, first], then, undo)
 

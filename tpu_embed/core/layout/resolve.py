@@ -102,7 +102,7 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
     """
     known: dict[int, TableOptimizer | None] = {}
 
-    def resolved(what: str, given: Any) -> TableOptimizer | None:
+    def resolved(what, given):
         if id(given) not in known:
             try:
                 known[id(given)] = as_table_optimizer(given)

@@ -225,8 +225,7 @@ def _is_of(spec: BatchSpec, layout: Layout) -> bool:
     """Tell whether batches of an engine with this layout may have a spec."""
     # Capacities may be any, because they are what is remembered. The replicas that share a batch,
     # the features of each stack, and which of them are jagged are not.
-    stacks = [stack.features for stack in spec.stacks]
-    owned = [layout.features_of(g) for g in range(len(layout.stacks))]
+    found = spec.replicas, [stack.features for stack in spec.stacks]
     jagged = [shape.capacity is not None for shape in spec.feature_shapes]
     declared = [feature.config.jagged for feature in layout.features]
-    return (spec.replicas, stacks, jagged) == (layout.axes.replicas, owned, declared)
+    return found == (layout.axes.replicas, layout.features_by_stack) and jagged == declared

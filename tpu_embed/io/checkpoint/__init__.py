@@ -1,7 +1,7 @@
 """Save tables, slots, networks and flax models; restore them on any device count and placement.
 
 Every file has a checksum, which is checked when it is read: chunks of rows in `row_files.py`,
-networks in `trees.py`, and all JSON files in `io/crc_json.py`.
+networks in `trees.py`, and all JSON files in `io/schema.py`.
 """
 
 from tpu_embed.io.checkpoint.checked import MismatchError

@@ -211,7 +211,7 @@ def _prepare_table(
     mine = row_groups.are_saved(held.keys)
     held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
 
-    def changed(mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def changed(mark, step):
         """Return which rows have changed: of `held`, bool `[k]`, and the ids of others.
 
         Those that were written at home since a mark, or were in a batch since a step.
@@ -304,7 +304,7 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> Json:
 def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSegment) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
 
-    def as_bytes(rows: Rows) -> np.ndarray:
+    def as_bytes(rows):
         whole = np.empty(len(rows[VALUES]), dtype)
         for name in dtype.names or ():
             whole[name] = rows[name]

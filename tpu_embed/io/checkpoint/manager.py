@@ -91,7 +91,7 @@ class _NumberedCheckpoints(abc.ABC):
         """
         what, directory, seen = "CheckpointManager", self._directory, ""
 
-        def look() -> str:
+        def look():
             there = isinstance(directory, Bucket) or directory.is_dir()
             return f"steps {self.all_steps()}" if there else "no directory"
 
@@ -145,7 +145,7 @@ class _NumberedCheckpoints(abc.ABC):
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
-            def saved() -> None:
+            def saved():
                 write()
                 _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
@@ -153,7 +153,7 @@ class _NumberedCheckpoints(abc.ABC):
                 # A thread, for which the interpreter waits at its end; an executor takes none then.
                 self._saving = saving = concurrent.futures.Future()
 
-                def fulfil() -> None:
+                def fulfil():
                     try:
                         saving.set_result(saved())
                     except BaseException as error:

@@ -194,7 +194,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
     label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
 
-    def mismatch(what: str, expected: str, got: str, remedy: str) -> MismatchError:
+    def mismatch(what, expected, got, remedy):
         return MismatchError(label, [message(what, expected=expected, got=got)], remedy)
 
     for name in wanted.leave_out:

@@ -31,7 +31,7 @@ from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical, pieces
+from tpu_embed.core.rows import DeviceRows, Grid, blocks_of, copy_rows, logical, pieces
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -241,7 +241,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
     """
     on_all = functools.partial(raise_on_all, "restore", directory)
 
-    def described() -> _Restore:
+    def described():
         found = manifest.read(directory, wanted)
         by_id = read_by_id(directory, found.checkpoint, found.manifest)
         here = {name: said for name, said in by_id.items() if name in found.tables}
@@ -346,7 +346,7 @@ class _Restore:
         # A block of rows that do not alternate is a run on each shard.
         reader = self._reader(f, 1 if rows.grid.alternate else len(rows.here))
 
-        def read(ids: Ids) -> Rows:
+        def read(ids):
             return {f.part: logical.as_stored(reader.read(ids), f)}
 
         limit = min(self.found.tables[name]["vocabulary_size"], f.table.vocabulary_size)

@@ -52,7 +52,7 @@ def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             futures = pool.submit(loop.run_until_complete, copied).result()
 
-    def written() -> None:
+    def written():
         try:
             for future in futures or ():
                 future.result()
@@ -119,7 +119,7 @@ def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callab
             place = ",".join(f"{first}-{last}" for first, last, _ in ends)
             pieces[f"{i}@{place}"] = np.asarray(data).tobytes()
 
-    def written() -> None:
+    def written():
         for name, content in pieces.items():
             with files.create(directory / name) as file:
                 file.write(content)
@@ -157,7 +157,7 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
         if at and number.isdecimal():
             pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
 
-    def read_leaf(path: Any, leaf: Any) -> Any:
+    def read_leaf(path, leaf):
         name, kinds = name_of(path), []
         shape, dtype = forms[name]["shape"], forms[name]["dtype"]
         if python := isinstance(leaf, int | float):

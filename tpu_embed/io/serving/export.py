@@ -32,7 +32,6 @@ from jax import export as jax_export
 from tpu_embed import _checks
 from tpu_embed._checks import check_choice, check_int, check_type, refuse
 from tpu_embed._types import Array, PyTree
-from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import Structure, dense_shape, structure
 from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
@@ -187,7 +186,7 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
         for name, table in declared.configs.items()
     }
 
-    def renumbered(feature: FeatureConfig) -> FeatureConfig:
+    def renumbered(feature):
         bad = feature.on_bad_id if feature.table.vocabulary is None else "drop"
         return dataclasses.replace(feature, table=plain[id(feature.table)], on_bad_id=bad)
 
@@ -251,7 +250,7 @@ def _exported(
     plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
     flat = dataclasses.replace(declared, features=tuple(plain))
 
-    def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
+    def served(tables, features, weights, *inputs):
         activations = _by_example(flat, tables, features, weights)
         # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
@@ -430,7 +429,7 @@ def _arguments_of(
 def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:
     """Return the shapes of the model's other arguments, with symbols for batch sizes."""
 
-    def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def as_input(key, leaf):
         shape = np.shape(leaf)
         if not shape:
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))

@@ -159,7 +159,7 @@ def publish(
     keep = None if keep is None else check_int("keep", keep, minimum=1)
     root = place_of(place, "place")
 
-    def planned() -> tuple[Version, Any]:
+    def planned():
         version = touched.version(state)
         plan = _plan(root, touched, version, deltas) if jax.process_index() == 0 else None
         return version, plan
@@ -175,7 +175,7 @@ def publish(
     if full:
         one = Publication(number, "full")
 
-        def exported() -> None:
+        def exported():
             export(f"{root / one.name}", version)
             if jax.process_index() == 0 and (got := version_of(root, one)) != version:
                 committer(root / one.name).remove()
@@ -299,7 +299,7 @@ def follow(
     """
     followed = _Followed(place_of(place, "place"), cache, Publication(-1, "delta"))
 
-    def load(there: Sequence[Publication]) -> FollowingModel:
+    def load(there):
         model, loaded = followed.load(there)
         return FollowingModel(model, loaded)
 

@@ -615,7 +615,7 @@ def _with_rows(
     given, whole = list(hosts), []
     for g, source in enumerate(tables):
         rows = {}
-        for f in layout.features_of(g):
+        for f in layout.features_by_stack[g]:
             keys, table = hosts[f].keys, layout.features[f].table
             if keys is None:
                 continue

@@ -144,7 +144,7 @@ def read(
     metadata = read_metadata(root)
     described, programs = metadata["tables"].items(), metadata["first_rows"]
 
-    def read_file(name: str, one: Json) -> bytes:
+    def read_file(name, one):
         return files.read(directory.check_file(root, name, one, _REMEDY), _REMEDY)
 
     drawn = sorted(name for name, one in described if one["unseen"] == "initial")

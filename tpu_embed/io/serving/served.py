@@ -394,7 +394,7 @@ def _rules_of(path: str, described: Json, metadata: Json) -> FeatureRules:
 
 
 def _by_feature(
-    features: PyTree, weights: PyTree, described: Mapping[str, Mapping[str, Any]]
+    features: PyTree, weights: PyTree, described: Mapping[str, Json]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the ids of each feature, and its weights or None, by path.
 
@@ -446,9 +446,7 @@ def _check_paths(what: str, given: Collection[str], described: Collection[str]) 
         )
 
 
-def _batch_sizes(
-    given: Mapping[str, np.ndarray], described: Mapping[str, Mapping[str, Any]]
-) -> dict[str, int]:
+def _batch_sizes(given: Mapping[str, np.ndarray], described: Mapping[str, Json]) -> dict[str, int]:
     """Return the batch sizes by name; features that share one must agree."""
     found: dict[str, tuple[str, int]] = {}
     for path, ids in given.items():
@@ -464,7 +462,7 @@ def _batch_sizes(
 
 
 def _check_inputs(
-    inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]
+    inputs: tuple[PyTree, ...], described: Sequence[Json], sizes: Mapping[str, int]
 ) -> None:
     """Check the other arguments of the model against those it was exported with."""
     leaves = jax.tree_util.tree_leaves_with_path(inputs)
@@ -580,7 +578,7 @@ def _padded(host: HostIds, shape: tuple[int, ...]) -> tuple[Any, Any]:
     else:
         at = np.divmod(host.bags, each)
 
-    def padded(values: np.ndarray | None, fill: int) -> np.ndarray | None:
+    def padded(values, fill):
         if values is None:
             return None
         found = np.full((rows, width), fill, values.dtype)
