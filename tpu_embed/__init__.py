@@ -10,7 +10,7 @@ This is the path of a batch; the names are packages and files:
                ─▶ core/lookup/          the rows of each bag are combined
                ─▶ activations ─▶ your model ─▶ gradients
                ─▶ core/update/sharded.py summed by row, with core/exchange/, on the row's owner
-               ─▶ core/update/apply.py  the rule of optimizers/ gives new rows
+                                        there the rule of optimizers/ gives new rows
                ─▶ core/state/           tables and slots, updated in place
 
 Which shard owns a row is decided in `core/layout/`; rows are moved and summed by `kernels/`. If a

@@ -165,6 +165,29 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+def check_type(
+    what: str,
+    value: Any,
+    kinds: Any,
+    *,
+    expected: str,
+    remedy: str = "",
+    error: type[Exception] = TypeError,
+) -> None:
+    """Check that a value is of a type, or of one of several.
+
+    Args:
+      what, expected, remedy, error: as for `refuse`.
+      value: the value.
+      kinds: as `isinstance` takes them.
+
+    Raises:
+      error: it is of none of them.
+    """
+    if not isinstance(value, kinds):
+        refuse(what, expected=expected, got=type(value).__name__, remedy=remedy, error=error)
+
+
 def check_int(what: str, value: Any, *, minimum: int) -> int:
     """Return `value` as an int.
 

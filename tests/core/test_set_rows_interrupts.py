@@ -16,7 +16,12 @@ from tpu_embed.storage import HostRows
 IN_SET_ROWS = in_files(
     *HOMES,
     *ADMITTING,
-    *("core/engine/logical_rows", "processes/order", "core/rows/logical", "core/rows/devices"),
+    *(
+        "core/engine/logical_rows",
+        "processes/conversations",
+        "core/rows/logical",
+        "core/rows/devices",
+    ),
     *(f"vocabulary/{name}" for name in ("vocabularies", "timeline", "table_maps", "map")),
 )
 STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]

@@ -29,7 +29,7 @@ def in_files(*names):
 
 
 HOMES = ("storage/homes", "storage/host_rows", "core/layout/arrivals")
-ADMITTING = ("core/engine/admitter", "core/state/moved_rows", "core/state/new_rows")
+ADMITTING = ("core/engine/admitter", "core/state/new_rows")
 
 
 def rows_of(engine, state):

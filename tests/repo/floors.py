@@ -65,7 +65,6 @@ ORDERS = {
         "store",
         "files",
         "schema",
-        "crc_json",
         "commits",
         "directory",
         "quantize",

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, final
 
 from tpu_embed._checks import message, refuse
-from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io import files, schema
 from tpu_embed.io.store import Bucket, Place, place_of
 
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -42,8 +42,8 @@ _REMEDY = "this commit is damaged: remove it, and take another one"
 _ONE_WRITER = "one writer per directory: give another one"
 _FORM = schema.record(
     root=schema.text,
-    parts=schema.mapping(schema.sequence(schema.integer())),
-    shared=schema.sequence(schema.text),
+    parts=schema.mapping(schema.naturals),
+    shared=schema.texts,
 )
 
 Parts = Mapping[str, Any]
@@ -214,7 +214,7 @@ class _InBucket:
         root.written[self._commit.key] = []  # from now on it may be there
         try:
             value = {"root": root.name, "parts": names, "shared": shared}
-            crc_json.write_with_crc(self._commit, _KIND, _FORMAT, value)
+            schema.write_with_crc(self._commit, _KIND, _FORMAT, value)
         except FileExistsError:
             del root.written[self._commit.key]
             raise
@@ -251,7 +251,7 @@ class _InBucket:
     def _said(self) -> dict[str, Any] | None:
         """Return what the commit says; None if it is not there."""
         try:
-            found = crc_json.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
+            found = schema.read_with_crc(self._commit, _KIND, _FORMAT, _FORM, _REMEDY)
         except FileNotFoundError:
             return None
         for name in (found["root"], *found["parts"], *found["shared"]):

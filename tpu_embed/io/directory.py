@@ -23,24 +23,26 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import refuse
-from tpu_embed.io import crc_json, files, schema
+from tpu_embed.io import files, schema
 from tpu_embed.io.commits import committer
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Bucket, Place
 from tpu_embed.vocabulary import DynamicVocabulary
+
+ArrayForms = dict[str, tuple[str, tuple[int, ...]]]
+"""By part, the dtype and the shape of an array."""
 
 FORMAT = 4
 """The version of the directory format."""
 
 METADATA = "metadata.json"
 
-_SUM = {"bytes": schema.integer(), "crc32": schema.integer()}
+_SUM = {"bytes": schema.natural, "crc32": schema.natural}
 
 FILE = schema.record(file=schema.text, **_SUM)
 """The schema of the description of a file."""
 
-ARRAY = schema.record(
-    file=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype, **_SUM
-)
+ARRAY = schema.record(file=schema.text, shape=schema.naturals, dtype=schema.dtype, **_SUM)
 """The schema of the description of an array."""
 
 TABLE = schema.record(
@@ -57,7 +59,7 @@ a row get. Its files are listed by part, such as "values".
 """
 
 VERSION = schema.record(
-    run=schema.text, step=schema.integer(), edits=schema.integer(), keys=schema.integer()
+    run=schema.text, step=schema.natural, edits=schema.natural, keys=schema.natural
 )
 """The schema of a `Version`."""
 
@@ -106,7 +108,7 @@ def written(root: Place) -> Iterator[Place]:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def describe_file(root: Place, file: str) -> dict[str, Any]:
+def describe_file(root: Place, file: str) -> Json:
     """Return the description of a file for the metadata.
 
     Args:
@@ -120,9 +122,7 @@ def describe_file(root: Place, file: str) -> dict[str, Any]:
     return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
 
 
-def check_file(
-    root: Place, file: str, described: Mapping[str, Any], remedy: str, *, whole: bool = True
-) -> Any:
+def check_file(root: Place, file: str, described: Json, remedy: str, *, whole: bool = True) -> Any:
     """Check that a file is as the metadata describes it, and return its path.
 
     Args:
@@ -170,12 +170,12 @@ def _inside(root: Any, file: str, remedy: str) -> Any:
 # -- metadata --------------------------------------------------------------------------------------
 
 
-def write_metadata(root: Place, kind: str, value: Mapping[str, Any]) -> None:
+def write_metadata(root: Place, kind: str, value: Json) -> None:
     """Write the metadata of a kind of directory."""
-    crc_json.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
+    schema.write_with_crc(root / METADATA, kind, FORMAT, value, indent=1)
 
 
-def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> dict[str, Any]:
+def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> Json:
     """Return the metadata of a directory.
 
     Args:
@@ -188,7 +188,7 @@ def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> dic
       FileNotFoundError: the metadata is missing.
       ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
-    return crc_json.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
+    return schema.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
 
 
 # -- arrays ----------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Table:
     arrays: Mapping[str, np.ndarray]
 
     @classmethod
-    def of(cls, described: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Table:
+    def of(cls, described: Json, arrays: Mapping[str, np.ndarray]) -> Table:
         """Return the table that the metadata describes, with its arrays."""
         names = ("vocabulary_size", "dim", "dtype", "unseen")
         return cls(**{name: described[name] for name in names}, arrays=arrays)
@@ -242,7 +242,7 @@ def rule_without_row(rules: DynamicVocabulary | None) -> str:
     return "initial" if rules is None else rules.unseen
 
 
-def write_tables(root: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
+def write_tables(root: Place, tables: Mapping[str, Table]) -> Json:
     """Write the arrays of all tables; return the descriptions of the tables for the metadata.
 
     Args:
@@ -258,7 +258,7 @@ def write_tables(root: Place, tables: Mapping[str, Table]) -> dict[str, Any]:
     return described
 
 
-def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> Json:
     """Write the arrays of one table; return their descriptions for the metadata.
 
     Args:
@@ -276,7 +276,7 @@ def write_arrays(root: Place, name: str, arrays: Mapping[str, np.ndarray]) -> di
     return described
 
 
-def count_of(files: Mapping[str, Any], part: str) -> int:
+def count_of(files: Json, part: str) -> int:
     """Return the first dimension of an array, as the metadata has it; 0 if there is none."""
     return next(iter(files.get(part, {}).get("shape", ())), 0)
 
@@ -289,8 +289,8 @@ def ascend(numbers: np.ndarray) -> bool:
 def read_arrays(
     root: Place,
     name: str,
-    described: Mapping[str, Any],
-    forms: Mapping[str, tuple[str, tuple[int, ...]]],
+    described: Json,
+    forms: ArrayForms,
     remedy: str,
     *,
     whole: bool = True,
@@ -313,7 +313,7 @@ def read_arrays(
     if said != forms:
         refuse(
             f"{root / METADATA}: table {name!r}",
-            expected=f"{dict(forms)}",
+            expected=f"{forms}",
             got=f"{said}",
             remedy=remedy,
         )

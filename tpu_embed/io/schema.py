@@ -1,27 +1,39 @@
-"""Schemas of JSON files, so that a wrong value is an error that says where in the file it is.
+"""JSON files that identify themselves and carry a checksum, and schemas of what is in them.
+
+Each file names its kind and format. The checksum is of the value, not of the bytes, so white space
+and the order of keys may change. A file that was put in the place of another kind of file is
+refused, whatever it holds.
 
 A schema (`Form`) is a function of a value. It returns None if the value matches, and otherwise
-where inside the value the problem is, what was expected there and what was got. The functions here
-are schemas, or build larger ones from smaller ones.
+where inside the value the problem is, what was expected there and what was got. So a wrong value is
+an error that says where in the file it is. The functions here are schemas, or build larger ones
+from smaller ones.
 
-Input: a JSON value, a schema. Output: nothing, or an error.
+Input: a JSON object, a schema. Output: a file, or the object read back and checked.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from tpu_embed._checks import is_int, refuse
+from tpu_embed.io import files
+from tpu_embed.io.store import Place
 
 Problem = tuple[str, str, str]
 """(where inside the value, what was expected, what was got)"""
 
 Form = Callable[[Any], Problem | None]
+
+Json = dict[str, Any]
+"""An object of a JSON file."""
 
 INT64_MAX = 2**63 - 1
 
@@ -78,6 +90,9 @@ def integer(least: int = 0, most: int = INT64_MAX) -> Form:
     )
 
 
+natural = integer()
+
+
 def choice(*values: Any) -> Form:
     """Return the schema of a value that is one of these strings or numbers."""
     return accept(
@@ -94,7 +109,7 @@ def optional(form: Form) -> Form:
 def either(*forms: Form) -> Form:
     """Return the schema of a value that matches one of several; errors report the last one."""
 
-    def form(value: Any) -> Problem | None:
+    def form(value):
         problems = [one(value) for one in forms]
         return None if None in problems else problems[-1]
 
@@ -104,7 +119,7 @@ def either(*forms: Form) -> Form:
 def sequence(form: Form) -> Form:
     """Return the schema of a list whose values all match a schema."""
 
-    def whole(value: Any) -> Problem | None:
+    def whole(value):
         if not isinstance(value, list):
             return _problem("a list", value)
         return _first((f"[{i}]", form, one) for i, one in enumerate(value))
@@ -112,10 +127,13 @@ def sequence(form: Form) -> Form:
     return whole
 
 
+naturals, texts = sequence(natural), sequence(text)
+
+
 def mapping(form: Form) -> Form:
     """Return the schema of an object with any keys, whose values all match a schema."""
 
-    def whole(value: Any) -> Problem | None:
+    def whole(value):
         if not isinstance(value, dict):
             return _problem("an object", value)
         return _first((_key(key), form, one) for key, one in value.items())
@@ -126,7 +144,7 @@ def mapping(form: Form) -> Form:
 def record(**forms: Form) -> Form:
     """Return the schema of an object with exactly these keys and a schema for each value."""
 
-    def whole(value: Any) -> Problem | None:
+    def whole(value):
         if not isinstance(value, dict):
             return _problem("an object", value)
         if value.keys() != forms.keys():
@@ -152,3 +170,68 @@ def _key(key: str) -> str:
 
 def _problem(expected: str, value: Any) -> Problem:
     return "", expected, reprlib.repr(value)  # short, however large or deep the value is
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+_ENVELOPE = {"kind", "format", "crc32"}
+
+
+def write_with_crc(
+    path: Place, kind: str, version: int, value: Json, *, indent: int | None = None
+) -> None:
+    """Write a JSON object; it is on disk when this returns.
+
+    Args:
+      path: where to write the file, which must not exist.
+      kind: the kind of file.
+      version: the version of its format.
+      value: the object, without the keys "kind", "format" and "crc32", which are added.
+      indent: the indentation of a file that people read; None writes one line.
+    """
+    whole = {"kind": kind, "format": version, **value}
+    with files.create(path) as file:
+        file.write(json.dumps({"crc32": _checksum(whole), **whole}, indent=indent).encode())
+
+
+def read_with_crc(path: Place, kind: str, version: int, form: Form, remedy: str) -> Json:
+    """Return the object that `write_with_crc` has written, without the keys that it added.
+
+    Args:
+      path: the file.
+      kind: the kind of file that it must be.
+      version: the version of the format that it must have.
+      form: the schema that the object must match.
+      remedy: the remedy for messages about a damaged file.
+
+    Raises:
+      FileNotFoundError: the file is missing.
+      ValueError: it is damaged, of another kind or format, or does not match the schema.
+    """
+    content = files.read(path, remedy)
+    try:
+        whole = json.loads(content)
+        checksum = _checksum(whole)
+    except (ValueError, RecursionError) as error:
+        refuse(f"{path}", expected="a JSON object", got=f"{error}", remedy=remedy, cause=error)
+    check(path, whole, mapping(anything), remedy)
+    other = "read it with the tpu_embed that wrote it, or write it again"
+    wanted = ("format", version, other), ("crc32", checksum, remedy), ("kind", kind, remedy)
+    for what, expected, advice in wanted:
+        if whole.get(what) != expected:
+            refuse(
+                f"{path}: {what}",
+                expected=f"{expected!r}",
+                got=reprlib.repr(whole.get(what)),
+                remedy=advice,
+            )
+    value = {key: part for key, part in whole.items() if key not in _ENVELOPE}
+    check(path, value, form, remedy)
+    return value
+
+
+def _checksum(whole: Any) -> int:
+    """Return the CRC-32 of a JSON value without its "crc32", independent of the order of keys."""
+    if isinstance(whole, dict):
+        whole = {key: value for key, value in whole.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(whole, sort_keys=True).encode())

@@ -216,7 +216,7 @@ def _call(name: str, shapes, aliases: dict[int, int] | None = None):
         f"tpu_embed_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases
     )
 
-    def run(*operands: Array, **attributes: Any) -> Any:
+    def run(*operands, **attributes):
         # JAX does not know that the results of a custom call differ over the mesh axes over which
         # its operands do; inside a `shard_map` with check_vma=True it has to be told.
         axes = frozenset().union(*(varying_axes(operand) for operand in operands))

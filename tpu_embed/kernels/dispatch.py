@@ -40,6 +40,9 @@ from tpu_embed.kernels import (
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
+Kernel = Callable[..., Any]
+"""One implementation of an operation."""
+
 VARIABLE = "TPU_EMBED_KERNELS"
 """The environment variable that chooses the CPU kernels: `native` or `reference`."""
 
@@ -115,10 +118,10 @@ def _say_once(why_not: str) -> None:
 
 def choose(
     *operands: Any,
-    otherwise: Callable[..., Any],
-    native: Callable[..., Any] | None = None,
-    gpu: Callable[..., Any] | None = None,
-    sparse: Callable[..., Any] | None = None,
+    otherwise: Kernel,
+    native: Kernel | None = None,
+    gpu: Kernel | None = None,
+    sparse: Kernel | None = None,
 ) -> Any:
     """Return `f(*operands)`, where f is the implementation for the platform of the program.
 
@@ -238,14 +241,14 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
 def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
     """Return sorted rows and their values; see `reference.sort_pairs`."""
 
-    def only_pairs(sort: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def only_pairs(sort):
         return sort and (lambda *operands: sort(*operands)[::2])
 
     native, gpu = map(only_pairs, _sorts_of_pairs(row_ids))
     return choose(row_ids, values, otherwise=reference.sort_pairs, native=native, gpu=gpu)
 
 
-def _sorts_of_pairs(row_ids: Array) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+def _sorts_of_pairs(row_ids: Array) -> tuple[Kernel | None, Kernel]:
     """Return `sort_with` for a CPU, if its kernels take the rows, and for a GPU."""
     native = None
     if cpu.takes_rows(row_ids):
@@ -255,10 +258,10 @@ def _sorts_of_pairs(row_ids: Array) -> tuple[Callable[..., Any] | None, Callable
     return native, _sort_then_gather(reference.sort_rows, reference.gather_rows)
 
 
-def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> Callable[..., Any]:
+def _sort_then_gather(sort: Kernel, gather: Kernel) -> Kernel:
     """Return `sort_with`, made of `sort_rows` and `gather_rows`."""
 
-    def run(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
+    def run(row_ids, payload):
         ordered, positions = sort(row_ids)
         return ordered, positions, jax.tree.map(lambda array: gather(array, positions), payload)
 
@@ -268,8 +271,8 @@ def _sort_then_gather(sort: Callable[..., Any], gather: Callable[..., Any]) -> C
 def compact(values: Array, kept: Array, fill: int) -> Array:
     """Return the kept values, then `fill`; see `reference.compact`."""
 
-    def indexed(set_rows: Callable[..., Array]) -> Callable[..., Array]:
-        def run(values: Array, kept: Array) -> Array:
+    def indexed(set_rows):
+        def run(values, kept):
             # Kept (1, 1, 0, 1) go to 0, 1 and 2; the one left out goes to N, which is outside.
             rank = jnp.cumsum(kept.astype(jnp.int32)) - 1
             places = jnp.where(kept, rank, values.shape[0])
@@ -285,7 +288,7 @@ def compact(values: Array, kept: Array, fill: int) -> Array:
 def occurs(row_ids: Array, size: int) -> Array:
     """Tell of each row whether it is among `row_ids`; see `reference.occurs`."""
 
-    def marked(row_ids: Array) -> Array:
+    def marked(row_ids):
         nowhere = jnp.zeros((size,), bool)
         return nowhere.at[row_ids].set(True, mode="drop", wrap_negative_indices=False)
 
@@ -300,7 +303,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
     scan = functools.partial(reference.segment_sum_scan, num_segments=num_segments)
 
     # On a CPU: `gather_sum` with index 0 … N - 1 reads [N, …], flattened to [N, d], in its order.
-    def one_by_one(values: Array, segments: Array) -> Array:
+    def one_by_one(values, segments):
         positions = jax.lax.iota(segments.dtype, segments.shape[0])
         rows = values.reshape(values.shape[0], -1)
         layout = SumLayout((num_segments,))
@@ -315,7 +318,7 @@ def segment_sum(values: Array, segments: Array, num_segments: int) -> Array:
 def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     """Return weighted sums of rows; see `reference.gather_sum`."""
 
-    def sum_rows(rows: RowsToSum) -> tuple[Array, ...]:
+    def sum_rows(rows):
         from tpu_embed.kernels import sparsecore_sums  # Pallas takes long to import
 
         return sparsecore_sums.sum_rows(rows, layout)
@@ -335,7 +338,7 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     )
 
 
-def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+def _with_tangents(native: Kernel, otherwise: Kernel) -> Kernel:
     """Return `native` with the derivative of `otherwise`, because custom calls have none.
 
     Args:
@@ -345,13 +348,13 @@ def _with_tangents(native: Callable[..., Any], otherwise: Callable[..., Any]) ->
     differentiable = jax.custom_jvp(native)
 
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
-    def tangents_of(primals: tuple, tangents: tuple) -> tuple:
+    def tangents_of(primals, tangents):
         values, structure = jax.tree.flatten(primals)
         directions = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
         # Only operands that really vary are differentiated; integers, for example, have no tangent.
         moving = [i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)]
 
-        def of_moving(*moved: Array) -> Any:
+        def of_moving(*moved):
             now = dict(zip(moving, moved, strict=True))
             leaves = [now.get(i, value) for i, value in enumerate(values)]
             return otherwise(*jax.tree.unflatten(structure, leaves))

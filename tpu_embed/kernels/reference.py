@@ -169,7 +169,7 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
 
     # Running sums that restart where a segment starts. Values (1, 2, 3, 4) of segments (0, 0, 1, 1)
     # have running sums (1, 3, 3, 7); the last one of each segment is its sum: 3 and 7.
-    def add_unless_start(left: tuple[Array, Array], right: tuple[Array, Array]):
+    def add_unless_start(left, right):
         (left_start, left_sum), (right_start, right_sum) = left, right
         return left_start | right_start, jnp.where(right_start, right_sum, left_sum + right_sum)
 
@@ -209,8 +209,7 @@ def gather_sum(
         values = jnp.where(nothing, jnp.zeros_like(values), values)
         # The barrier keeps XLA from turning products and sums into multiply-adds, which round once.
         values = jax.lax.optimization_barrier(values * kept[:, None])
-    sums = segment_sum(values, rows.segments, sum(layout.bags))
-    return by_feature(sums, layout)
+    return by_feature(segment_sum(values, rows.segments, sum(layout.bags)), layout)
 
 
 def by_feature(sums: Array, layout: SumLayout) -> tuple[Array, ...]:

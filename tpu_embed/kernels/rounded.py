@@ -31,11 +31,11 @@ def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowForm
       `[N, …]`, rows as `sent.pack_rounded` returns them.
     """
 
-    def in_steps(array: Array, row_ids: Array) -> Array:
+    def in_steps(array, row_ids):
         read = dispatch.read_rows(array, row_ids, row_format)
         return sent.pack_rounded(row_format.unpack(read))
 
-    def in_kernel(array: Array, row_ids: Array) -> Array:
+    def in_kernel(array, row_ids):
         from tpu_embed.kernels import sparsecore_rows
 
         return sparsecore_rows.gather_rounded_rows(row_format.by_row(array), row_ids, sent.words)
@@ -58,11 +58,11 @@ def gather_sum(rows: RowsToSum, layout: SumLayout, sent: RowFormat) -> Array:
       `[n, …]`, rows as `sent.pack_rounded` returns them.
     """
 
-    def in_steps(rows: RowsToSum) -> Array:
+    def in_steps(rows):
         (sums,) = dispatch.gather_sum(rows, layout)
         return sent.pack_rounded(sums)
 
-    def in_kernel(rows: RowsToSum) -> Array:
+    def in_kernel(rows):
         from tpu_embed.kernels import sparsecore_sums
 
         return sparsecore_sums.sum_rounded_rows(rows, layout, sent)

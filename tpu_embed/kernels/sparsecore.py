@@ -73,15 +73,16 @@ def gather_rows(table: Array, row_ids: Array) -> Array:
     if not ids.shape[0]:
         return jnp.zeros((0, *table.shape[1:]), table.dtype)
 
-    def kernel(pieces: Any, ids: Any, found: Any) -> None:
-        def one_chunk(ids: Any, found: Any) -> None:
+    def kernel(pieces, ids, found):
+        def one_chunk(ids, found):
             _zero_where_absent(ids, found)
             _read_present(pieces, ids, found)
 
         _over_chunks(one_chunk, ids, inputs=(ids,), outputs=(found,), chunk=chunk)
 
     shape = jax.ShapeDtypeStruct((*ids.shape, *pieces.shape[1:]), table.dtype)
-    found = _on_subcores(kernel, "gather_rows", shape, moves=shape)(pieces, ids)
+    size = 2 * shape.size * shape.dtype.itemsize
+    found = on_subcores(kernel, "gather_rows", size, shape, layouts=True)(pieces, ids)
     # The padding is cut off, and the pieces of a row are joined again: [N * k, W / k] -> [N, W].
     return found[: numbers.shape[0]].reshape(*row_ids.shape, *table.shape[1:])
 
@@ -102,19 +103,20 @@ def set_rows(table: Array, row_ids: Array, values: Array) -> Array:
         return table
     given = _padded(values.reshape(*numbers.shape, *pieces.shape[1:]), chunk, 0)
 
-    def kernel(pieces: Any, ids: Any, given: Any) -> None:
-        def one_chunk(ids: Any, given: Any) -> None:
+    def kernel(pieces, ids, given):
+        def one_chunk(ids, given):
             _write_present(given, ids, pieces)
 
         _over_chunks(one_chunk, ids, inputs=(ids, given), outputs=(), chunk=chunk)
 
     # A ref is memory that a kernel may write to: this way the table is updated in place.
     written = jax.new_ref(pieces)
-    _on_subcores(kernel, "set_rows", (), moves=given)(written, ids, given)
+    size = 2 * given.size * given.dtype.itemsize
+    on_subcores(kernel, "set_rows", size, (), layouts=True)(written, ids, given)
     return jax.freeze(written).reshape(table.shape)
 
 
-def _read_present(table: Any, ids: Any, found: Any) -> None:
+def _read_present(table, ids, found) -> None:
     """Copy rows of the table into the subcore's memory, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -122,7 +124,7 @@ def _read_present(table: Any, ids: Any, found: Any) -> None:
     pltpu.sync_copy(table.at[plsc.Indices(ids, ignored_value=PADDING_ID)], found)
 
 
-def _write_present(given: Any, ids: Any, table: Any) -> None:
+def _write_present(given, ids, table) -> None:
     """Copy rows from the subcore's memory into the table, by one indirect DMA."""
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -190,40 +192,38 @@ def _padded(x: Array, chunk: int, value: int) -> Array:
     return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
 
 
-def _on_subcores(
-    kernel: Callable[..., None], name: str, out_type: Any, *, moves: Any
+def on_subcores(
+    kernel: Callable[..., None], name: str, size: int, out_type: Any, *, layouts: bool = False
 ) -> Callable[..., Any]:
     """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
     Args:
       kernel: takes a ref for every operand and result.
       name: the kernel's name in profiles.
-      out_type: shapes and dtypes of the results.
-      moves: the array that is moved. The compiler is told that its bytes are read and written, so
-        that it can schedule other work for that time.
+      size: the bytes that are read and written; the compiler schedules other work for that time.
+      out_type: shapes and dtypes of its results; (): it writes to its operands.
+      layouts: whether vectors get their layouts from the compiler. Without these passes a loop may
+        carry vectors, such as running sums.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
 
-    mesh = plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore")
     # Both are named, since the defaults of JAX have changed. Rows are packed, not in the tiles of
-    # TensorCores; vectors get their layouts from the compiler.
-    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=True)
-    size = 2 * moves.size * moves.dtype.itemsize
-    cost = pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size)
+    # TensorCores.
+    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=layouts)
     return pl.kernel(
         kernel,
         out_type=out_type,
-        mesh=mesh,
+        mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
         name=name,
         compiler_params=params,
-        cost_estimate=cost,
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
     )
 
 
 def _over_chunks(
-    one_chunk: Callable[..., None], ids: Any, *, inputs: tuple, outputs: tuple, chunk: int
+    one_chunk: Callable[..., None], ids, *, inputs: tuple, outputs: tuple, chunk: int
 ) -> None:
     """Call `one_chunk` for every chunk of the arrays' first axis, divided among the subcores.
 
@@ -238,7 +238,7 @@ def _over_chunks(
     from jax.experimental.pallas import tpu as pltpu
 
     # Chunk i of an array [n, …] is the block (i, 0, …) of shape [chunk, …].
-    def blocks(arrays: tuple) -> list[Any]:
+    def blocks(arrays):
         return [
             pl.BlockSpec((chunk, *x.shape[1:]), lambda i, n=x.ndim: (i, *[0] * (n - 1)))
             for x in arrays
@@ -254,7 +254,7 @@ def _over_chunks(
     )(*inputs, *outputs)
 
 
-def _zero_where_absent(ids: Any, found: Any) -> None:
+def _zero_where_absent(ids, found) -> None:
     """Fill a chunk with zeros if one of its rows is absent, because the DMA skips that row."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu_sc as plsc
@@ -267,11 +267,11 @@ def _zero_where_absent(ids: Any, found: Any) -> None:
         least = jnp.minimum(least, ids[pl.ds(start, lanes)])
 
     @pl.when(functools.reduce(jnp.minimum, [least[i] for i in range(lanes)]) < 0)
-    def _() -> None:
+    def _():
         zeros = jnp.zeros(lanes, found.dtype)
 
         @pl.loop(0, found.shape[0] if found.ndim > 1 else found.shape[0] // lanes)
-        def _(i: Any) -> None:
+        def _(i):
             if found.ndim == 1:
                 found[pl.ds(i * lanes, lanes)] = zeros
             else:

@@ -48,7 +48,7 @@ def gather_rounded_rows(table: Array, row_ids: Array, words: int) -> Array:
     result = jax.ShapeDtypeStruct((ids.shape[0], words), jnp.uint32)
     workers = sparsecore_sums._workers_here()
 
-    def kernel(table: Any, ids: Any, out: Any) -> None:
+    def kernel(table, ids, out):
         _run(table, ids, out, chunk, workers)
 
     size = 4 * (ids.shape[0] * (1 + table.shape[1]) + result.size)
@@ -104,11 +104,11 @@ class _Work:
         return (of_all - self.first + self.step - 1) // self.step
 
 
-def _run(table: Any, ids: Any, out: Any, chunk: int, workers: int) -> None:
+def _run(table, ids, out, chunk: int, workers: int) -> None:
     """Read and round the chunks of this worker."""
     dma = pltpu.SemaphoreType.DMA((2,))
 
-    def with_refs(**refs: Any) -> None:
+    def with_refs(**refs):
         memory = _Memory(**refs)
         subcore.on_each_worker(
             lambda worker: _round_chunks(_Work(memory, table, ids, out, worker, workers))
@@ -130,13 +130,13 @@ def _round_chunks(work: _Work) -> None:
     chunks = work.chunks
 
     @pl.when(chunks > 0)
-    def _() -> None:
+    def _():
         _numbers(work, 0).start()
         pl.when(chunks > 1)(lambda: _numbers(work, 1).start())
         _prepare(work, 0)
 
         @pl.loop(0, chunks)
-        def _(k: Any) -> None:
+        def _(k):
             pl.when(k + 1 < chunks)(lambda: _prepare(work, k + 1))
             _fetch(work, k).wait()
             # Nothing needs this chunk's row numbers any longer; those of k + 2 take their place.
@@ -149,7 +149,7 @@ def _round_chunks(work: _Work) -> None:
         _write(work, chunks - 1).wait()
 
 
-def _prepare(work: _Work, k: Any) -> None:
+def _prepare(work: _Work, k) -> None:
     """Start to fetch the rows of the worker's k-th chunk, whose numbers are on their way."""
     memory, slot = work.memory, k & 1
     _numbers(work, k).wait()
@@ -157,17 +157,16 @@ def _prepare(work: _Work, k: Any) -> None:
     _fetch(work, k).start()
 
 
-def _round(memory: _Memory, slot: Any) -> None:
+def _round(memory: _Memory, slot) -> None:
     """Round and pack the rows of a chunk."""
     lanes = plsc.get_sparse_core_info().num_lanes
     width, words = memory.rows.shape[2], memory.rounded.shape[2]
 
-    def round_row(i: Any, done: tuple[()]) -> tuple[()]:
+    def round_row(i, done):
         for start in range(0, words, lanes):
             lower, behind = memory.rows[slot, i, pl.ds(start, lanes)], words + start
             upper = memory.rows[slot, i, pl.ds(behind, lanes)] if behind < width else None
-            both = subcore.pack_words(lower, upper)
-            memory.rounded[slot, i, pl.ds(start, lanes)] = both
+            memory.rounded[slot, i, pl.ds(start, lanes)] = subcore.pack_words(lower, upper)
         return done
 
     subcore.over_vectors(memory.ids.shape[1], (), round_row)
@@ -176,7 +175,7 @@ def _round(memory: _Memory, slot: Any) -> None:
 # -- what a test replaces to run a worker on a CPU -------------------------------------------------
 
 
-def _fetch(work: _Work, k: Any) -> Any:
+def _fetch(work: _Work, k):
     """Return the indirect DMA, not started, that fetches the rows of the worker's k-th chunk."""
     memory, slot = work.memory, k & 1
     rows = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
@@ -184,21 +183,21 @@ def _fetch(work: _Work, k: Any) -> Any:
     return pltpu.make_async_copy(work.table.at[rows], memory.rows.at[slot], fetched)
 
 
-def _numbers(work: _Work, k: Any) -> Any:
+def _numbers(work: _Work, k):
     """Return the copy, not started, of the row numbers of the worker's k-th chunk."""
     memory, slot = work.memory, k & 1
     here = _places(work, k)
     return pltpu.make_async_copy(work.ids.at[here], memory.ids.at[slot], memory.arrived.at[slot])
 
 
-def _write(work: _Work, k: Any) -> Any:
+def _write(work: _Work, k):
     """Return the copy, not started, of the rounded rows of the worker's k-th chunk."""
     memory, slot = work.memory, k & 1
     target = work.out.at[_places(work, k)]
     return pltpu.make_async_copy(memory.rounded.at[slot], target, memory.written.at[slot])
 
 
-def _places(work: _Work, k: Any) -> Any:
+def _places(work: _Work, k):
     """Return the places of the worker's k-th chunk among all row numbers."""
     chunk = work.memory.ids.shape[1]
     return pl.ds(pl.multiple_of((work.first + k * work.step) * chunk, chunk), chunk)

@@ -64,33 +64,27 @@ def entries_at_a_time(rule: CompiledRule, width: int, packed: bool) -> int:
     return chunk
 
 
-def sgd(w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool) -> tuple[Any, list[Any]]:
+def sgd(w, slots, g, number, flag):
     """Return w - lr g."""
     del slots, flag
     return w - times(number(_OWN), g), []
 
 
-def momentum(
-    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
-) -> tuple[Any, list[Any]]:
+def momentum(w, slots, g, number, flag):
     """Return w - lr m for m = μ m + g, or with Nesterov's step w - lr (g + μ m)."""
     mu = number(_OWN + 1)
     m = times(mu, slots[0]) + g
     return w - times(number(_OWN), g + times(mu, m) if flag else m), [m]
 
 
-def adagrad(
-    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
-) -> tuple[Any, list[Any]]:
+def adagrad(w, slots, g, number, flag):
     """Return w - lr g / (√a + ε) for a = a + g²; `flag` says whether ε is zero."""
     a = slots[0] + times(g, g)
     root = over_root(a, None if flag else number(_OWN + 1))
     return w - times(number(_OWN) * g, root), [a]
 
 
-def adam(
-    w: Any, slots: Sequence[Any], g: Any, number: Numbers, flag: bool
-) -> tuple[Any, list[Any]]:
+def adam(w, slots, g, number, flag):
     """Return w - α m / √(v + ε) for moving averages m and v; without `flag`, α m / (√v + ε)."""
     alpha, epsilon, keep_m, take_m, keep_v, take_v = (number(_OWN + i) for i in range(6))
     m = times(keep_m, slots[0]) + times(take_m, g)
@@ -103,6 +97,7 @@ times = jnp.multiply
 """A product that is rounded before it is added, as a subcore does: it has no fused multiply-add. A
 test on a CPU, whose compiler may fuse them, replaces it."""
 
+RULES: dict[str, Callable[[Any, Sequence[Any], Any, Numbers, bool], tuple[Any, list[Any]]]]
 RULES = {"sgd": sgd, "momentum": momentum, "adagrad": adagrad, "adam": adam}
 """Those that change every number of a row by itself."""
 
@@ -114,7 +109,7 @@ def over_root(a: Any, epsilon: Any) -> Any:
     return root if epsilon is None else _reciprocal(a * root + epsilon)
 
 
-def _reciprocal_root(a: Any) -> Any:
+def _reciprocal_root(a):
     """Return 1 / √a of a finite number; of zero a large one, so that 0 / √0 is 0."""
     # Half the exponent, negated, and a line through the mantissa; then Newton's step twice. A plain
     # step has errors of one sign only, which these constants halve: the first leaves 1.3595 / √a
@@ -124,7 +119,7 @@ def _reciprocal_root(a: Any) -> Any:
     return y * (1.103322 - 0.19897698 * (a * y * y))
 
 
-def _reciprocal(d: Any) -> Any:
+def _reciprocal(d):
     """Return 1 / d for a positive d."""
     y = _float(jnp.int32(0x7EF311C3) - _bits(d))
     for _ in range(3):
@@ -132,9 +127,9 @@ def _reciprocal(d: Any) -> Any:
     return y
 
 
-def _bits(x: Any) -> Any:
+def _bits(x):
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(bits: Any) -> Any:
+def _float(bits):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)

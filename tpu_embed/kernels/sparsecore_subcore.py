@@ -130,13 +130,13 @@ def sum_chunk(memory: SumMemory, slot: Any) -> None:
         _sum_columns(memory, slot, range(start, min(start + step, words), memory.lanes))
 
 
-def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
+def _sum_columns(memory: SumMemory, slot, columns: range) -> None:
     """Do that for the vectors that start at `columns`, and for those half a row behind them."""
     lanes, width = memory.lanes, memory.running.shape[0]
     behind = [c + memory.half for c in columns if memory.half and c + memory.half < width]
     starts_at = [*columns, *behind]
 
-    def add(vector: Any, running: tuple[Any, ...]) -> tuple[Any, ...]:
+    def add(vector, running):
         here = pl.ds(vector * lanes, lanes)
         starts = memory.starts[slot, here]
         factors = None if memory.factors is None else memory.factors[slot, here]
@@ -163,7 +163,7 @@ def _sum_columns(memory: SumMemory, slot: Any, columns: range) -> None:
         memory.running[pl.ds(c, lanes)] = total
 
 
-def _load_row(memory: SumMemory, slot: Any, i: Any, columns: list[int]) -> list[Any]:
+def _load_row(memory: SumMemory, slot, i, columns: list[int]) -> list[Any]:
     """Return the vectors of a fetched row that start at some columns, as float32."""
     lanes, words = memory.lanes, memory.rows.shape[2]
     if memory.rows.dtype != jnp.uint32:
@@ -174,7 +174,7 @@ def _load_row(memory: SumMemory, slot: Any, i: Any, columns: list[int]) -> list[
     return [*lower, *upper]
 
 
-def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> None:
+def _store_sums(memory: SumMemory, slot, i, sums: dict[int, Any]) -> None:
     """Store the running sums of row `i`, vectors by their first column, or round them."""
     lanes, half, zeros = memory.lanes, memory.half, jnp.zeros(memory.lanes, jnp.float32)
     if not memory.rounds:
@@ -182,15 +182,14 @@ def _store_sums(memory: SumMemory, slot: Any, i: Any, sums: dict[int, Any]) -> N
             memory.sums[slot, i, pl.ds(c, lanes)] = total
         return
 
-    def counting(c: int) -> Any:
+    def counting(c):
         """Return the sums from column `c` on, zeros behind the last column that counts."""
         if c + lanes <= memory.dim or c not in sums:
             return sums.get(c)
         return jnp.where(jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros)
 
     for c in (c for c in sums if c < half):
-        both = pack_words(counting(c), counting(c + half))
-        memory.sums[slot, i, pl.ds(c, lanes)] = both
+        memory.sums[slot, i, pl.ds(c, lanes)] = pack_words(counting(c), counting(c + half))
 
 
 # -- what a test replaces to run a subcore on a CPU ------------------------------------------------
@@ -235,7 +234,7 @@ def unpack_words(words: Any) -> tuple[Any, Any]:
     return lower, upper
 
 
-def _rounded(x: Any, drawn: Any | None) -> Any:
+def _rounded(x, drawn: Any | None):
     """Return numbers whose upper 16 bits are those of a bfloat16 beside them, as uint32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     if drawn is None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,11 +34,18 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
 
 from tpu_embed._types import PADDING_ID, Array
-from tpu_embed.kernels import reference, storage
+from tpu_embed.kernels import reference
 from tpu_embed.kernels import sparsecore_subcore as subcore
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.kernels.sparsecore import LEAST_ROWS, LONGEST, MOST_WORDS, WORDS, count_pieces
+from tpu_embed.kernels.sparsecore import (
+    LEAST_ROWS,
+    LONGEST,
+    MOST_WORDS,
+    WORDS,
+    count_pieces,
+    on_subcores,
+)
 
 _MOST_ENTRIES = 128
 """The most entries of a chunk, whose sums have at most `MOST_WORDS` words: a subcore's memory holds
@@ -60,7 +67,8 @@ def _operands(rows: RowsToSum, layout: SumLayout) -> dict[str, Any]:
     """Return the arguments of `gather_sum`, by name."""
     source, packed = rows.source, rows.packed
     if packed is None:
-        row_format = RowFormat(source.shape[1:], storage.logical_dtype(source.dtype), "words")
+        dtype = jnp.dtype(jnp.bfloat16 if source.dtype == jnp.uint16 else source.dtype)
+        row_format = RowFormat(source.shape[1:], dtype, "words")
         packed = row_format.pack(source)
     return {
         "source": packed,
@@ -219,7 +227,7 @@ def _sum_pieces(
     # Padded to whole chunks. No worker's bounds include the padding.
     entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
 
-    def kernel(source: Any, bounds: Any, *refs: Any) -> None:
+    def kernel(source, bounds, *refs):
         *entries, out = refs
         _sum_entries(bounds, source, entries, out, chunk, dim)
 
@@ -235,31 +243,7 @@ def _sum_pieces(
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
-def on_subcores(
-    kernel: Callable[..., None], name: str, size: int, out_type: Any
-) -> Callable[..., Any]:
-    """Return a function of arrays that runs the kernel on all vector subcores of the device.
-
-    Args:
-      kernel: takes a ref for every operand and result.
-      name: the kernel's name in profiles.
-      size: the bytes that are read and written; the compiler schedules other work for that time.
-      out_type: shape and dtype of its result; (): it writes to its operands.
-    """
-    return pl.kernel(
-        kernel,
-        out_type=out_type,
-        mesh=plsc.VectorSubcoreMesh(core_axis_name="core", subcore_axis_name="subcore"),
-        name=name,
-        # Without these passes a loop may carry vectors, such as running sums.
-        compiler_params=pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=size),
-    )
-
-
-def _sum_entries(
-    bounds: Any, source: Any, entries: Sequence[Any], out: Any, chunk: int, dim: int = 0
-) -> None:
+def _sum_entries(bounds, source, entries: Sequence[Any], out, chunk: int, dim: int = 0) -> None:
     """Sum the segments of this worker.
 
     Args:
@@ -274,11 +258,11 @@ def _sum_entries(
       dim: D, the numbers of a rounded sum that count.
     """
 
-    def with_refs(refs: dict[str, Any]) -> None:
+    def with_refs(refs):
         memory = _Memory(**refs, dim=dim)
         pltpu.sync_copy(bounds, memory.bounds)
 
-        def one_worker(worker: Any) -> None:
+        def one_worker(worker):
             near = memory.bounds[pl.ds(worker, memory.lanes)]
             _sum_range(_Work(memory, source, tuple(entries), out, near[0], near[1]))
 
@@ -334,22 +318,22 @@ def _sum_range(work: _Work) -> None:
     chunks = jnp.where(work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0)
 
     @pl.when(chunks > 0)
-    def _() -> None:
+    def _():
         for copy in _number_copies(work, first):
             copy.start()
         _prepare(work, first, 0, more=chunks > 1)
 
         @pl.loop(0, chunks)
-        def _(k: Any) -> None:
+        def _(k):
             slot = k & 1
 
             # Also before the next write: a segment that both chunks write to must end finished.
             @pl.when(k > 0)
-            def _() -> None:
+            def _():
                 _write(work, 1 - slot).wait()
 
             @pl.when(k + 1 < chunks)
-            def _() -> None:
+            def _():
                 _prepare(work, first + k + 1, 1 - slot, more=k + 2 < chunks)
 
             _fetch(work, slot).wait()
@@ -359,7 +343,7 @@ def _sum_range(work: _Work) -> None:
         _write(work, (chunks - 1) & 1).wait()
 
 
-def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
+def _prepare(work: _Work, number, slot, *, more) -> None:
     """Start to fetch the rows of a chunk, and then the numbers of the next chunk.
 
     Args:
@@ -374,12 +358,12 @@ def _prepare(work: _Work, number: Any, slot: Any, *, more: Any) -> None:
     _fetch(work, slot).start()
 
     @pl.when(more)
-    def _() -> None:
+    def _():
         for copy in _number_copies(work, number + 1):
             copy.start()
 
 
-def _mark(work: _Work, offset: Any, slot: Any) -> None:
+def _mark(work: _Work, offset, slot) -> None:
     """Work out, for every entry of a chunk, what to fetch, where to restart and what to write.
 
     Args:
@@ -417,23 +401,23 @@ def _mark(work: _Work, offset: Any, slot: Any) -> None:
     memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(chunk, lanes)]
 
     @pl.when(functools.reduce(jnp.bitwise_or, [some[j] for j in range(lanes)]) != 0)
-    def _() -> None:
+    def _():
         _zero_absent(memory, slot)
 
 
-def _zero_absent(memory: _Memory, slot: Any) -> None:
+def _zero_absent(memory: _Memory, slot) -> None:
     """Fill the rows of absent entries with zeros, because no DMA writes them."""
     lanes = memory.lanes
 
     @pl.loop(0, memory.chunk // lanes)
-    def _(vector: Any) -> None:
+    def _(vector):
         absent = memory.absent[pl.ds(vector * lanes, lanes)]
         for j in range(lanes):
 
             @pl.when(absent[j] != 0)
-            def _(i: Any = vector * lanes + j) -> None:
+            def _(i=vector * lanes + j):
                 @pl.loop(0, memory.rows.shape[2] // lanes)
-                def _(part: Any) -> None:
+                def _(part):
                     here = pl.ds(part * lanes, lanes)
                     memory.rows[slot, i, here] = jnp.zeros(lanes, memory.rows.dtype)
 
@@ -441,7 +425,7 @@ def _zero_absent(memory: _Memory, slot: Any) -> None:
 # -- what a test replaces to run a worker on a CPU -------------------------------------------------
 
 
-def _number_copies(work: _Work, number: Any) -> list[Any]:
+def _number_copies(work: _Work, number) -> list[Any]:
     """Return the copies, not started, of a chunk's numbers into the worker's memory."""
     memory, chunk = work.memory, work.memory.chunk
     here = pl.ds(number * chunk, chunk)
@@ -450,7 +434,7 @@ def _number_copies(work: _Work, number: Any) -> list[Any]:
     return [pltpu.make_async_copy(x.at[here], target, memory.arrived) for x, target in pairs]
 
 
-def _fetch(work: _Work, slot: Any) -> Any:
+def _fetch(work: _Work, slot):
     """Return the indirect DMA, not started, that fetches a chunk's rows."""
     memory = work.memory
     rows = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
@@ -458,7 +442,7 @@ def _fetch(work: _Work, slot: Any) -> Any:
     return pltpu.make_async_copy(work.source.at[rows], memory.rows.at[slot], done)
 
 
-def _write(work: _Work, slot: Any) -> Any:
+def _write(work: _Work, slot):
     """Return the indirect DMA, not started, that writes a chunk's finished sums."""
     memory = work.memory
     targets = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)

@@ -125,9 +125,8 @@ def _with_memory(run: Callable[[Memory], None], work: Work) -> None:
     chunk, float32 = work.chunk, jnp.float32
     slots = {f"slot{n}": ((2, chunk, *x.shape[1:]), float32) for n, x in enumerate(work.slots)}
 
-    def with_refs(refs: dict[str, Any]) -> None:
-        own = tuple(refs.pop(name) for name in slots)
-        run(Memory(**refs, slots=own))
+    def with_refs(refs):
+        run(Memory(slots=tuple(refs.pop(name) for name in slots), **refs))
 
     others = {
         "numbers": (work.numbers.shape, float32),
@@ -181,7 +180,7 @@ def merge_update(
         operands.append(jnp.pad(bits, (0, chunk + AHEAD + 8)))
     form, count = _form(rule, dim), len(slots)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs):
         bounds, sums, index, segments, row_ids, numbers, *keys, table = refs[: len(refs) - count]
         given = bounds, sums, index, segments, row_ids, numbers
         held = table, refs[len(refs) - count :]
@@ -228,11 +227,11 @@ def _form(rule: CompiledRule, dim: int) -> RuleForm:
 def _update_rows(work: Work) -> None:
     """Update the rows of this worker's segments."""
 
-    def update(memory: Memory) -> None:
+    def update(memory):
         pltpu.sync_copy(work.bounds, memory.bounds)
         pltpu.sync_copy(work.numbers, memory.numbers)
 
-        def one_worker(number: Any) -> None:
+        def one_worker(number):
             near = memory.bounds[pl.ds(number, memory.lanes)]
             _update_range(work, memory, near[0], near[1])
 
@@ -241,14 +240,14 @@ def _update_rows(work: Work) -> None:
     _with_memory(update, work)
 
 
-def _update_range(work: Work, memory: Memory, begin: Any, end: Any) -> None:
+def _update_range(work: Work, memory: Memory, begin, end) -> None:
     """Update the rows of the entries `begin` to `end - 1`, chunk by chunk."""
     chunk, lanes = memory.chunk, memory.lanes
     first = begin // chunk
     chunks = jnp.where(end > begin, (end + chunk - 1) // chunk - first, 0)
 
     @pl.when(chunks > 0)
-    def _() -> None:
+    def _():
         # The rows of the first chunk's segments begin with that of its first entry.
         start = pl.ds(first * chunk, lanes)
         pltpu.sync_copy(work.segments.at[start], memory.segments.at[pl.ds(0, lanes)])
@@ -258,15 +257,15 @@ def _update_range(work: Work, memory: Memory, begin: Any, end: Any) -> None:
         _prepare(work, memory, (begin, end), first, 0, chunks > 1)
 
         @pl.loop(0, chunks)
-        def _(k: Any) -> None:
+        def _(k):
             slot = k & 1
 
             @pl.when(k > 0)
-            def _() -> None:
+            def _():
                 _wait(_writes(work, memory, 1 - slot))
 
             @pl.when(k + 1 < chunks)
-            def _() -> None:
+            def _():
                 bounds, number = (begin, end), first + k + 1
                 _prepare(work, memory, bounds, number, 1 - slot, k + 2 < chunks)
 
@@ -278,9 +277,7 @@ def _update_range(work: Work, memory: Memory, begin: Any, end: Any) -> None:
         _wait(_writes(work, memory, (chunks - 1) & 1))
 
 
-def _prepare(
-    work: Work, memory: Memory, bounds: tuple[Any, Any], number: Any, slot: Any, more: Any
-) -> None:
+def _prepare(work: Work, memory: Memory, bounds: tuple[Any, Any], number, slot, more) -> None:
     """Start to fetch what a chunk needs, and then the numbers of the next chunk.
 
     Args:
@@ -299,11 +296,11 @@ def _prepare(
     memory.segments[pl.ds(0, lanes)] = memory.segments[pl.ds(memory.chunk, lanes)]
 
     @pl.when(more)
-    def _() -> None:
+    def _():
         _start(_number_copies(work, memory, number + 1))
 
 
-def _mark(memory: Memory, bounds: tuple[Any, Any], offset: Any, slot: Any) -> None:
+def _mark(memory: Memory, bounds: tuple[Any, Any], offset, slot) -> None:
     """Work out, for every entry of a chunk, what to fetch, where to restart and what to write."""
     # Segments (3, 3, 5 | 5, 6) with rows 3: 40, 5: 70 in a chunk of three: restart at (1, 0, 1),
     # and write to (none, 40, none), because segment 5 goes on in the next chunk.
@@ -338,7 +335,7 @@ def _wait(copies: Sequence[Any]) -> None:
         copy.wait()
 
 
-def _aligned(segment: Any) -> Any:
+def _aligned(segment):
     """Return the greatest position, not above that of a segment, at which a copy may begin."""
     return segment // 8 * 8
 
@@ -346,12 +343,12 @@ def _aligned(segment: Any) -> Any:
 # -- what a test replaces to run a worker on a CPU -------------------------------------------------
 
 
-def _look_up(ref: Any, positions: Any) -> Any:
+def _look_up(ref, positions):
     """Return a vector of the numbers of a ref at some positions."""
     return plsc.load_gather(ref, [positions])
 
 
-def _number_copies(work: Work, memory: Memory, number: Any) -> Sequence[Any]:
+def _number_copies(work: Work, memory: Memory, number) -> Sequence[Any]:
     """Return the copies, not started, of a chunk's numbers into the worker's memory."""
     chunk, lanes = memory.chunk, memory.lanes
     # Segments have no gaps: the chunk's first one is the last one before it, or the next.
@@ -369,7 +366,7 @@ def _number_copies(work: Work, memory: Memory, number: Any) -> Sequence[Any]:
     return [pltpu.make_async_copy(x, target, memory.arrived) for x, target in pairs]
 
 
-def _fetches(work: Work, memory: Memory, slot: Any) -> Sequence[Any]:
+def _fetches(work: Work, memory: Memory, slot) -> Sequence[Any]:
     """Return the indirect DMAs, not started, that fetch a chunk's partial sums, rows and slots."""
     partials = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
     rows = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
@@ -379,7 +376,7 @@ def _fetches(work: Work, memory: Memory, slot: Any) -> Sequence[Any]:
     return [pltpu.make_async_copy(x, target, memory.fetched.at[slot]) for x, target in pairs]
 
 
-def _writes(work: Work, memory: Memory, slot: Any) -> Sequence[Any]:
+def _writes(work: Work, memory: Memory, slot) -> Sequence[Any]:
     """Return the indirect DMAs, not started, that write a chunk's rows and slots."""
     rows = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
     pairs = zip((memory.table, *memory.slots), (work.table, *work.slots), strict=True)
@@ -398,11 +395,11 @@ def change_rows(form: RuleForm, memory: Memory, slot: Any) -> None:
     lanes = memory.lanes
     own = memory.numbers[pl.ds(0, lanes)], memory.numbers[pl.ds(lanes, lanes)]
 
-    def number(i: int) -> Any:
+    def number(i):
         return own[i // lanes][i % lanes]
 
     @pl.loop(0, memory.chunk // lanes)
-    def _(vector: Any) -> None:
+    def _(vector):
         targets = memory.targets[slot, pl.ds(vector * lanes, lanes)]
         if form.kind == "rowwise_adagrad":
             rates = _row_rates(form, memory, slot, vector, number)
@@ -411,7 +408,7 @@ def change_rows(form: RuleForm, memory: Memory, slot: Any) -> None:
         for j in range(lanes):
 
             @pl.when(targets[j] >= 0)
-            def _(i: Any = vector * lanes + j, j: int = j) -> None:
+            def _(i=vector * lanes + j, j=j):
                 rate = rates[j] if form.kind == "rowwise_adagrad" else None
                 key = keys[j] if memory.row_keys is not None else None
                 _change_row(_Row(form, memory, slot, i, number, rate, key))
@@ -493,7 +490,7 @@ def _change_vectors(row: _Row, vectors: Sequence[Any], halves: int) -> None:
         memory.table[*at, pl.ds(c, lanes)] = stored
 
 
-def _changed(row: _Row, w: Any, held: list[Any], g: Any) -> list[Any]:
+def _changed(row: _Row, w, held: list[Any], g) -> list[Any]:
     """Return a vector of the new row, then one of each slot."""
     form, number = row.form, row.number
     w = rules.times(number(0), w) if form.decays else w
@@ -505,13 +502,13 @@ def _changed(row: _Row, w: Any, held: list[Any], g: Any) -> list[Any]:
     return [w, *new]
 
 
-def _stored(halves: Sequence[tuple[Any, Any]]) -> Any:
+def _stored(halves: Sequence[tuple[Any, Any]]):
     """Return words of the new numbers of both halves, or of the lower one, and their draws."""
     (lower, drawn), (upper, other) = halves if len(halves) == 2 else (*halves, (None, None))
     return subcore.pack_words(lower, upper, (drawn, other))
 
 
-def _draws(key: Any, column: Any, lanes: int) -> Any:
+def _draws(key, column, lanes: int):
     """Return the random bits of a row's numbers from a column on; None without a key."""
     if key is None:
         return None
@@ -519,17 +516,13 @@ def _draws(key: Any, column: Any, lanes: int) -> Any:
     return stochastic.mix(jax.lax.bitcast_convert_type(numbers, jnp.uint32))
 
 
-def _gradient(
-    form: RuleForm, memory: Memory, slot: Any, i: Any, here: Any, number: rules.Numbers
-) -> Any:
+def _gradient(form: RuleForm, memory: Memory, slot, i, here, number: rules.Numbers):
     """Return a vector of the whole gradient of the row at place `i`, clipped."""
     g = memory.sums[slot, i, here]
     return jnp.minimum(jnp.maximum(g, number(1)), number(2)) if form.clips_gradient else g
 
 
-def _row_rates(
-    form: RuleForm, memory: Memory, slot: Any, vector: Any, number: rules.Numbers
-) -> Any:
+def _row_rates(form: RuleForm, memory: Memory, slot, vector, number: rules.Numbers):
     """Add to the accumulators of a vector of rows; return lr / (root of these + epsilon)."""
     lanes = memory.lanes
     here, lane = pl.ds(vector * lanes, lanes), jax.lax.iota(jnp.int32, memory.lanes)
@@ -542,7 +535,7 @@ def _row_rates(
     return number(5) * rules.over_root(a, None if form.flag else number(6))
 
 
-def _sum_of_squares(form: RuleForm, memory: Memory, slot: Any, i: Any, number: rules.Numbers):
+def _sum_of_squares(form: RuleForm, memory: Memory, slot, i, number: rules.Numbers):
     """Return the sum of a row's squared gradients, in the order of `optimizers.row_sum`."""
     lanes, squares = memory.lanes, []
     for start in range(0, form.dim, lanes):

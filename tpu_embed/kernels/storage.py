@@ -21,11 +21,6 @@ def stored_dtype(dtype: str | np.dtype) -> np.dtype:
     return np.dtype(np.uint16) if jnp.dtype(dtype) == jnp.bfloat16 else jnp.dtype(dtype)
 
 
-def logical_dtype(stored: np.dtype) -> np.dtype:
-    """Return the logical dtype of rows that are stored in `stored`."""
-    return jnp.dtype(jnp.bfloat16) if stored == np.uint16 else np.dtype(stored)
-
-
 def encode(rows: Array, dtype: str | np.dtype) -> Array:
     """Return `rows` rounded to `dtype` (to nearest even) and as they are stored, in their shape."""
     rounded = rows.astype(jnp.dtype(dtype))

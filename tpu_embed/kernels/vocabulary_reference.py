@@ -132,7 +132,7 @@ class KeyMap:
     def __init__(self, options: Options) -> None:
         self._options = options
         self._lock = threading.Lock()
-        self.load_state(_empty_state())
+        self.load_state(empty_state(0))
 
     @property
     def step(self) -> int:
@@ -373,9 +373,8 @@ class KeyMap:
         self._row_of.update(zip(keys[now].tolist(), rows[now].tolist(), strict=True))
 
 
-def _empty_state() -> MapState:
-    """Return the state of a map that has taken no batch."""
+def empty_state(step: int) -> MapState:
+    """Return the state of a map without keys, after a step."""
     keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
     counters = np.zeros(len(COUNTERS), np.int64)
-    no_step = np.zeros((), np.int64)
-    return MapState(keys, numbers, numbers, numbers, keys, numbers, no_step, counters)
+    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)

@@ -1,7 +1,6 @@
 """What the processes of one run tell each other: raise together, agree, leave, in which order."""
 
-from tpu_embed.processes.conversations import Conversation
-from tpu_embed.processes.departures import client
+from tpu_embed.processes.conversations import Conversation, Order
 from tpu_embed.processes.messages import (
     agree_on,
     check_same,
@@ -10,14 +9,12 @@ from tpu_embed.processes.messages import (
     raise_on_all,
     who,
 )
-from tpu_embed.processes.order import Order
 
 __all__ = [
     "Conversation",
     "Order",
     "agree_on",
     "check_same",
-    "client",
     "gather_bytes",
     "gather_from_all",
     "raise_on_all",

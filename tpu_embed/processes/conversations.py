@@ -1,5 +1,14 @@
 """Conversations of the processes about one batch after the other: all place their part, or none.
 
+Within one process any order of batches, and of reads of maps from a checkpoint, is as good as
+another, so threads wait for each other. Several processes place every batch together. If two
+threads did so, nothing would say which of them comes first in the other processes, and one
+process's part of a batch would meet the others' parts of another one. So there the second thread is
+refused, in all processes, until the first is done (`Order`):
+
+    the user's loop       starts a Prefetcher         places: RuntimeError      closes it, places
+    its thread                places   places   places
+
 Input: what a process has to say of its part of a batch: nothing, an error, or that it has no more
 batches. Output: what the others say, or an error in every process.
 """
@@ -7,15 +16,107 @@ batches. Output: what the others say, or an error in every process.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 
 from tpu_embed._checks import refuse
-from tpu_embed.processes.departures import client
-from tpu_embed.processes.messages import WAIT_SECONDS, exchange, tell_refusal
-from tpu_embed.processes.order import order_of
+from tpu_embed.processes.messages import WAIT_SECONDS, client, exchange, tell_refusal
+
+_T = TypeVar("_T")
+
+
+class Order:
+    """Lets threads act one after the other, or one alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._worker: Any = None
+        self._drawing: set[threading.Thread] = set()
+        self._is_cut = False
+
+    def let(self, worker: Any) -> None:
+        """With several processes, refuse all other threads until this one, not started yet, ends.
+
+        Args:
+          worker: a thread, with an attribute `stopped`: whether its loop has ended it.
+
+        Raises:
+          RuntimeError: another one has not ended.
+        """
+        if jax.process_count() > 1:
+            self.run(lambda: setattr(self, "_worker", worker))
+
+    @contextlib.contextmanager
+    def draws(self) -> Iterator[None]:
+        """Refuse this thread while it asks a source for the batch that it will place next."""
+        thread = threading.current_thread()
+        self._drawing.add(thread)
+        try:
+            yield
+        finally:
+            self._drawing.discard(thread)
+
+    def run(self, act: Callable[[], _T]) -> _T:
+        """Return `act()`, which no other thread does anything beside; it may call this, too.
+
+        Raises:
+          RuntimeError: this is called in the source of a `Prefetcher`. With several processes:
+            another thread is in the middle of its own; or one was interrupted, so this process has
+            left out what the others have done.
+        """
+        if threading.current_thread() in self._drawing:
+            refuse(
+                "place",
+                expected="a call in the loop",
+                got="one in the source of a Prefetcher",
+                remedy="a source must not place training batches of the same engine, nor rewind, "
+                "load or restore its maps",
+                error=RuntimeError,
+            )
+        if jax.process_count() == 1:
+            with self._lock:
+                return act()
+        # What its loop has done decides, not how far the thread is: so all processes agree.
+        worker = self._worker
+        beside = worker not in (None, threading.current_thread())
+        if worker is not None and beside and worker.stopped:
+            if worker.is_alive():  # it may never have been started
+                worker.join()
+            self._worker, beside = None, False
+        got = ""
+        if self._is_cut:
+            got = "one that was interrupted; end all processes, and start again"
+        elif beside:
+            got = "one beside a Prefetcher that has not ended; close it first"
+        elif not self._lock.acquire(blocking=False):
+            got = "one beside another thread's; place in one thread"
+        if got:
+            refuse(
+                "place",
+                expected="calls one after the other, each to its end",
+                got=got,
+                error=RuntimeError,
+            )
+        try:
+            return act()
+        except Exception:
+            raise
+        except BaseException:
+            self._is_cut = True
+            raise
+        finally:
+            self._lock.release()
+
+
+@functools.cache
+def order_of(name: str) -> Order:
+    """Return the order of a conversation, the same for all who take part in it here."""
+    return Order()
+
 
 _END = "no more batches"
 

@@ -3,18 +3,18 @@
 Input: rows by 64-bit id, NumPy arrays. Output: the same.
 """
 
-from tpu_embed.storage.config import HostStorage
-from tpu_embed.storage.groups import RowGroups
 from tpu_embed.storage.homes import (
     VALUES,
     Homes,
     HomeTable,
+    HostStorage,
     Incoming,
     Room,
+    RowGroups,
     Save,
     slot_field,
 )
-from tpu_embed.storage.host_rows import HostRows, NewRows, Replacement, RowField
+from tpu_embed.storage.host_rows import HostRows, NewRows, Replacement, RowField, Rows
 
 __all__ = [
     "VALUES",
@@ -28,6 +28,7 @@ __all__ = [
     "Room",
     "RowField",
     "RowGroups",
+    "Rows",
     "Save",
     "slot_field",
 ]

@@ -1,5 +1,13 @@
 """The homes of an engine's rows on the host, and the rows that are on their way there.
 
+A table is declared to be at home on the host by its `HostStorage`. An id that comes back must find
+its row in a process that stored it. So with several processes, each id belongs to a group, and each
+group to the processes that hold certain shards; an id gets rows of its group only. With two
+processes of two shards each, and rows split by MOD:
+
+    rows        0  1  2  3  4  5  6  7       shards 0 and 1 are in process 0, 2 and 3 in process 1
+    groups      0  0  1  1  0  0  1  1       an id whose hash is even is at home in process 0
+
 When a training batch is admitted, the rows that it displaces are copied from the devices in the
 background and written at home. When one is placed, its incoming rows are read from home ahead of
 time. Between the two stands a row that comes back before it has arrived:
@@ -10,7 +18,7 @@ time. Between the two stands a row that comes back before it has arrived:
 
 All other rows at home are final: nobody writes a row at home before it has been to the devices.
 
-Input: keys, rows by field, steps. Output: rows by field.
+Input: declarations, keys, rows by field, steps. Output: rows by field.
 """
 
 from __future__ import annotations
@@ -19,19 +27,148 @@ import atexit
 import collections
 import dataclasses
 import functools
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_choice, check_int, local_path, refuse
 from tpu_embed.kernels.dispatch import host_kernels
-from tpu_embed.storage.config import HostStorage
-from tpu_embed.storage.groups import RowGroups
-from tpu_embed.storage.host_rows import HostRows, RowField
+from tpu_embed.key_hashes import mix
+from tpu_embed.storage.host_rows import HostRows, RowField, Rows
+
+EvictFromDevice = Literal["lru", "lfu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostStorage:
+    """Keep the rows of a table, and their slots, on the host, and the busy ones on the devices.
+
+    Every row has its home on the host; `device_rows` of them have a place on the devices. A
+    training batch brings its rows to the devices, and sends home those that it displaces.
+    Activations and updates are, to the bit, those of a table that is wholly on the devices,
+    whatever is given here. A row that no training batch has had takes no memory: it is drawn, as
+    `init` draws it, when it is looked up. With a dynamic vocabulary, V is how many keys have a row
+    at home; which keys have one is decided as if all V rows were on the devices.
+
+    Args:
+      device_rows: C, the rows that the devices hold together; a batch must find room for its
+        distinct rows, and those of the `lookahead` batches before it.
+      path: a folder on a fast local disk, for a scratch file that holds the rows; None: the host's
+        memory holds them.
+      evict: the row that goes home when a place is needed. "lru": the one that was seen longest
+        ago; "lfu": the one that the fewest training batches have had since it came.
+      groups: G, into how many groups ids are divided by a hash; each has its part of the rows on
+        the devices, and a batch must find room in every group. None: as many as there are different
+        sets of processes that hold shards of the table, so 1 in a single process.
+
+    Raises:
+      ValueError: an argument is outside its range; the path is a URL.
+
+    Example:
+      >>> HostStorage(device_rows=1_000_000).evict
+      'lru'
+    """
+
+    device_rows: int
+    path: str | None = None
+    evict: EvictFromDevice = "lru"
+    groups: int | None = None
+
+    def __post_init__(self) -> None:
+        rows = check_int("HostStorage.device_rows", self.device_rows, minimum=1)
+        object.__setattr__(self, "device_rows", rows)
+        check_choice("HostStorage.evict", self.evict, get_args(EvictFromDevice))
+        if self.groups is not None:
+            count = check_int("HostStorage.groups", self.groups, minimum=1)
+            if count > rows:
+                refuse(
+                    "HostStorage.groups",
+                    expected=f"at most {rows}, the device_rows",
+                    got=f"{count}",
+                )
+            object.__setattr__(self, "groups", count)
+        if self.path is not None:
+            local_path(self.path, "HostStorage.path")
+            object.__setattr__(self, "path", os.fspath(self.path))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroups:
+    """The groups of one table on the host.
+
+    Attributes:
+      num_rows: C, the rows that the devices hold together.
+      owners: for each shard, the number of the processes that hold it: shards have the same number
+        if the same processes do.
+      by_range: whether each shard has a range of the rows ("div"); otherwise row r is on shard
+        r mod S ("mod").
+      count: G, the number of groups; a multiple of the different owners.
+      mine: the numbers in `owners` whose shards this process holds.
+      saved: those of them whose rows it saves: the first process that holds them does.
+    """
+
+    num_rows: int
+    owners: tuple[int, ...]
+    by_range: bool
+    count: int
+    mine: frozenset[int]
+    saved: frozenset[int]
+
+    @property
+    def num_owners(self) -> int:
+        """How many different owners there are."""
+        return max(self.owners) + 1
+
+    @functools.cached_property
+    def rows(self) -> list[np.ndarray]:
+        """The rows of each group, int64, ascending: nearly equally many of each owner's."""
+        # Owner 1 of 2, with 6 groups, has the groups 1, 3 and 5: its rows are dealt out in turn.
+        of_row = np.asarray(self.owners)[self.shards(np.arange(self.num_rows))]
+        each = self.count // self.num_owners
+        groups = []
+        for group in range(self.count):
+            mine = np.flatnonzero(of_row == group % self.num_owners)
+            groups.append(mine[group // self.num_owners :: each])
+        return groups
+
+    def shards(self, rows: np.ndarray) -> np.ndarray:
+        """Return the shard of each row on the devices."""
+        num_shards = len(self.owners)
+        if self.by_range:
+            return rows // -(-self.num_rows // num_shards)
+        return rows % num_shards
+
+    def of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the group of each id, int64 `[n]`, given uint64 `[n]`."""
+        if self.count == 1:
+            return np.zeros(ids.size, np.int64)
+        return (mix(ids) % np.uint64(self.count)).astype(np.int64)
+
+    def at_home(self, ids: np.ndarray) -> np.ndarray:
+        """Return which ids, uint64 `[n]`, are at home in this process, bool `[n]`."""
+        return self._are_of(self.mine, ids)
+
+    def are_saved(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of which ids, uint64 `[n]`, this process saves, bool `[n]`."""
+        return self._are_of(self.saved, ids)
+
+    def _are_of(self, owners: frozenset[int], ids: np.ndarray) -> np.ndarray:
+        if len(owners) == self.num_owners:
+            return np.ones(ids.size, bool)
+        return np.isin(self.of(ids) % self.num_owners, [*owners])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ids are at home in this process."""
+        return len(self.mine) == self.num_owners
+
+
+# -- homes -----------------------------------------------------------------------------------------
 
 VALUES = "values"
 """The name of a row's values among the fields that it has."""
@@ -50,9 +187,6 @@ _SAVES = 4
 
 _MOST_ON_THEIR_WAY = 4
 """Steps whose displaced rows may be on their way at a time: their copies take memory."""
-
-Rows = Mapping[str, np.ndarray]
-"""What some rows have: `[n, …]` by field."""
 
 
 class HomeTable(NamedTuple):
@@ -421,7 +555,5 @@ class Homes:
 
     def wait(self) -> None:
         """Wait until all rows that were sent home have arrived, or were lost there."""
-        with self._lock:
-            waiting = [*self._departures.values()]
-        for one in waiting:
+        for one in self._pending().values():
             one.wait()

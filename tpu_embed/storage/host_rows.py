@@ -34,6 +34,9 @@ import numpy as np
 from tpu_embed._checks import refuse
 from tpu_embed.kernels import dispatch
 
+Rows = Mapping[str, np.ndarray]
+"""What some rows have: `[n, …]` by field."""
+
 
 class RowField(NamedTuple):
     """What a row has of one array.
@@ -129,7 +132,7 @@ class HostRows:
     def write(
         self,
         ids: np.ndarray,
-        rows: Mapping[str, np.ndarray],
+        rows: Rows,
         at: np.ndarray | None = None,
         *,
         mark: int | None = None,
@@ -167,7 +170,7 @@ class HostRows:
             self._put_aside(ids)
             self._rows.write(ids, arrays, self._mark if mark is None else mark, at)
 
-    def read(self, ids: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    def read(self, ids: np.ndarray) -> tuple[Rows, np.ndarray]:
         """Read rows.
 
         Args:
@@ -184,9 +187,7 @@ class HostRows:
         """Return arrays for n rows, `[n, …]` by field."""
         return {name: np.empty((n, *f.shape), f.dtype) for name, f in self.fields.items()}
 
-    def read_into(
-        self, rows: Mapping[str, np.ndarray], at: np.ndarray | None, ids: np.ndarray
-    ) -> np.ndarray:
+    def read_into(self, rows: Rows, at: np.ndarray | None, ids: np.ndarray) -> np.ndarray:
         """Read rows to their places in given arrays; the rest of these stays as it is.
 
         Args:
@@ -254,7 +255,7 @@ class RowSnapshot:
                 changing = ids[(waiting[at] == ids) & ~self._aside.contains(ids)]
                 self._aside.write(changing, self._store.read(changing)[0])
 
-    def blocks(self, size: int) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def blocks(self, size: int) -> Iterator[tuple[np.ndarray, Rows]]:
         """Yield ids and their rows, at most so many at a time; once."""
         while self._next < self._ids.size:
             with self._lock:
@@ -290,16 +291,8 @@ def _scratch_file(path: str | os.PathLike[str]) -> BinaryIO:
 _numbers = itertools.count(-1, -1)
 
 
-class NewRows(NamedTuple):
-    """What is to be at home.
-
-    Attributes:
-      ids: distinct, uint64 `[n]`.
-      rows: `[n, …]` by field.
-    """
-
-    ids: np.ndarray
-    rows: Mapping[str, np.ndarray]
+NewRows = tuple[np.ndarray, Rows]
+"""What is to be at home: distinct ids, uint64 `[n]`; and rows, `[n, …]` by field."""
 
 
 class Replacement:
@@ -322,7 +315,7 @@ class Replacement:
       >>> home = HostRows({"values": RowField((1,), np.dtype(np.float32))})
       >>> ids = np.array([7], np.uint64)
       >>> home.write(ids, {"values": np.ones((1, 1), np.float32)})
-      >>> two = Replacement(home, lambda: NewRows(ids, {"values": np.full((1, 1), 2, np.float32)}))
+      >>> two = Replacement(home, lambda: (ids, {"values": np.full((1, 1), 2, np.float32)}))
       >>> two.write()
       >>> home.read(ids)[0]["values"]
       array([[2.]], dtype=float32)
@@ -345,7 +338,7 @@ class Replacement:
         ids, rows = self._make()
         old, found = self._home.read(ids)
         # `undo` may follow an interrupt that has come anywhere below.
-        self._before = NewRows(ids, old), found, self._home.replaced
+        self._before = (ids, old), found, self._home.replaced
         self._home.write(ids, rows)
         self._home.replaced = self.number
 

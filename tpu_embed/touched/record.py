@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, refuse
+from tpu_embed._checks import check_int, check_type, refuse
 from tpu_embed._types import PADDING_ID, ArrayLike, PyTree, Tracer
 from tpu_embed.core.batch import Batch, fields_of, line_of
 from tpu_embed.core.engine import EmbeddingEngine
@@ -428,13 +428,7 @@ def check_record(engine: EmbeddingEngine, touched: Any) -> None:
       TypeError: it is no record.
       ValueError: it is another engine's.
     """
-    if not isinstance(touched, TouchedRows):
-        refuse(
-            "touched",
-            expected="a TouchedRows, or None",
-            got=type(touched).__name__,
-            error=TypeError,
-        )
+    check_type("touched", touched, TouchedRows, expected="a TouchedRows, or None")
     if touched.layout is not engine.layout:
         refuse("touched", expected="the record of this engine", got="another engine's")
 

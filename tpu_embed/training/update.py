@@ -6,9 +6,9 @@ global norm, therefore sees only the parameters that have a dense gradient.
 
 In a table, the rows that a sparse gradient names and their slots are gathered, updated by the rule,
 and written back. Under a jit that donates the arrays this happens in place. An engine's tables have
-a function of their own, `apply_rule` of `core/update/apply.py`: it knows the row format of a stack
-and gives the same bits in every program, while here a parameter is an array `[V, …, D]` of the
-user's own tree, and the rule is compiled as part of the user's program.
+a function of their own, `apply_rule` of `core/update/sharded.py`: it knows the row format of a
+stack and gives the same bits in every program, while here a parameter is an array `[V, …, D]` of
+the user's own tree, and the rule is compiled as part of the user's program.
 
 So an optimizer is declared once and applied in two ways (`DeclaredOptimizer`): a dense parameter is
 updated by an optax transform, a table with a sparse gradient by a rule over rows.

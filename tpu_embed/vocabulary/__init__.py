@@ -1,6 +1,6 @@
 """Dynamic vocabularies: keys that nobody knew yesterday get rows, and lose them again."""
 
-from tpu_embed.kernels.vocabulary_reference import COUNTERS, MapState, Taken
+from tpu_embed.kernels.vocabulary_reference import COUNTERS, MapState, Taken, empty_state
 from tpu_embed.vocabulary.batch_keys import (
     BatchKeys,
     KeyedRows,
@@ -17,14 +17,17 @@ from tpu_embed.vocabulary.config import (
     check_lookahead,
 )
 from tpu_embed.vocabulary.fixed import FixedVocabulary
-from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.loads import load_together
 from tpu_embed.vocabulary.map import VocabularyMap
 from tpu_embed.vocabulary.reports import QUANTILES, KeyChanges, KeyScores, describe_keys
-from tpu_embed.vocabulary.states import RowMoves, empty_state, fit, fit_rows
+from tpu_embed.vocabulary.states import RowMoves, fit_rows
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
 from tpu_embed.vocabulary.timeline import Pin
-from tpu_embed.vocabulary.vocabularies import Vocabularies, choose_vocabularies
+from tpu_embed.vocabulary.vocabularies import (
+    Vocabularies,
+    choose_vocabularies,
+    load_together,
+    read_keys,
+)
 
 __all__ = [
     "BatchKeys",
@@ -52,7 +55,6 @@ __all__ = [
     "choose_vocabularies",
     "describe_keys",
     "empty_state",
-    "fit",
     "fit_rows",
     "load_together",
     "map_version",

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tpu_embed._checks import refuse
-from tpu_embed.kernels.vocabulary_reference import MapState, Taken
+from tpu_embed.kernels.vocabulary_reference import MapState, Taken, empty_state
 from tpu_embed.processes import agree_on
 from tpu_embed.storage import Incoming
 from tpu_embed.vocabulary.config import LivingTable
-from tpu_embed.vocabulary.states import empty_state
 
 
 class MapStates(NamedTuple):

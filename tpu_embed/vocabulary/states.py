@@ -168,10 +168,3 @@ def fit_rows(
     old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
     order = np.argsort(old)
     return fitted, RowMoves(old[order], new[order])
-
-
-def empty_state(step: int) -> MapState:
-    """Return the state of a map without keys, after a step."""
-    keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
-    counters = np.zeros(len(COUNTERS), np.int64)
-    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)

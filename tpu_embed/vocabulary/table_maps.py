@@ -22,7 +22,7 @@ import numpy as np
 
 from tpu_embed._checks import refuse
 from tpu_embed.kernels.dispatch import host_kernels
-from tpu_embed.kernels.vocabulary_reference import MapState, Taken
+from tpu_embed.kernels.vocabulary_reference import MapState, Taken, empty_state
 from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary.batch_keys import MapStates, NewOwners
 from tpu_embed.vocabulary.config import LivingTable
@@ -88,23 +88,18 @@ class TableMaps:
     ) -> None:
         self._tables, self._lookahead = {table.name: table for table in tables}, lookahead
         self._groups = groups
-        self._to_rows, self._to_ids = self._new_maps()
-
-    def _new_maps(self) -> tuple[dict[str, _Map], dict[str, VocabularyMap]]:
-        """Return maps without keys: those to rows on the devices, and those to ids."""
-        to_rows: dict[str, _Map] = {}
-        to_ids = {}
+        self._to_rows: dict[str, _Map] = {}  # on the devices
+        self._to_ids: dict[str, VocabularyMap] = {}
         for name, table in self._tables.items():
             assert table.vocabulary is not None
-            if name in self._groups and self._groups[name].count > 1:
-                to_rows[name] = GroupedMap(table.vocabulary, self._groups[name], self._lookahead)
+            if name in groups and groups[name].count > 1:
+                self._to_rows[name] = GroupedMap(table.vocabulary, groups[name], lookahead)
             else:
                 own = table.vocabulary, table.vocabulary_size
-                to_rows[name] = VocabularyMap(*own, self._lookahead)
+                self._to_rows[name] = VocabularyMap(*own, lookahead)
             if table.key_table is not None:
                 size, rules = table.key_table
-                to_ids[name] = VocabularyMap(rules, size, self._lookahead)
-        return to_rows, to_ids
+                self._to_ids[name] = VocabularyMap(rules, size, lookahead)
 
     def _every(self) -> list[_Map]:
         return [*self._to_rows.values(), *self._to_ids.values()]
@@ -177,7 +172,7 @@ class TableMaps:
         return np.where(ids < 0, table.vocabulary_size - 1, ids).astype(ids.dtype)
 
     def take(self, batch: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Moves:
-        """Take one training batch in all maps, or in none.
+        """Take one training batch in all maps; if that fails, `rewind` undoes it.
 
         Args:
           batch: by table, the ids of the known keys (or rows, see `FoundKeys`), int64 `[k]`, and
@@ -186,17 +181,14 @@ class TableMaps:
         Raises:
           ValueError: the rows are of another step, or do not fit on the devices.
         """
-        step, moves = self.step, Moves({}, {})
-        try:
-            for name, (known, unknown) in batch.items():
-                if name in self._to_ids:
-                    self._take_ids(name, known, unknown, moves)
-                else:
-                    self._take_rows(name, known, unknown, moves)
-        except BaseException:
-            self.rewind(step)
-            raise
+        moves = Moves({}, {})
+        for name, (known, unknown) in batch.items():
+            self._take(name, known, unknown, moves)
         return moves
+
+    def _take(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+        take = self._take_ids if name in self._to_ids else self._take_rows
+        take(name, known, unknown, moves)
 
     def _take_rows(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
         """Take a batch in the map to the rows on the devices."""
@@ -226,33 +218,27 @@ class TableMaps:
     def take_keys(self, name: str, keys: np.ndarray) -> Moves:
         """Take one step in which all keys of one table get rows, whatever `admit_after` says.
 
-        For every other table it is a batch without keys. Of a table on the host, the keys get ids,
-        and nothing comes to the devices.
+        If that fails, `rewind` undoes it. For every other table it is a batch without keys. Of a
+        table on the host, the keys get ids, and nothing comes to the devices.
 
         Args:
           name: the table, with a dynamic vocabulary.
           keys: uint64 `[n]`, all different.
 
         Raises:
-          ValueError: there are not enough rows for all keys; no map changes.
+          ValueError: there are not enough rows for all keys.
         """
-        step, moves = self.step, Moves({}, {})
-        nothing = np.zeros(0, np.int64), np.zeros(0, np.uint64)
-        try:
-            taken = self._admit(name, keys)
-            for other in self._tables:
-                if other in self._to_ids and other != name:
-                    self._take_ids(other, *nothing, moves)
-                elif other in self._to_ids or other != name:
-                    self._take_rows(other, *nothing, moves)
-            if name in self._to_ids:
-                held = self._to_rows[name].find(taken.new_rows.view(np.uint64))
-                moves.owners[name] = NewOwners(taken, held)
-            else:
-                moves.taken[name] = taken
-        except BaseException:
-            self.rewind(step)
-            raise
+        moves, nothing = Moves({}, {}), (np.zeros(0, np.int64), np.zeros(0, np.uint64))
+        taken = self._admit(name, keys)
+        for other in self._tables:
+            if other != name:
+                self._take(other, *nothing, moves)
+        if name in self._to_ids:
+            self._take_rows(name, *nothing, moves)
+            held = self._to_rows[name].find(taken.new_rows.view(np.uint64))
+            moves.owners[name] = NewOwners(taken, held)
+        else:
+            moves.taken[name] = taken
         return moves
 
     def _admit(self, name: str, keys: np.ndarray) -> Taken:
@@ -302,7 +288,7 @@ class TableMaps:
 
     def empty_states(self, history: int) -> MapStates:
         """Return the states of maps without keys."""
-        made = ({name: one.state() for name, one in maps.items()} for maps in self._new_maps())
+        made = (dict.fromkeys(maps, empty_state(0)) for maps in (self._to_rows, self._to_ids))
         return MapStates(history, *made)
 
     def check(self, states: MapStates) -> None:

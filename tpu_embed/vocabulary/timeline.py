@@ -190,9 +190,9 @@ class Timeline:
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
-        if step > steps.last and not (
-            self._knows(now) and self._untouched(steps.first, step, keys)
-        ):
+        # Whether the state is, was or will be one of these maps, as they are loaded now.
+        known = step <= self.placed and history == self.history_of(step)
+        if step > steps.last and not (known and self._untouched(steps.first, step, keys)):
             expected = f"one whose rows still belong to its keys at step {step}"
             got = f"one of step {steps.first}, which has rows that may be other keys' now"
             remedy = "place it again; training batches are updated at most `lookahead` admits later"
@@ -247,11 +247,6 @@ class Timeline:
         return placed is not None and all(
             placed.taken.get(name) is one for name, one in keys.taken.items()
         )
-
-    def _knows(self, now: tuple[int, int]) -> bool:
-        """Return whether a state is, was or will be one of these maps, as they are loaded now."""
-        step, history = now
-        return step <= self.placed and history == self.history_of(step)
 
     def _untouched(self, first: int, last: int, keys: BatchKeys) -> bool:
         """Return whether no row of a batch was given or taken in (first, last], if it is known."""

@@ -16,25 +16,173 @@ that do not belong together (`timeline.py`).
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from tpu_embed._checks import refuse, refuse_pickle
-from tpu_embed.columns import read_column
+from tpu_embed._checks import check_type, refuse, refuse_pickle
+from tpu_embed.columns import describe_values, read_column
 from tpu_embed.kernels.vocabulary_reference import MapState
+from tpu_embed.key_hashes import hash_keys
 from tpu_embed.processes import Order
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable, check_lookahead
-from tpu_embed.vocabulary.given_keys import read_keys
-from tpu_embed.vocabulary.loads import MapLoad, exchange, load_together
 from tpu_embed.vocabulary.reports import KeyChanges, KeyScores, changes_of
 from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, Observer, TableMaps
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
+
+# -- loads -----------------------------------------------------------------------------------------
+#
+# A model may have many layers, each with an engine and maps of its own. A restore changes all of
+# them or none, so whatever can fail comes first: new maps are made beside the old ones. Then the
+# two are exchanged, which only changes references, in one call of C that no interrupt can cut; and
+# exchanged again if anything fails after all.
+
+_Act = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+class MapLoad(NamedTuple):
+    """Maps that are ready to take the place of those of an engine.
+
+    Attributes:
+      order: the order in which batches are placed with those maps.
+      lock: while a thread holds it, no map of the engine changes.
+      wait: waits for rows on their way home.
+      stores: the attributes of an object, and those that it is to have.
+      observers: are told afterwards.
+    """
+
+    order: Order
+    lock: contextlib.AbstractContextManager[bool]
+    wait: Callable[[], None]
+    stores: list[tuple[dict[str, Any], dict[str, Any]]]
+    observers: weakref.WeakSet[Observer]
+
+
+def load_together(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
+    """Put maps in their places and call `then`; if it raises, the old maps are there again.
+
+    Batches that are being placed end first.
+
+    Args:
+      loads: of the same maps, the last one counts.
+      then: what belongs to it, such as setting the tables of the same step.
+      undo: takes back what `then` has done, or a part of it.
+    """
+    # Layers share their maps where one is a copy of the other. Whoever waits for several waits for
+    # them in the same order as others do, so that no two wait for each other.
+    different = {id(one.order): one for one in loads}
+    _alone([different[number] for number in sorted(different)], [], then, undo)
+
+
+def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act) -> None:
+    """Exchange all maps when nobody else moves them, or looks at them."""
+    if not waiting:
+        exchange(ready, then, undo)
+        return
+    first, *others = waiting
+
+    def locked():
+        with first.lock:
+            _alone(others, [*ready, first], then, undo)
+
+    first.order.run(locked)
+
+
+def exchange(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
+    """Do what `load_together` does, in a thread that has all locks."""
+    new = [store for one in loads for store in one.stores]
+    for one in loads:
+        one.wait()
+    old = [(held, {name: held[name] for name in fields}) for held, fields in new]
+    try:
+        _store(new)
+        then()
+    except BaseException:
+        _store(old)
+        undo()
+        raise
+    try:
+        _note_loaded(loads)
+    except BaseException:
+        _note_loaded(loads)  # an interrupt has come before all were told
+        raise
+
+
+def _note_loaded(loads: Sequence[MapLoad]) -> None:
+    for one in loads:
+        for observer in list(one.observers):
+            observer.note_loaded()
+
+
+def _store(stores: Iterable[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Change the attributes of objects, all of them in one call of C."""
+    collections.deque(itertools.starmap(dict.update, stores), maxlen=0)
+
+
+# -- keys as people have them ----------------------------------------------------------------------
+
+_STRING_KEYS = np.uint64(2**63)
+"""Hashes of strings are below this, so that -1 stays padding (`hash_ids(keys, None)`)."""
+
+
+def read_keys(what: str, keys: Any) -> np.ndarray:
+    """Return keys as maps hold them, as the features of a batch would be read.
+
+    Args:
+      what: their name, for messages.
+      keys: integers of at most 64 bits or strings, `[n]`: an array, a list, or a column of pandas
+        or Arrow. Signed integers count by their bits, so -1 is the key 2⁶⁴ − 1 here, and no
+        padding. Strings are hashed as `hash_ids(keys, None)` does.
+
+    Returns:
+      uint64 `[n]`.
+
+    Raises:
+      TypeError: they are neither all integers nor all strings.
+      ValueError: another shape, or one is missing.
+
+    Example:
+      >>> read_keys("keys", [7, 2**63]).tolist(), read_keys("keys", ["red"]).tolist()
+      ([7, 9223372036854775808], [318610774259147834])
+    """
+    column = read_column(what, keys)
+    if column.ndim != 1:
+        refuse(what, expected="keys of shape (n,)", got=f"{column.dtype} of shape {column.shape}")
+    missing = np.ma.getmaskarray(column)
+    if missing.any():
+        refuse(
+            what, expected="a key at every place", got=f"a missing one at {int(np.argmax(missing))}"
+        )
+    numbers = np.ma.getdata(column)
+    if numbers.dtype.kind == "i":
+        return numbers.astype(np.int64).view(np.uint64)
+    if numbers.dtype.kind == "u":
+        return np.ascontiguousarray(numbers, np.uint64)
+    if numbers.dtype.kind not in "USO":
+        got, remedy = describe_values(numbers)
+        refuse(what, expected="integers or strings", got=got, remedy=remedy, error=TypeError)
+    if numbers.dtype.kind == "O" and not all(isinstance(one, (str, bytes)) for one in numbers):
+        expected, (got, remedy) = (
+            "integers of at most 64 bits, or strings",
+            describe_values(numbers),
+        )
+        refuse(what, expected=expected, got=got, remedy=remedy, error=TypeError)
+    return hash_keys(numbers, 0)[0] % _STRING_KEYS
+
+
+# -- the maps of an engine -------------------------------------------------------------------------
 
 
 class Vocabularies:
@@ -147,8 +295,7 @@ class Vocabularies:
         Raises:
           ValueError: no such table has a dynamic vocabulary.
         """
-        with self.lock:
-            found = self._maps.keys(self._known(name), self.admitted)
+        found = self.scores(name)
         return found.keys, found.rows
 
     @property
@@ -203,10 +350,7 @@ class Vocabularies:
           TypeError: the keys are neither integers nor strings.
         """
         what = f"table {self._known(name)!r}: keys"
-        given = read_keys(what, keys)
-        with self.lock:
-            after = self._timeline.after(self.admitted)
-            rows = self._maps.find(name, given, after).ids.astype(np.int64)
+        rows = self.find(name, keys, self.admitted).astype(np.int64)
         unknown = np.flatnonzero(rows < 0)
         if unknown.size:
             first = np.ma.getdata(read_column(what, keys))[unknown[:1]].tolist()[0]
@@ -309,7 +453,11 @@ class Vocabularies:
                 refuse(
                     "place", expected=f"fewer than {FOREVER} training batches", got=f"{step + 1}"
                 )
-            moves = take()
+            try:
+                moves = take()
+            except BaseException:
+                self._maps.rewind(step)
+                raise
             self._timeline.note_taken(step + 1, moves)
             self._counted[step + 1] = self.counters
         return moves
@@ -532,10 +680,13 @@ def choose_vocabularies(
         lookahead = check_lookahead(lookahead)
     if shared is None:
         return Vocabularies(tables, lookahead or 0, homes) if tables else None
-    if not isinstance(shared, Vocabularies):
-        refuse(
-            "vocabularies", expected="the vocabularies of another engine", got=type(shared).__name__
-        )
+    check_type(
+        "vocabularies",
+        shared,
+        Vocabularies,
+        expected="the vocabularies of another engine",
+        error=ValueError,
+    )
     ours, theirs = (
         {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
         for some in (tables, shared.tables.values())

@@ -52,7 +52,7 @@ def expected_line(engine, g, bags, weights, examples):
     """Return (row, bag, weight) of a device's ids of stack g, feature after feature."""
     found, number = [], 0
     stack = engine.layout.stacks[g]
-    for f in engine.layout.features_of(g):
+    for f in engine.layout.features_by_stack[g]:
         for example in examples:
             feature = engine.layout.features[f]
             name, position = feature.path, 0

@@ -19,7 +19,9 @@ from tpu_embed import optimizers as o
 from tpu_embed.core.layout import resolve
 from tpu_embed.core.rows import DeviceRows, blocks_of, copy_rows, devices
 from tpu_embed.core.state import TableState
-from tpu_embed.io.checkpoint import LocalShards, RowReader, row_array, row_files, write_rows
+from tpu_embed.io.checkpoint import row_files
+from tpu_embed.io.checkpoint.row_files import RowReader
+from tpu_embed.io.checkpoint.tables import LocalShards, row_array, write_rows
 from tpu_embed.storage import VALUES, HostRows, RowField, slot_field
 
 MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "0:1000").split(":")))

@@ -18,7 +18,8 @@ from nn_models import bag_of
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, TableState
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import differences, stack_name
+from tpu_embed.core.layout import differences
+from tpu_embed.core.layout.stacks import stack_name
 
 DEVICES = (1, 2, 4, 8)
 PAIRS = [(a, b) for a in DEVICES for b in DEVICES if a != b]

@@ -13,7 +13,7 @@ from layout_cases import make_stack
 from tpu_embed import optimizers as o
 from tpu_embed.core.batch import LocalIds
 from tpu_embed.core.state import StackShard
-from tpu_embed.core.update.apply import CHUNK, apply_each
+from tpu_embed.core.update.sharded import CHUNK, apply_each
 
 V, D = 7, 2
 

@@ -16,7 +16,7 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed._calls import Exchange
 from tpu_embed.core.layout import arrivals
-from tpu_embed.core.place import visits
+from tpu_embed.core.place import keys
 from tpu_embed.data import Prefetcher
 from tpu_embed.io.checkpoint.host_rows import described_by
 from tpu_embed.storage import HostRows
@@ -236,7 +236,7 @@ def shapes_sent():
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.object(arrivals, "ROW_MULTIPLE", 1))
         # An exchange calls a program with operands; lines are sent as one list.
-        for where, name, skipped in ((Exchange, "_call", 2), (visits, "send_lines", 0)):
+        for where, name, skipped in ((Exchange, "_call", 2), (keys, "send_lines", 0)):
             changed = recorded(getattr(where, name), skipped)
             patched.enter_context(mock.patch.object(where, name, changed))
         made = engine()

@@ -24,7 +24,7 @@ import tpu_embed
 from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
-from tpu_embed.processes import departures
+from tpu_embed.processes import messages
 from tpu_embed.touched import TouchedRows
 
 DEVICES, BATCH, STEPS = 8, 16, 3
@@ -281,7 +281,7 @@ def interrupt():
             print("interrupted", file=sys.stderr)
         engine.place(draw(1))
     else:
-        while departures.left(departures.client()) is None:
+        while messages.left(messages.client()) is None:
             time.sleep(0.05)
         engine.place(draw(1))  # the other process had given its part before it was interrupted
         engine.place(draw(2))

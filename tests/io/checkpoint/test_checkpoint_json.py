@@ -13,7 +13,8 @@ from facade_cases import assert_same
 from file_cases import DEEP, mutations, resigned
 
 from tpu_embed.io import CheckpointManager, restore, save
-from tpu_embed.io.checkpoint import Wanted, tables, trees
+from tpu_embed.io.checkpoint import tables, trees
+from tpu_embed.io.checkpoint.manifest import Wanted
 
 MODEL = {"w": jnp.arange(6.0).reshape(2, 3), "b": np.arange(2, dtype=np.int32)}
 FILES = [

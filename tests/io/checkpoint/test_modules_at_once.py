@@ -12,7 +12,7 @@ from tpu_embed import DynamicVocabulary, TableConfig, nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows, restore_modules, save_modules
 from tpu_embed.io.checkpoint.module_checkpoint import Modules
-from tpu_embed.vocabulary import loads, map_version
+from tpu_embed.vocabulary import map_version, vocabularies
 
 ROWS = {"films": 12, "tags": 6}
 
@@ -76,7 +76,7 @@ def filled(tmp_path_factory):
 
 
 def in_filling(code):
-    names = ("checkpoint/module_checkpoint", "vocabulary/loads", "vocabulary/vocabularies")
+    names = ("checkpoint/module_checkpoint", "vocabulary/vocabularies")
     names += ("vocabulary/timeline", "vocabulary/table_maps")
     return code.co_filename.endswith(tuple(f"{name}.py" for name in names))
 
@@ -101,7 +101,7 @@ def test_interrupted_anywhere_a_restore_has_happened_wholly_or_not(stride, fille
 
 
 FAILURES = {
-    "maps": (loads, "_store", 1),
+    "maps": (vocabularies, "_store", 1),
     "tables": (nn.EmbeddingBag, "set_state", 2),
     "variables": (nnx.Param, "set_raw_value", 1),
     "other arrays": (nnx, "update", 1),

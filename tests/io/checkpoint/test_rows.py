@@ -12,15 +12,9 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed.core.layout import MeshAxes, resolve
 from tpu_embed.core.rows import devices
 from tpu_embed.core.state import fields
-from tpu_embed.io.checkpoint import (
-    LocalShards,
-    RowArray,
-    RowReader,
-    RowWriter,
-    row_array,
-    row_files,
-    write_rows,
-)
+from tpu_embed.io.checkpoint import row_files
+from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter
+from tpu_embed.io.checkpoint.tables import LocalShards, row_array, write_rows
 
 
 def made(path, shards, alternate, row=(2,), size=11, together=None):

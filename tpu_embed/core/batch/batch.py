@@ -142,8 +142,7 @@ class Batch:
             )
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
         expected, axes = None, layout.axes
-        stacks = [layout.features_of(g) for g in range(len(layout.stacks))]
-        same = [stack.features for stack in self.spec.stacks] == stacks
+        same = [stack.features for stack in self.spec.stacks] == layout.features_by_stack
         if same and self.spec.replicas == axes.replicas:
             expected = axes.size(axes.names), line_length(line_of(self.spec, layout))
         if self.packed.shape != expected:

@@ -91,8 +91,7 @@ class BatchSpec:
         Raises:
           ValueError: the batch size of a feature is no positive multiple of the replicas.
         """
-        features = map(layout.features_of, range(len(layout.stacks)))
-        stacks = tuple(StackSpec(mine, 0, 0, 0) for mine in features)
+        stacks = tuple(StackSpec(mine, 0, 0, 0) for mine in layout.features_by_stack)
         for feature, shape in zip(layout.features, shapes, strict=True):
             if shape.batch % replicas or not shape.batch:
                 expected = f"a positive multiple of {replicas}, the devices that share it"

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from tpu_embed._types import Array
 from tpu_embed.core.layout import MeshAxes
@@ -75,9 +74,3 @@ def psum_scatter(x: Array, names: Sequence[str]) -> Array:
 def psum(x: Array, names: Sequence[str]) -> Array:
     """Sum `x` over the named axes."""
     return jax.lax.psum(x, tuple(names)) if names else x
-
-
-def any_device(flag: Array, mesh: Mesh) -> Array:
-    """Tell whether `flag` is set on any device of the mesh; of each flag of an array."""
-    # There is no collective "or": the maximum of 0 and 1 does the same.
-    return jax.lax.pmax(flag.astype(jnp.int32), mesh.axis_names) > 0

@@ -56,7 +56,7 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     values = values_of(ids)
     in_bags = values is not ids
 
-    def error(expected: str, got: Any, remedy: str = "") -> ValueError:
+    def error(expected, got, remedy=""):
         return ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
 
     bags = read_lists(what, weights) if isinstance(ids, RaggedIds) else None

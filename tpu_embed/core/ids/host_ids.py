@@ -21,7 +21,7 @@ says.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
     form = dense_shape(feature.path, config, ids.shape, weighted=weights is not None)
     numbers = read_weights(feature.path, config.table.dtype, ids, weights)
 
-    def cut(array: np.ndarray) -> np.ndarray:
+    def cut(array):
         """Return `[B, L]`, the columns of a sequence `[B, H]` that are kept."""
         width = array.shape[1]
         if length > width:
@@ -173,7 +173,7 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
         got = f"{shape[0]} x {math.prod(shape[1:])}"
         raise feature.error(expected=f"at most {_INT32_MAX} bags in a batch", got=got)
 
-    def where(at: int) -> Iterable[Any]:
+    def where(at):
         return *np.unravel_index(rows[at], counts), positions_of()[at]
 
     of_row = "example" if counts[0] == shape[0] else "row"

@@ -232,7 +232,7 @@ def hash_ids(
     missing = _check_below("missing", missing, bits, minimum=PADDING_ID)
     dtype = np.int32 if bits == 31 else np.int64
 
-    def ids_of(flat: Any, in_bags: bool) -> np.ndarray:
+    def ids_of(flat, in_bags):
         hashes, absent = hash_keys(flat, seed)
         ids = np.asarray(hashes % np.uint64(size), dtype)
         # -1 is padding in an array. In a bag it would be a bad id, so there the key is masked.

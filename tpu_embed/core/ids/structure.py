@@ -122,23 +122,6 @@ class Structure:
         """Return the position in `tables` of the feature's table."""
         return next(i for i, table in enumerate(self.tables) if table is feature.table)
 
-    def refuse_keys(self, remedy: str) -> None:
-        """Refuse tables with dynamic vocabularies, where only row numbers are understood.
-
-        Raises:
-          ValueError: there is one; the remedy is part of the message.
-        """
-        for name, table in self.configs.items():
-            if table.row_rules is not None:
-                what, expected = f"table {name!r}", "ids that are row numbers on the devices"
-                living = table.vocabulary is not None
-                _checks.refuse(
-                    what,
-                    expected=expected,
-                    got="keys of a dynamic vocabulary" if living else "ids of a table on the host",
-                    remedy=remedy,
-                )
-
     def match(self, values: Any, *, what: str, columns: bool = False) -> list[Any]:
         """Return the [F] leaves of `values`, which must be nested like the configuration.
 

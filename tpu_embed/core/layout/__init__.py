@@ -25,18 +25,13 @@ from tpu_embed.core.layout.layout import (
 )
 from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
-from tpu_embed.core.layout.random_rounding import (
-    NUMBERS_SLOT,
-    ROUNDING_SLOTS,
-    SEED_SLOT,
-    rounding_slots,
-    row_places,
-    table_crcs,
-)
 from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.stacks import (
     INT32_ROWS,
+    NUMBERS_SLOT,
+    ROUNDING_SLOTS,
     ROW_MULTIPLE,
+    SEED_SLOT,
     ExchangeDtype,
     FeatureLayout,
     ResolvedTable,
@@ -47,7 +42,9 @@ from tpu_embed.core.layout.stacks import (
     make_stacks,
     roomy,
     round_up,
-    stack_name,
+    rounding_slots,
+    row_places,
+    table_crcs,
 )
 
 __all__ = [
@@ -94,6 +91,5 @@ __all__ = [
     "rounding_slots",
     "row_places",
     "send_lines",
-    "stack_name",
     "table_crcs",
 ]

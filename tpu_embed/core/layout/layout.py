@@ -111,9 +111,11 @@ class Layout:
     def _visiting(self) -> dict[int, Layout]:
         return {}
 
-    def features_of(self, stack: int) -> tuple[int, ...]:
-        """Return the indices of the features that look up tables of a stack, ascending."""
-        return tuple(i for i, feature in enumerate(self.features) if feature.stack == stack)
+    @functools.cached_property
+    def features_by_stack(self) -> list[tuple[int, ...]]:
+        """By stack, the indices of the features that look up its tables, ascending."""
+        every = range(len(self.stacks))
+        return [tuple(f for f, one in enumerate(self.features) if one.stack == g) for g in every]
 
     @property
     def blocks(self) -> int:

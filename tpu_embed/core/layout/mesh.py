@@ -21,7 +21,7 @@ import numpy as np
 from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh cannot be called in a jit
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 
@@ -63,7 +63,8 @@ class MeshAxes:
           names: the axes that split an array into these parts.
         """
         every = enumerate(self.processes_of_parts(names))
-        return np.array([i for i, processes in every if self.process in processes], np.int64)
+        here = jax.process_index()
+        return np.array([i for i, processes in every if here in processes], np.int64)
 
     @functools.cache  # noqa: B019
     def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:
@@ -92,11 +93,6 @@ class MeshAxes:
         for name, place in zip(self.names, places, strict=False):
             part = part * self.mesh.shape[name] + place if name in names else part
         return part
-
-    @property
-    def process(self) -> int:
-        """The number of this process."""
-        return jax.process_index()
 
     @functools.cached_property
     def processes(self) -> frozenset[int]:
@@ -221,8 +217,7 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     """
     if mesh is None:
         mesh = _mesh_in_use() or Mesh(np.asarray(jax.devices()), ("devices",))
-    if not isinstance(mesh, Mesh):
-        refuse("mesh", expected="a jax.sharding.Mesh or None", got=type(mesh).__name__)
+    check_type("mesh", mesh, Mesh, expected="a jax.sharding.Mesh or None", error=ValueError)
     wanted = mesh.axis_names if batch_axes is None else batch_axes
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 
@@ -269,6 +264,5 @@ def _mesh_in_use() -> Mesh | None:
 
 def _described(mesh: Mesh | AbstractMesh) -> str:
     """Return sizes and kinds of a mesh's axes: `('x': 4 Auto, 'y': 2 Explicit)`."""
-    kinds = [kind.name for kind in mesh.axis_types]
-    axes = zip(mesh.shape.items(), kinds, strict=True)
+    axes = zip(mesh.shape.items(), [kind.name for kind in mesh.axis_types], strict=True)
     return "(" + ", ".join(f"{name!r}: {size} {kind}" for (name, size), kind in axes) + ")"

@@ -24,8 +24,8 @@ from tpu_embed.config import TableConfig
 from tpu_embed.core.ids import Structure
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.core.layout.mesh import MeshAxes
-from tpu_embed.core.layout.random_rounding import check_slot_names
 from tpu_embed.core.layout.stacks import (
+    ROUNDING_SLOTS,
     ExchangeDtype,
     FeatureLayout,
     ResolvedTable,
@@ -78,8 +78,7 @@ def make_layout(
         shard_axes = axes.shard_axes_of(name, config)
         shards = axes.size(shard_axes)
         tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
-    packing = packing_of(axes.device)
-    stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing)
+    stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing_of(axes.device))
     stacks = with_exchange_dtype(stacks, exchange_dtype)
     # table name -> (index of its stack, its slice of the stack)
     home = {table.name: (g, table) for g, stack in enumerate(stacks) for table in stack.tables}
@@ -103,7 +102,7 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
     """
     known: dict[int, TableOptimizer | None] = {}
 
-    def resolved(what: str, given: Any) -> TableOptimizer | None:
+    def resolved(what, given):
         if id(given) not in known:
             try:
                 known[id(given)] = as_table_optimizer(given)
@@ -132,7 +131,14 @@ def _table_optimizers(declared: Structure, default: Any) -> list[TableOptimizer 
                 remedy='place it "mod" or "div", or accumulate',
             )
         if own is not None and config.rounding == "stochastic":
-            check_slot_names(name, own, config.dim)
+            slots = own.slot_shapes(config.dim, np.float32).keys()
+            if taken := sorted(slots & {*ROUNDING_SLOTS}):
+                refuse(
+                    f'table {name!r}: slots of an optimizer with rounding="stochastic"',
+                    expected=f"other names than {', '.join(ROUNDING_SLOTS)}",
+                    got=f"{taken}",
+                    remedy="give these slots other names",
+                )
         optimizers.append(own)
     return optimizers
 

@@ -26,6 +26,7 @@ import dataclasses
 import hashlib
 import math
 import re
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -37,7 +38,8 @@ from tpu_embed._checks import refuse
 from tpu_embed.config import FeatureConfig, QuantizationConfig, Rounding, TableConfig
 from tpu_embed.kernels.formats import PACKED_ROWS, Packing, RowFormat
 from tpu_embed.kernels.sparsecore import MOST_BYTES
-from tpu_embed.optimizers import TableOptimizer
+from tpu_embed.kernels.stochastic import RowPlaces
+from tpu_embed.optimizers import SlotShape, TableOptimizer
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary, KeyTable
 
@@ -283,7 +285,7 @@ class ResolvedTable:
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
         declared = config.dim, config.dtype, config.placement, config.quantization_config
-        # `place/visits.py` brings all rows along; `random_rounding.py` keeps numbers of all rows.
+        # Visits bring all rows along, and `NUMBERS_SLOT` keeps numbers of all rows.
         rounds = config.rounding == "stochastic" and (config.row_rules is not None,)
         return (*declared, self.shard_axes, rule, config.storage is not None, rounds)
 
@@ -470,8 +472,7 @@ def stack_name(
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
         label += f"+{len(tables) - 1}"
-    described = repr((list(tables), kind)).encode()
-    digest = hashlib.blake2b(described, digest_size=6).hexdigest()
+    digest = hashlib.blake2b(repr((list(tables), kind)).encode(), digest_size=6).hexdigest()
     return f"{label}@{placement}{shards}x{rows}#{digest}"
 
 
@@ -540,3 +541,47 @@ def roomy(n: int) -> int:
       [0, 28, 1152, 106496]
     """
     return bucket(n + 2 * math.isqrt(n))
+
+
+# -- rounding at random ----------------------------------------------------------------------------
+#
+# Random bits depend on a seed, which the state must keep, and on which row of which table a local
+# row is (`kernels/stochastic.py`). Of a table without a map on the host, the row's place tells it.
+# Of a dynamic vocabulary, or a table on the host, the key or id of a row takes the place of its
+# number, so the state keeps it by row. Both are slots of the stack: so they are saved, moved and
+# sharded as slots are.
+
+SEED_SLOT = "rounding_seed"
+"""The slot that all rows share: the seed, uint32 `[]`, equal in all stacks of a state."""
+
+NUMBERS_SLOT = "rounding_numbers"
+"""The slot with what stands for each row's key or id in the hash, uint32 `[V]`."""
+
+ROUNDING_SLOTS = (SEED_SLOT, NUMBERS_SLOT)
+"""The slots of a stack that are not its optimizer's."""
+
+
+def rounding_slots(stack: Stack) -> dict[str, SlotShape]:
+    """Return the slots that a stack has for rounding at random; none if it does not."""
+    number = np.dtype(np.uint32)
+    slots = {}
+    if stack.rounds_at_random:
+        slots[SEED_SLOT] = SlotShape((), number, per_row=False)
+    if stack.keeps_numbers:
+        slots[NUMBERS_SLOT] = SlotShape((), number)
+    return slots
+
+
+def table_crcs(tables: Sequence[TableSlice]) -> np.ndarray:
+    """Return the CRC-32 of the name of each table, uint32 `[T]`."""
+    return np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
+
+
+def row_places(stack: Stack) -> RowPlaces:
+    """Return which rows of which tables the local rows of a shard are."""
+    # The rows of 2 shards are 0 2 4 and 1 3 5 under MOD: 1 from shard to shard, and 2 from row to
+    # row. Under DIV they are 0 1 2 and 3 4 5, so 3 and 1.
+    sizes = [table.rows_per_shard for table in stack.tables]
+    shard_steps = tuple(stack.logical_in(1, 0, size) for size in sizes)
+    firsts = tuple(table.offset for table in stack.tables)
+    return RowPlaces(firsts, shard_steps, stack.logical_in(0, 1, sizes[0]))

@@ -13,7 +13,7 @@ An update that writes into a table's own memory must come after every lookup of 
 derives that order from data dependencies alone. If the gradients do not depend on the activations
 (the loss is linear in them, or a second lookup only feeds a metric), nothing tells XLA that the
 lookup comes first, and it copies the whole table to be safe. So lookups of traced tables are noted
-(`record_lookup`), and the update adds a zero to its row ids that is computed from the activations
+(`record_read`), and the update adds a zero to its row ids that is computed from the activations
 (`kernels/tracing.py`).
 
 Input: the stored tables and the ids of all stacks. Output: one array of activations per feature,
@@ -128,8 +128,12 @@ def lookup(
         (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
-            table = tables[view.stack.name]
-            activations = _lookup_stack(table, ids, view)
+            stack = view.stack
+            with jax.named_scope(f"lookup/{stack.label}"):
+                if stack.num_shards > 1 and not view.is_routed:
+                    activations = _summed_by_owners(tables[stack.name], ids, view)
+                else:
+                    activations = _combined(tables[stack.name], ids, view.sum_layout, stack)
             found |= by_feature(activations, view, splits)
         bad_ids = collectives.psum(bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
@@ -192,15 +196,6 @@ def by_feature(
     return found
 
 
-def _lookup_stack(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
-    """Return the activations of one stack on one device; see `combine`."""
-    stack = view.stack
-    with jax.named_scope(f"lookup/{stack.label}"):
-        if stack.num_shards > 1 and not view.is_routed:
-            return _summed_by_owners(table, ids, view)
-        return _combined(table, ids, view.sum_layout, stack)
-
-
 def _combined(table: Array, ids: LocalIds, layout: SumLayout, stack: Stack) -> tuple[Array, ...]:
     """Fetch the rows of ids, and sum those of each bag."""
     rows = route.fetch(RowsToSum(table, ids.index, ids.bags, ids.gains), ids.asked, stack)
@@ -237,20 +232,6 @@ Both are weak references, so a trace that has ended leaves nothing here. An acti
 garbage-collected is not used by the program, so the update need not wait for it."""
 
 
-def record_lookup(
-    tables: Mapping[str, Array], activations: Sequence[Array], layout: Layout
-) -> None:
-    """Remember what was looked up in traced tables; outside a trace there is nothing to order.
-
-    Args:
-      tables: `TableState.tables`.
-      activations: what the lookup returned, one array per feature.
-      layout: the engine's layout.
-    """
-    for feature, activation in zip(layout.features, activations, strict=True):
-        record_read(tables[layout.stacks[feature.stack].name], activation)
-
-
 def record_read(table: Array, result: Array) -> None:
     """Remember what was computed from a traced table; outside a trace there is nothing to order.
 
@@ -268,18 +249,13 @@ def record_read(table: Array, result: Array) -> None:
     _READS[number][1].append(weakref.ref(result))
 
 
-def activations_read(tables: Mapping[str, Array], replicas: int) -> dict[str, list[Array]]:
-    """Return, by stack, what this trace has looked up in its table, or searched, so far.
+def activations_read(table: Any, replicas: int) -> list[Array]:
+    """Return what this trace has looked up in a table, or searched, so far.
 
     Args:
-      tables: `TableState.tables`.
+      table: one of `TableState.tables`.
       replicas: how many parts the first axis of each of these arrays can be split into.
     """
-    return {name: _alive(table, replicas) for name, table in tables.items()}
-
-
-def _alive(table: Any, replicas: int) -> list[Array]:
-    """Return the results of one table that still exist and belong to the table's trace."""
     _, found = _READS.get(id(table), (None, []))
     read = [one for reference in found if (one := reference()) is not None]
     of_trace = [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]

@@ -2,8 +2,7 @@
 
 from tpu_embed.core.place.intake import Intake
 from tpu_embed.core.place.keys import give_rows_of
-from tpu_embed.core.place.packing import natural_spec, pack_line
-from tpu_embed.core.place.router import exact_spec
+from tpu_embed.core.place.router import exact_spec, natural_spec, pack_line
 
 __all__ = [
     "Intake",

@@ -86,8 +86,7 @@ class Agreement(Conversation):
         """
         if self.alone:
             return [arrays]
-        said = self.exchange({"arrays": arrays})
-        return [one["arrays"] for one in said.values()]
+        return [one["arrays"] for one in self.exchange({"arrays": arrays}).values()]
 
 
 def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:

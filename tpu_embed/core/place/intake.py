@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import refuse
+from tpu_embed._checks import check_type, refuse
 from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.core.batch import Batch, BatchSpec, Routed, TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
@@ -131,13 +131,14 @@ class Intake:
         routed: Routed = "update" if step is None else "lookup"
         left_out = ()
         if spec is not None:
-            if not isinstance(spec, BatchSpec):
-                refuse(
-                    "spec",
-                    expected="a BatchSpec",
-                    got=type(spec).__name__,
-                    remedy="batch.spec of a placed batch is one",
-                )
+            check_type(
+                "spec",
+                spec,
+                BatchSpec,
+                expected="a BatchSpec",
+                remedy="batch.spec of a placed batch is one",
+                error=ValueError,
+            )
             spec = dataclasses.replace(spec, routed=routed)
         with self.agreements[routed].refusals():
             if step is not None:
@@ -238,13 +239,14 @@ class Intake:
 
     def own(self, batch: Any, weights: PyTree | None = None, spec: Any = None) -> Batch:
         """Return a batch that was placed before, once it is known to be of this engine."""
-        if not isinstance(batch, Batch):
-            refuse(
-                "batch",
-                expected="a Batch",
-                got=type(batch).__name__,
-                remedy="give what place returned",
-            )
+        check_type(
+            "batch",
+            batch,
+            Batch,
+            expected="a Batch",
+            remedy="give what place returned",
+            error=ValueError,
+        )
         if weights is not None or spec is not None:
             refuse(
                 "weights and spec",

@@ -22,7 +22,6 @@ import json
 import logging
 import operator
 import threading
-from collections.abc import Iterable
 from typing import Any, get_args
 
 from tpu_embed._checks import is_int, refuse
@@ -120,7 +119,13 @@ class Rooms:
             while (number := self._class_of(agreed)) in specs and not holds(agreed, specs[number]):
                 agreed = BatchSpec.union(agreed, specs[number])
             if specs and not any(self._is_near(agreed, one) for one in specs.values()):
-                self._tell(agreed, specs.values())
+                rooms = ", ".join(f"{self._room(one):,}" for one in specs.values())
+                logging.getLogger("tpu_embed").warning(
+                    "place: room for %s ids and rows on a device is far from that of earlier "
+                    "batches (%s); such batches get a program of their own",
+                    f"{self._room(agreed):,}",
+                    rooms,
+                )
             specs[number] = agreed
             return agreed
 
@@ -140,16 +145,6 @@ class Rooms:
             exchanged = stack.num_shards * (one.row_capacity + one.partials)
             total += spec.ids(g) + exchanged + one.merged
         return total
-
-    def _tell(self, spec: BatchSpec, others: Iterable[BatchSpec]) -> None:
-        """Log that a spec much larger or smaller than the others gets a program of its own."""
-        rooms = ", ".join(f"{self._room(one):,}" for one in others)
-        logging.getLogger("tpu_embed").warning(
-            "place: room for %s ids and rows on a device is far from that of earlier batches (%s); "
-            "such batches get a program of their own",
-            f"{self._room(spec):,}",
-            rooms,
-        )
 
 
 def _kind_of(spec: BatchSpec) -> Any:
@@ -230,8 +225,7 @@ def _is_of(spec: BatchSpec, layout: Layout) -> bool:
     """Tell whether batches of an engine with this layout may have a spec."""
     # Capacities may be any, because they are what is remembered. The replicas that share a batch,
     # the features of each stack, and which of them are jagged are not.
-    stacks = [stack.features for stack in spec.stacks]
-    owned = [layout.features_of(g) for g in range(len(layout.stacks))]
+    found = spec.replicas, [stack.features for stack in spec.stacks]
     jagged = [shape.capacity is not None for shape in spec.feature_shapes]
     declared = [feature.config.jagged for feature in layout.features]
-    return (spec.replicas, stacks, jagged) == (layout.axes.replicas, owned, declared)
+    return found == (layout.axes.replicas, layout.features_by_stack) and jagged == declared

@@ -1,13 +1,12 @@
 """Rows of tables in one form, by id, wherever they are: read, written, copied."""
 
 from tpu_embed.core.rows import logical
-from tpu_embed.core.rows.devices import DeviceRows
-from tpu_embed.core.rows.grid import (
+from tpu_embed.core.rows.devices import (
     BLOCK,
+    DeviceRows,
     Grid,
     Ids,
     Rows,
-    below,
     blocks_of,
     copy_rows,
     pieces,
@@ -20,7 +19,6 @@ __all__ = [
     "Grid",
     "Ids",
     "Rows",
-    "below",
     "blocks_of",
     "copy_rows",
     "host_arrays",

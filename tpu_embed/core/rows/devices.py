@@ -1,21 +1,27 @@
-"""The rows of one table that the devices hold, with their slots: read some, or write some.
+"""Rows by id: which shard of a table has which, those that the devices hold, and copies of rows.
 
-Reading moves no rows between devices where this process has them all; otherwise all processes read
-together, and every device gets what is read:
+Whatever holds rows is read by a function of row ids, `read(ids) -> {part: [n, …]}`, and written by
+`write(ids, rows)`: the devices (`DeviceRows`), rows at home (`HostRows`), files of a checkpoint.
+The parts are the values of a row and its part of each slot (`Field.part`), as they are stored.
+
+Reading rows of the devices moves no rows between devices where this process has them all; otherwise
+all processes read together, and every device gets what is read:
 
     read_here    range or array of ids  ->  rows of this process's shards, from their memory
     read         the same, in all processes, with the same ids  ->  all rows
     write        ids and rows  ->  each device gets its own, in the memory of the state's arrays
 
-Input: a state, row ids, rows. Output: rows as they are stored; or a state.
+Input: a state; row ids, as an array or a Python `range`; rows. Output: rows as they are stored; or
+a state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +31,137 @@ from jax.sharding import PartitionSpec
 from tpu_embed._calls import call
 from tpu_embed._types import PADDING_ID, Array
 from tpu_embed.core.exchange import collectives, route
-from tpu_embed.core.layout import Layout, MeshAxes, aligned_empty, bucket, parcel_operand
-from tpu_embed.core.rows.grid import BLOCK, Grid, Ids, Rows, below, pieces
+from tpu_embed.core.layout import (
+    Layout,
+    MeshAxes,
+    Stack,
+    TableSlice,
+    aligned_empty,
+    bucket,
+    parcel_operand,
+)
 from tpu_embed.core.state import Field, TableState, fields
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import RowFormat
+from tpu_embed.storage import Rows
+
+# -- which shard has which rows --------------------------------------------------------------------
+
+BLOCK = 2**22
+"""Bytes that are copied at a time, and the unit of files."""
+
+Ids = np.ndarray | range
+"""Row ids, int64 `[n]` and all different; or a range of them."""
+
+
+class Grid(NamedTuple):
+    """Where the rows of a table are: row r is row r // S of shard r mod S, or r mod n of r // n.
+
+    Attributes:
+      shards: S.
+      size: n, the rows of a shard.
+      alternate: whether rows alternate between the shards (MOD); otherwise a shard has a contiguous
+        range (DIV).
+    """
+
+    shards: int
+    size: int
+    alternate: bool
+
+    @classmethod
+    def of(cls, stack: Stack, table: TableSlice) -> Grid:
+        """Return the grid of a table in its stack."""
+        return cls(stack.num_shards, table.rows_per_shard, stack.placement != "div")
+
+    def ids(self, shards: Sequence[int], first: int, last: int) -> Ids:
+        """Return the ids of the local rows `[first, last)` of some shards, ascending."""
+        if self.alternate and len(shards) == self.shards:
+            return range(first * self.shards, last * self.shards)
+        if len(shards) == 1:
+            start, step = (shards[0], self.shards) if self.alternate else (shards[0] * self.size, 1)
+            return range(start + first * step, start + last * step, step)
+        lines, some = np.arange(first, last), np.asarray(shards, np.int64)
+        if self.alternate:  # [n, 1] · S + [k]: line after line
+            return (lines[:, None] * self.shards + some).reshape(-1)
+        return (some[:, None] * self.size + lines).reshape(-1)
+
+    def cut(self, ids: Ids) -> Iterator[tuple[int, Any, Any]]:
+        """Yield a shard, its local rows, ascending, and their places in `ids`, for each shard.
+
+        Of a range both are slices, so that no row is copied one by one:
+
+            2 shards of 3 rows, range(1, 5)     MOD  0: rows 1:3 at 1::2    1: rows 0:2 at 0::2
+                                                DIV  0: rows 1:3 at 0:2     1: rows 0:2 at 2:4
+        """
+        if not isinstance(ids, range):
+            yield from self._cut_array(ids)
+        elif self.alternate:
+            # Every so many ids of the range are on the same shard.
+            every = self.shards // math.gcd(self.shards, ids.step)
+            for k in range(min(every, len(ids))):
+                some, step = ids[k::every], ids.step * every // self.shards
+                local = slice(some[0] // self.shards, some[-1] // self.shards + 1, step)
+                yield some[0] % self.shards, local, slice(k, None, every)
+        else:
+            at = 0
+            while at < len(ids):
+                shard, first = divmod(ids[at], self.size)
+                n = min(len(ids) - at, -(-(self.size - first) // ids.step))
+                local = slice(first, first + (n - 1) * ids.step + 1, ids.step)
+                yield shard, local, slice(at, at + n)
+                at += n
+
+    def _cut_array(self, ids: np.ndarray) -> Iterator[tuple[int, Any, Any]]:
+        # The place of each id in shard after shard: shard · n + local row.
+        place = ids % self.shards * self.size + ids // self.shards if self.alternate else ids
+        order = np.argsort(place, kind="stable")
+        bounds = np.searchsorted(place[order], np.arange(self.shards + 1) * self.size)
+        for i in np.flatnonzero(np.diff(bounds)).tolist():
+            at = order[bounds[i] : bounds[i + 1]]
+            yield i, _as_slice(place[at] - i * self.size), _as_slice(at)
+
+
+def _as_slice(numbers: np.ndarray) -> Any:
+    """Return numbers that follow each other as a slice, others as they are."""
+    first, last = numbers[0], numbers[-1]
+    run = last - first + 1 == numbers.size and (np.diff(numbers) == 1).all()
+    return slice(int(first), int(last) + 1) if run else numbers
+
+
+def copy_rows(
+    read: Callable[[Any], Rows], write: Callable[[Any, Rows], None], blocks: Iterable[Any]
+) -> None:
+    """Copy rows, block by block, so that little memory is needed.
+
+    Args:
+      read: returns the rows of ids.
+      write: takes ids and their rows.
+      blocks: the ids of each block; or pairs, the ids in the source and those in the sink.
+    """
+    for block in blocks:
+        before, now = block if isinstance(block, tuple) else (block, block)
+        write(now, read(before))
+
+
+def pieces(n: int, size: int) -> Iterator[slice]:
+    """Yield the places of n rows, so many at a time."""
+    for first in range(0, n, size):
+        yield slice(first, min(first + size, n))
+
+
+def blocks_of(ids: Ids, size: int) -> Iterator[Ids]:
+    """Yield so many ids at a time."""
+    return (ids[at] for at in pieces(len(ids), size))
+
+
+def below(ids: Ids, limit: int) -> Ids:
+    """Return those of ascending ids that are below a limit."""
+    if isinstance(ids, range):
+        return ids[: len(range(ids.start, limit, ids.step))]
+    return ids[ids < limit]
+
+
+# -- rows of the devices ---------------------------------------------------------------------------
 
 _FEW = 2**10
 """Up to so many rows programs have room for a power of two of them; above, for few more."""
@@ -89,7 +221,7 @@ class DeviceRows:
         self._kept = {shard: self.read_here(ids) for shard, ids in every.items()}
         self.state = dataclasses.replace(self.state, tables={}, slots={})
 
-    def read(self, ids: Ids) -> dict[str, np.ndarray]:
+    def read(self, ids: Ids) -> Rows:
         """Return rows `[n, …]` by part.
 
         With several processes all of them call this, with the same ids.
@@ -106,7 +238,7 @@ class DeviceRows:
                 rows[part][at] = bits.astype(f"u{stored.itemsize}", copy=False).view(stored)
         return rows
 
-    def read_here(self, ids: Ids) -> dict[str, np.ndarray]:
+    def read_here(self, ids: Ids) -> Rows:
         """Return rows `[n, …]` by part; those of shards that are not here are arbitrary."""
         rows = self.empty(len(ids))
         if self._kept is not None:
@@ -138,8 +270,7 @@ class DeviceRows:
         # Moves the array if a user has sharded it otherwise.
         whole = jax.device_put(f.read(self.state), self._axes.sharding(self._stack.shard_axes))
         size = f.row_format.array(self._stack.num_rows).shape[0]
-        every = whole.addressable_shards
-        return {(one.index[0].start or 0) // size: one.data for one in every}
+        return {(one.index[0].start or 0) // size: one.data for one in whole.addressable_shards}
 
     def write(self, ids: Ids, rows: Rows) -> None:
         """Write rows `[n, …]` by part, in the memory of the arrays; some parts may be missing.

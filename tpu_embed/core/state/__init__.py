@@ -13,17 +13,15 @@ from tpu_embed.core.state.init import (
     random_key,
     vocabulary_of_maps,
 )
-from tpu_embed.core.state.moved_rows import (
+from tpu_embed.core.state.new_rows import (
+    NewRowWriter,
     RowMover,
     Sent,
     check_rule,
+    first_rows,
     leaving_rooms,
     make_homes,
     row_fields,
-)
-from tpu_embed.core.state.new_rows import (
-    NewRowWriter,
-    first_rows,
     visiting_tables,
 )
 from tpu_embed.core.state.table_state import (

@@ -47,6 +47,7 @@ from tpu_embed.core.layout import (
     TableSlice,
     round_up,
     send_lines,
+    table_crcs,
 )
 from tpu_embed.core.state.table_state import (
     StackShard,
@@ -149,7 +150,8 @@ def _init_stack(stack: Stack, key: Array) -> StackShard:
     """Fill this device's shard of one stack."""
     made = _blank(stack)
     if stack.rounds_at_random:
-        made.slots[SEED_SLOT] = rounding_seed(key)
+        seed = jax.random.fold_in(key, zlib.crc32(SEED_SLOT.encode()))
+        made.slots[SEED_SLOT] = jax.random.bits(seed, (), jnp.uint32)
     # A stack may have hundreds of small tables: those that share an initializer and lie next to
     # each other are filled by one loop, so the program does not grow with their number.
     for initializer, run in itertools.groupby(stack.tables, key=lambda table: table.initializer):
@@ -254,8 +256,14 @@ def _fill(
         rows = jax.lax.optimization_barrier(jnp.where(lines.exists[:, None], rows, 0))
         stored = storage.encode(rows, stack.dtype)[:chunk]
         table = _put(made.table, stored, start, stack.row_format)
-        slots = fresh_slots(stack, rows, lines)
-        return StackShard(table, _write_slots(made.slots, slots, stack, start, chunk))
+        slots, shapes = dict(made.slots), slot_shapes(stack)
+        for name, fresh in fresh_slots(stack, rows, lines).items():
+            slot, stored = shapes[name], storage.encode(fresh, shapes[name].dtype)
+            # A slot that all rows share (a step counter, say) is the same in every chunk.
+            if slot.per_row:
+                stored = _put(slots[name], stored[:chunk], start, slot_format(stack, slot))
+            slots[name] = stored
+        return StackShard(table, slots)
 
     return jax.lax.fori_loop(0, -(-(last - first) // chunk), write, made)
 
@@ -266,28 +274,6 @@ def fresh_slots(stack: Stack, rows: Array, lines: NewRows) -> dict[str, Array]:
         return {}
     slots = jax.lax.optimization_barrier(stack.optimizer.init_slots(rows, lines.keys))
     return slots if lines.numbers is None else {**slots, NUMBERS_SLOT: lines.numbers}
-
-
-def rounding_seed(key: Array) -> Array:
-    """Return the seed of rounding at random, uint32 `[]`, from the engine's key."""
-    return jax.random.bits(jax.random.fold_in(key, zlib.crc32(SEED_SLOT.encode())), (), jnp.uint32)
-
-
-def _write_slots(
-    slots: dict[str, Array], fresh: dict[str, Array], stack: Stack, start: Array, chunk: int
-) -> dict[str, Array]:
-    """Return the slots of the shard with a chunk of new rows written from row `start` on."""
-    written = {}
-    for name, slot in slot_shapes(stack).items():
-        if name == SEED_SLOT:
-            written[name] = slots[name]  # it belongs to no rows
-            continue
-        stored = storage.encode(fresh[name], slot.dtype)
-        # A slot that all rows share (a step counter, say) is the same in every chunk.
-        if slot.per_row:
-            stored = _put(slots[name], stored[:chunk], start, slot_format(stack, slot))
-        written[name] = stored
-    return written
 
 
 def _put(array: Array, stored: Array, start: Array, row_format: RowFormat) -> Array:
@@ -310,10 +296,9 @@ def fold_row_id(key: Array, low: Array, high: Array) -> Array:
     return jnp.where(high == 0, folded, jax.random.fold_in(folded, high))
 
 
-def table_keys(key: Array, tables: list[TableSlice]) -> Array:
+def table_keys(key: Array, tables: Sequence[TableSlice]) -> Array:
     """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
-    crcs = np.array([zlib.crc32(table.name.encode()) for table in tables], np.uint32)
-    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(crcs))
+    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(table_crcs(tables)))
 
 
 def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> NewRows:

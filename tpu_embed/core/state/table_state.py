@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, keystr
 
-from tpu_embed._checks import check_live, refuse
+from tpu_embed._checks import check_live, check_type, refuse
 from tpu_embed._types import Array, Tracer
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, differences, rounding_slots
 from tpu_embed.kernels import dispatch, storage
@@ -286,7 +286,7 @@ class Field:
 
     @property
     def part(self) -> str:
-        """Its name among what a row has, see `moved_rows.row_fields`."""
+        """Its name among what a row has, see `row_fields`."""
         return VALUES if self.slot is None else slot_field(self.slot)
 
     @property
@@ -382,8 +382,9 @@ def check_not_donated(state: Any, *, tables_alone: bool = False) -> None:
     Raises:
       ValueError: it is not a state, or an array was donated; the message names its stack.
     """
-    if not isinstance(state, TableState):
-        refuse("state", expected="a TableState", got=type(state).__name__, remedy=_OWN_STATE)
+    check_type(
+        "state", state, TableState, expected="a TableState", remedy=_OWN_STATE, error=ValueError
+    )
     for name, table in state.tables.items():
         check_live(f"state: stack {name!r}", (table,))
     if not tables_alone:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from tpu_embed._checks import message_of_many, refuse
-from tpu_embed.io import crc_json, schema
+from tpu_embed.io import schema
 from tpu_embed.io.store import Place
 
 _VALUE = "value.json"
@@ -53,7 +53,7 @@ def write_bound(path: Place, checkpoint: str, value: Any) -> None:
       checkpoint: the unique name of the checkpoint.
       value: any JSON value.
     """
-    crc_json.write_with_crc(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
+    schema.write_with_crc(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
 
 
 def read_bound(path: Place, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
@@ -69,7 +69,7 @@ def read_bound(path: Place, form: schema.Form, checkpoint: str | None = None) ->
       ValueError: the file is damaged, or belongs to another checkpoint or another place.
     """
     whole = schema.record(checkpoint=schema.text, value=form)
-    found = crc_json.read_with_crc(path, path.name, FORMAT, whole, REMEDY)
+    found = schema.read_with_crc(path, path.name, FORMAT, whole, REMEDY)
     if checkpoint not in (None, found["checkpoint"]):
         refuse(
             f"{path}",

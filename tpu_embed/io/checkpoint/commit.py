@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ def begin_checkpoint(
     writes: list[Callable[[], None]] = []
     made: list[Place] = []
 
-    def prepared() -> Mapping[str, Begin]:
+    def prepared():
         if how.find() is not None:
             refuse(
                 "path",
@@ -83,7 +83,7 @@ def begin_checkpoint(
             made.append(root)
         return items
 
-    def begun() -> None:
+    def begun():
         # The first process made it; another one that does not see it has another file system.
         if isinstance(root, Path) and not root.is_dir():
             refuse(
@@ -97,7 +97,7 @@ def begin_checkpoint(
             (root / item).mkdir(exist_ok=True)  # every process makes it
             writes.append(begin(root / item))
 
-    def written() -> None:
+    def written():
         # All end, whichever fails: nobody writes any more when the directory is removed.
         errors: list[Exception] = []
         while writes:
@@ -108,14 +108,14 @@ def begin_checkpoint(
         if errors:
             raise errors[0]
 
-    def finished() -> None:
+    def finished():
         if jax.process_index() == 0:
             for item in items.keys() & {MODEL, VARIABLES}:
                 trees.finish(root / item, checkpoint)
             how.finish(root, parts)
 
     @contextlib.contextmanager
-    def abandoned_on_error() -> Iterator[None]:
+    def abandoned_on_error():
         try:
             yield
         except BaseException as error:
@@ -127,7 +127,7 @@ def begin_checkpoint(
             raise
 
     @abandoned_on_error()
-    def go_on() -> None:
+    def go_on():
         raise_on_all("save", path, written)
         if isinstance(root, Bucket):
             parts.extend(gather_from_all(f"{what}/parts", root.written))
@@ -212,7 +212,7 @@ def open_checkpoint(
       Exception: whatever `prepare` raises.
     """
 
-    def prepared() -> _T:
+    def prepared():
         check_items(path, items, writer=writer)
         return prepare()
 

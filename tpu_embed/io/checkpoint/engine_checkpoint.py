@@ -163,7 +163,7 @@ def restore(
         items.append(TOUCHED)
     root, everywhere = find_checkpoint(path), engine.layout.axes.sharding(())
 
-    def prepared() -> tuple[str, PyTree]:
+    def prepared():
         checkpoint = manifest.name_of(root / TABLES)
         if model is None:
             return checkpoint, None
@@ -179,7 +179,7 @@ def restore(
     checkpoint, abstract = open_checkpoint(root, items, prepared, writer="save")
     loaded = tables.read(root / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
 
-    def others() -> tuple[PyTree, Any, Any]:
+    def others() -> tuple[Any, Any, Any]:
         record = None if touched is None else read_record(root / TOUCHED, checkpoint)
         tree = None if model is None else trees.read(root / MODEL, checkpoint, abstract)
         return tree, read_position(root / POSITION, checkpoint), record
@@ -268,7 +268,7 @@ _DTYPES = {
 }
 _TABLE = schema.record(
     files=schema.mapping(directory.ARRAY),
-    lost_since=schema.integer(),
+    lost_since=schema.natural,
     shared=schema.integer(-1),
 )
 _RECORD_FORM = schema.record(
@@ -276,7 +276,7 @@ _RECORD_FORM = schema.record(
     version=directory.VERSION,
     start=directory.VERSION,
     ancestors=schema.sequence(directory.VERSION),
-    known=schema.sequence(schema.sequence(schema.integer())),
+    known=schema.sequence(schema.naturals),
     tables=schema.mapping(_TABLE),
 )
 

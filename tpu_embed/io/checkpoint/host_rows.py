@@ -30,12 +30,13 @@ import jax
 import numpy as np
 
 from tpu_embed.core.engine import EmbeddingEngine
-from tpu_embed.core.rows import Rows, blocks_of, pieces
+from tpu_embed.core.rows import DeviceRows, Rows, blocks_of, pieces
 from tpu_embed.core.state import TableState
 from tpu_embed.io import files, schema
 from tpu_embed.io.checkpoint import manifest
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
 from tpu_embed.io.checkpoint.row_files import (
+    Checksums,
     RowArray,
     RowReader,
     column,
@@ -44,6 +45,7 @@ from tpu_embed.io.checkpoint.row_files import (
 )
 from tpu_embed.io.commits import find
 from tpu_embed.io.files import file_name
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Bucket, Place
 from tpu_embed.storage import VALUES, RowField, RowGroups, Save
 
@@ -66,11 +68,9 @@ _BESIDE = schema.accept(
 _FORM = schema.mapping(
     schema.record(
         owners=schema.integer(1),
-        saved=schema.sequence(schema.integer()),
+        saved=schema.naturals,
         fields=schema.sequence(
-            schema.record(
-                name=schema.text, shape=schema.sequence(schema.integer()), dtype=schema.dtype
-            )
+            schema.record(name=schema.text, shape=schema.naturals, dtype=schema.dtype)
         ),
         segments=schema.sequence(
             schema.either(
@@ -83,8 +83,6 @@ _FORM = schema.mapping(
 _MOST_SEGMENTS = 64
 """With more of them, a save writes all rows anew."""
 
-Checksums = dict[str, dict[str, int]]
-"""Of files: directory relative to that of the tables -> file name -> checksum."""
 
 Block = tuple[np.ndarray, Rows]
 """Some ids, uint64 `[n]`, and their rows, `[n, …]` by field."""
@@ -116,7 +114,7 @@ class SavedRows(NamedTuple):
 
     fields: dict[str, RowField]
     row_groups: RowGroups
-    old: list[dict[str, Any]]
+    old: list[Json]
     new: list[NewSegment]
 
 
@@ -130,7 +128,7 @@ class _Base(NamedTuple):
     """
 
     save: Save
-    described: dict[str, Any]
+    described: Json
     checksums: Checksums
 
 
@@ -213,7 +211,7 @@ def _prepare_table(
     mine = row_groups.are_saved(held.keys)
     held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
 
-    def changed(mark: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def changed(mark, step):
         """Return which rows have changed: of `held`, bool `[k]`, and the ids of others.
 
         Those that were written at home since a mark, or were in a batch since a step.
@@ -238,8 +236,9 @@ def _prepare_table(
     # The blocks of files, whatever the number of rows.
     size = column(Path(), 2**31, row_dtype(home.fields)).block
     keys, places = held.keys[on_devices], held.rows[on_devices]
+    devices = DeviceRows(state, engine.layout, name)
     blocks: Iterable[Block] = (
-        (keys[at], engine.held_rows(state, name, places[at])) for at in pieces(keys.size, size)
+        (keys[at], devices.read_here(places[at])) for at in pieces(keys.size, size)
     )
     if copied:
         blocks = [*blocks]
@@ -287,13 +286,13 @@ def _write(
     return checksums
 
 
-def _directory_of(directory: Any, segment: Mapping[str, Any]) -> Any:
+def _directory_of(directory: Any, segment: Json) -> Any:
     """Return the directory of the tables where a segment is: this one, or of an earlier root."""
     root = segment.get("root")
     return directory if root is None else directory.parent.parent / root / directory.name
 
 
-def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str, Any]:
+def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> Json:
     """Return what a row has, and whose rows a process saves, as the file says it."""
     described = [
         {"name": name, "shape": list(one.shape), "dtype": np.dtype(one.dtype).name}
@@ -305,7 +304,7 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> dict[str,
 def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSegment) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
 
-    def as_bytes(rows: Rows) -> np.ndarray:
+    def as_bytes(rows):
         whole = np.empty(len(rows[VALUES]), dtype)
         for name in dtype.names or ():
             whole[name] = rows[name]
@@ -328,7 +327,7 @@ def _link(old: Any, new: Any) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def described_by(directory: Place, checkpoint: str | None, process: int) -> dict[str, Any]:
+def described_by(directory: Place, checkpoint: str | None, process: int) -> Json:
     """Return what a process has said of the tables in a directory that are saved by id, by name.
 
     Raises:
@@ -340,7 +339,7 @@ def described_by(directory: Place, checkpoint: str | None, process: int) -> dict
 def read(
     directory: Place,
     table: str,
-    described: Iterable[Mapping[str, Any]],
+    described: Iterable[Json],
     checksums: Checksums,
 ) -> Iterator[Block]:
     """Yield the rows of a table, block by block; of a row that comes twice, the last is valid.

@@ -91,7 +91,7 @@ class _NumberedCheckpoints(abc.ABC):
         """
         what, directory, seen = "CheckpointManager", self._directory, ""
 
-        def look() -> str:
+        def look():
             there = isinstance(directory, Bucket) or directory.is_dir()
             return f"steps {self.all_steps()}" if there else "no directory"
 
@@ -145,16 +145,21 @@ class _NumberedCheckpoints(abc.ABC):
             write = begin_checkpoint(self._directory / f"{step}", prepare)
             self._last, pinned = step, self._pinned
 
-            def saved() -> None:
+            def saved():
                 write()
                 _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
             if self._in_background:
                 # A thread, for which the interpreter waits at its end; an executor takes none then.
                 self._saving = saving = concurrent.futures.Future()
-                threading.Thread(
-                    target=_fulfil, args=(saving, saved), name="tpu_embed_save"
-                ).start()
+
+                def fulfil():
+                    try:
+                        saving.set_result(saved())
+                    except BaseException as error:
+                        saving.set_exception(error)
+
+                threading.Thread(target=fulfil, name="tpu_embed_save").start()
             else:
                 saved()
             return True
@@ -438,11 +443,3 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
             restore_modules, modules=modules, key=key, convert=convert, leave_out=leave_out
         )
         return self._restore_numbered(step, read)
-
-
-def _fulfil(future: concurrent.futures.Future[None], work: Callable[[], None]) -> None:
-    """Do the work, and let a future tell how it ended."""
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -31,15 +30,15 @@ from tpu_embed.core.state import (
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint import maps
 from tpu_embed.io.checkpoint.checked import MismatchError, read_bound, write_bound
+from tpu_embed.io.checkpoint.row_files import Checksums
 from tpu_embed.io.checkpoint.trees import is_float
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Place
 
 _MANIFEST, _CHECKSUMS = "tables.json", "checksums.{}.json"
 
 _INT32 = schema.integer(-(2**31), 2**31 - 1)
-_FIELD = schema.record(
-    shape=schema.sequence(schema.integer()), dtype=schema.dtype, per_row=schema.flag
-)
+_FIELD = schema.record(shape=schema.naturals, dtype=schema.dtype, per_row=schema.flag)
 _TABLE = schema.record(
     vocabulary_size=schema.integer(1, 2**63),
     shards=schema.integer(1),
@@ -53,16 +52,16 @@ _TABLE = schema.record(
 _FORM = schema.record(
     processes=schema.integer(1),
     step=schema.integer(0, 2**31 - 1),
-    features=schema.sequence(schema.text),
+    features=schema.texts,
     counters=schema.mapping(schema.either(_INT32, schema.sequence(_INT32))),
     tables=schema.mapping(_TABLE),
 )
 """The schema of the manifest, which is what `describe` returns."""
 
 
-def describe(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
+def describe(engine: EmbeddingEngine, state: TableState) -> Json:
     """Return the manifest of a state."""
-    tables: dict[str, Any] = {}
+    tables: Json = {}
     described, configs = engine.describe()["tables"], engine.table_configs
     for f in fields(engine.layout):
         if f.slot is None:
@@ -94,7 +93,7 @@ def _rule(f: Field) -> str | None:
     return None if f.stack.optimizer is None else f.stack.optimizer.describe()["class"]
 
 
-def form_of(f: Field) -> dict[str, Any]:
+def form_of(f: Field) -> Json:
     """Return shape and dtype of one row of a field, or of the whole field if it has no rows."""
     dtype = np.dtype(f.shape.dtype).name
     return {"shape": list(f.shape.shape), "dtype": dtype, "per_row": f.shape.per_row}
@@ -140,13 +139,13 @@ class SavedTables:
     """
 
     checkpoint: str
-    manifest: dict[str, Any]
-    tables: dict[str, Any]
-    checksums: dict[str, dict[str, int]]
+    manifest: Json
+    tables: Json
+    checksums: Checksums
     complete: bool
     maps: maps.FoundMaps | None = None
 
-    def form(self, f: Field) -> dict[str, Any] | None:
+    def form(self, f: Field) -> Json | None:
         """Return the saved shape and dtype of a field.
 
         None if it was not saved, or if it is a slot of another optimizer.
@@ -157,8 +156,8 @@ class SavedTables:
 def write(
     directory: Place,
     checkpoint: str,
-    manifest: dict[str, Any],
-    checksums: dict[str, dict[str, int]],
+    manifest: Json,
+    checksums: Checksums,
 ) -> None:
     """Write the checksums of the files that this process has written; the first one says the rest.
 
@@ -195,7 +194,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     checkpoint, manifest, checksums = read_described(directory, wanted.checkpoint)
     label, found, engine = wanted.label(directory), manifest["tables"], wanted.engine
 
-    def mismatch(what: str, expected: str, got: str, remedy: str) -> MismatchError:
+    def mismatch(what, expected, got, remedy):
         return MismatchError(label, [message(what, expected=expected, got=got)], remedy)
 
     for name in wanted.leave_out:
@@ -213,9 +212,7 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
     return SavedTables(checkpoint, manifest, tables, checksums, not any(lacking), found_maps)
 
 
-def read_described(
-    directory: Place, checkpoint: str | None
-) -> tuple[str, dict[str, Any], dict[str, dict[str, int]]]:
+def read_described(directory: Place, checkpoint: str | None) -> tuple[str, Json, Checksums]:
     """Return the name of a checkpoint, the manifest, and the checksums; see `SavedTables`.
 
     Args:
@@ -227,8 +224,8 @@ def read_described(
       ValueError: a file is damaged, or belongs to another checkpoint.
     """
     checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, checkpoint)
-    checksums: dict[str, dict[str, int]] = {}
-    form = schema.mapping(schema.mapping(schema.integer()))
+    checksums: Checksums = {}
+    form = schema.mapping(schema.mapping(schema.natural))
     for process in range(manifest["processes"]):  # they write different files of the same field
         _, theirs = read_bound(directory / _CHECKSUMS.format(process), form, checkpoint)
         for place, some in theirs.items():
@@ -236,7 +233,7 @@ def read_described(
     return checkpoint, manifest, checksums
 
 
-def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
+def _on_disk(found: Json, f: Field) -> Json | None:
     """Return the saved shape and dtype of a field; see `SavedTables.form`."""
     table = found.get(f.table.name)
     if table is None:
@@ -250,7 +247,7 @@ def _on_disk(found: dict[str, Any], f: Field) -> dict[str, Any] | None:
 
 
 def _lacks_rows(
-    f: Field, found: dict[str, Any], wanted: Wanted, mismatch: Callable[..., MismatchError]
+    f: Field, found: Json, wanted: Wanted, mismatch: Callable[..., MismatchError]
 ) -> bool:
     """Check one field; return whether some of its rows are not on disk."""
     form, expected, size = _on_disk(found, f), form_of(f), f.table.declared_size
@@ -282,7 +279,7 @@ def _lacks_rows(
     return rows < size
 
 
-def _loses_slots(f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
+def _loses_slots(f: Field, found: Json, wanted: Wanted) -> bool:
     """Tell whether a table has slots on disk that nobody reads, though the engine goes on training.
 
     So it is under a rule without slots, such as SGD, or where the table is not trained any more. An
@@ -293,7 +290,7 @@ def _loses_slots(f: Field, found: dict[str, Any], wanted: Wanted) -> bool:
     return bool(saved) and trains and not rule_slots(f.stack)
 
 
-def _absent(f: Field, found: dict[str, Any]) -> tuple[str, str]:
+def _absent(f: Field, found: Json) -> tuple[str, str]:
     """Return (expected, got) of the message about a field that is not on disk."""
     table = found.get(f.table.name)
     if table is None:

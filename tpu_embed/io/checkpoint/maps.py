@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from tpu_embed.core.layout import TableSlice
 from tpu_embed.core.state import TableState, open_key, random_key
 from tpu_embed.io import schema
 from tpu_embed.io.checkpoint.checked import read_bound, write_bound
-from tpu_embed.io.checkpoint.row_files import RowReader, column, write_all
+from tpu_embed.io.checkpoint.row_files import Checksums, RowReader, column, write_all
 from tpu_embed.io.files import file_name
 from tpu_embed.io.store import Place
 from tpu_embed.vocabulary import (
@@ -49,16 +48,16 @@ _FORM = schema.record(
     tables=schema.mapping(
         schema.record(
             capacity=schema.integer(1),
-            keys=schema.integer(),
-            waiting=schema.integer(),
+            keys=schema.natural,
+            waiting=schema.natural,
             unseen=schema.choice("zero", "shared"),
-            counters=schema.sequence(schema.integer()),
+            counters=schema.naturals,
         )
     ),
 )
 
 
-SavedMaps = tuple[dict[str, Any], dict[str, MapState]]
+SavedMaps = tuple[schema.Json, dict[str, MapState]]
 """What is written: the contents of `vocabularies.json`, and the state of each map, by table."""
 
 
@@ -106,11 +105,10 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         }
     key = np.asarray(data).tolist()
     # A history is a number of this run alone: whoever restores this begins one of its own.
-    described = {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}
-    return described, maps
+    return {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}, maps
 
 
-def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict[str, int]]:
+def write(checkpoint: str, saved: SavedMaps, directory: Place) -> Checksums:
     """Write the maps; one process does. Return the checksums of files, by directory.
 
     Args:
@@ -131,11 +129,11 @@ def write(checkpoint: str, saved: SavedMaps, directory: Place) -> dict[str, dict
 def read(
     directory: Place,
     checkpoint: str,
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
     engine: EmbeddingEngine,
     mismatch: Callable[[str, str, str, str], Exception],
     *,
-    saved_tables: Mapping[str, Any],
+    saved_tables: schema.Json,
 ) -> FoundMaps | None:
     """Return the maps of a checkpoint for an engine; None if it has no dynamic vocabularies.
 
@@ -182,7 +180,7 @@ def read(
     return FoundMaps(states, key, moves)
 
 
-def read_description(directory: Place, checkpoint: str) -> dict[str, Any] | None:
+def read_description(directory: Place, checkpoint: str) -> schema.Json | None:
     """Return what is written of all maps, see `SavedMaps`; None if no vocabulary lives.
 
     Raises:
@@ -212,9 +210,9 @@ def read_key(directory: Place, checkpoint: str) -> Array:
 def read_state(
     directory: Place,
     name: str,
-    saved: Mapping[str, Any],
+    saved: schema.Json,
     step: int,
-    checksums: Mapping[str, dict[str, int]],
+    checksums: Checksums,
 ) -> MapState:
     """Return the state of the map of one table, as it was saved.
 

@@ -33,7 +33,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tpu_embed._checks import message, refuse
+from tpu_embed._checks import check_type, message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.layout import make_axes
 from tpu_embed.engine_layer import EngineLayer
@@ -141,14 +141,14 @@ def restore_modules(
     """
     root, leave_out = find_checkpoint(path), tuple(leave_out)
 
-    def stays(path: str) -> bool:
+    def stays(path):
         return not trees.is_left_out(path, leave_out)
 
-    def of_several(shared: Sequence[Sequence[str]]) -> list[list[str]]:
+    def of_several(shared):
         kept = ([*filter(stays, paths)] for paths in shared)
         return sorted(paths for paths in kept if len(paths) > 1)
 
-    def prepared() -> tuple[str, Modules, dict[str, Wanted], dict[str, Any]]:
+    def prepared():
         whole, wanted = take_apart(modules), {}
         checkpoint, on_disk = read_paths(root / LAYERS)
         leaves, arrays = trees.read_leaves(root / VARIABLES, checkpoint), whole.arrays()
@@ -168,7 +168,7 @@ def restore_modules(
             *_layer_differences(root / LAYERS, [*filter(stays, on_disk)], wanted),
             *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
         ]
-        lists = schema.sequence(schema.sequence(schema.text))
+        lists = schema.sequence(schema.texts)
         saved = of_several(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
         if saved != (shared := of_several(whole.shared)):
             what = "layers and variables of several paths"
@@ -185,7 +185,7 @@ def restore_modules(
     )
     found = {name: tables.read(directory_of(root, name), one) for name, one in wanted.items()}
 
-    def others() -> tuple[Any, Any]:
+    def others():
         variables = trees.read(root / VARIABLES, checkpoint, arrays)
         return variables, read_position(root / POSITION, checkpoint)
 
@@ -225,7 +225,7 @@ def prepare_modules(
             raise ValueError(f"layer {name!r}: {error}") from error
     position = as_json(position)
 
-    def write(directory: Place) -> None:
+    def write(directory):
         for name, layer in prepared.items():
             place = directory / file_name(name)
             place.mkdir(exist_ok=True)  # every process makes it
@@ -253,7 +253,7 @@ def read_paths(directory: Place) -> tuple[str, list[str]]:
       FileNotFoundError: `layers.json` is missing.
       ValueError: `layers.json` is damaged.
     """
-    return read_bound(directory / _LAYERS, schema.sequence(schema.text))
+    return read_bound(directory / _LAYERS, schema.texts)
 
 
 def _layer_differences(
@@ -335,7 +335,7 @@ class Modules:
           arrays: other arrays, by path; those that are not given stay as they are.
         """
 
-        def new(keys: Any, array: Any) -> Any:
+        def new(keys, array):
             return arrays.get(trees.name_of(keys), array)
 
         # All values and maps are made before the first is set, so that an error changes nothing.
@@ -352,12 +352,12 @@ class Modules:
         own = [one for path in found for one in self.layers[path].state_variables]
         owned = [one.get_raw_value() for one in own]
 
-        def fill() -> None:
+        def fill():
             self._set_values(values)
             for path, one in found.items():
                 self.layers[path].set_state(one.state)
 
-        def undo() -> None:
+        def undo():
             self._set_values(before)
             for variable, value in zip(own, owned, strict=True):
                 variable.set_raw_value(value)
@@ -466,14 +466,13 @@ def _checked(modules: Any) -> dict[str, Any]:
     for name, module in modules.items():
         if not isinstance(name, str):
             refuse("modules", expected="names", got=repr(name), error=TypeError)
-        if not isinstance(module, nnx.Pytree | nnx.Variable | nnx.State):
-            refuse(
-                f"modules[{name!r}]",
-                expected="an nnx module, optimizer, state or variable",
-                got=type(module).__name__,
-                remedy="hold it in a module; what is no array goes into position=",
-                error=TypeError,
-            )
+        check_type(
+            f"modules[{name!r}]",
+            module,
+            nnx.Pytree | nnx.Variable | nnx.State,
+            expected="an nnx module, optimizer, state or variable",
+            remedy="hold it in a module; what is no array goes into position=",
+        )
     return dict(modules)
 
 

@@ -53,6 +53,10 @@ _KEYS = {"name": "default", "configuration": {"separator": "."}}
 """How zarr names chunks: all are files in one directory, `c.0.0.0` and so on."""
 
 
+Checksums = dict[str, dict[str, int]]
+"""Of files: directory relative to that of the tables -> file name -> checksum."""
+
+
 @dataclasses.dataclass(frozen=True)
 class RowArray:
     """Where a zarr array of rows is, and its shape.
@@ -143,8 +147,7 @@ class RowWriter:
         self._array, self._store = array, array.create(shards_together)
         self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
         self._writing: collections.deque[tuple[str, Any]] = collections.deque()
-        metadata = files.checksum(array.path / _METADATA, "")
-        self._checksums = {_METADATA: metadata}
+        self._checksums = {_METADATA: files.checksum(array.path / _METADATA, "")}
 
     def __enter__(self) -> RowWriter:
         """Return itself."""

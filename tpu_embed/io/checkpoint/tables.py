@@ -31,7 +31,7 @@ from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, Ids, Rows, blocks_of, copy_rows, logical, pieces
+from tpu_embed.core.rows import DeviceRows, Grid, blocks_of, copy_rows, logical, pieces
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -45,10 +45,18 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.io.checkpoint import host_rows, manifest, maps
 from tpu_embed.io.checkpoint.checked import REMEDY
-from tpu_embed.io.checkpoint.host_rows import Block, Checksums
+from tpu_embed.io.checkpoint.host_rows import Block
 from tpu_embed.io.checkpoint.manifest import SavedTables, Wanted
-from tpu_embed.io.checkpoint.row_files import RowArray, RowReader, RowWriter, column, write_all
+from tpu_embed.io.checkpoint.row_files import (
+    Checksums,
+    RowArray,
+    RowReader,
+    RowWriter,
+    column,
+    write_all,
+)
 from tpu_embed.io.files import file_name
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.kernels.stochastic import number_ids
@@ -70,7 +78,7 @@ class Prepared(NamedTuple):
     """
 
     checkpoint: str
-    manifest: dict[str, Any]
+    manifest: Json
     writers: list[Callable[[Place], Checksums]]
 
 
@@ -176,8 +184,7 @@ class LocalShards:
         grid = self.rows.grid
         found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
         shape = (last - first, len(shards)) if grid.alternate else (1, last - first)
-        rows = found.reshape(*shape, *found.shape[1:])
-        return rows.view(np.dtype(self.field.shape.dtype))
+        return found.reshape(*shape, *found.shape[1:]).view(np.dtype(self.field.shape.dtype))
 
 
 def row_array(path: Place, field: Field) -> RowArray:
@@ -234,7 +241,7 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
     """
     on_all = functools.partial(raise_on_all, "restore", directory)
 
-    def described() -> _Restore:
+    def described():
         found = manifest.read(directory, wanted)
         by_id = read_by_id(directory, found.checkpoint, found.manifest)
         here = {name: said for name, said in by_id.items() if name in found.tables}
@@ -275,7 +282,7 @@ class _Restore:
     directory: Place
     found: SavedTables
     wanted: Wanted
-    by_id: Mapping[str, list[dict[str, Any]]]
+    by_id: Mapping[str, list[Json]]
 
     def first_state(self) -> TableState:
         """Return a state to write rows over: blank, or with the first values of what is lacking."""
@@ -339,7 +346,7 @@ class _Restore:
         # A block of rows that do not alternate is a run on each shard.
         reader = self._reader(f, 1 if rows.grid.alternate else len(rows.here))
 
-        def read(ids: Ids) -> Rows:
+        def read(ids):
             return {f.part: logical.as_stored(reader.read(ids), f)}
 
         limit = min(self.found.tables[name]["vocabulary_size"], f.table.vocabulary_size)
@@ -437,7 +444,7 @@ class _Restore:
         array = RowArray(self.directory / place, *grid, tuple(form["shape"]), dtype)
         return RowReader(array, self.found.checksums.get(place, {}), runs)
 
-    def _blocks(self, name: str) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    def _blocks(self, name: str) -> Iterator[Block]:
         """Yield the rows of a table as the engine stores them, with the ids that they have now.
 
         Those of nobody are left out; of a row that comes twice, the last is valid.
@@ -511,9 +518,7 @@ class _Restore:
         return rows.state
 
 
-def read_by_id(
-    directory: Place, checkpoint: str, described: Mapping[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
+def read_by_id(directory: Place, checkpoint: str, described: Json) -> dict[str, list[Json]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:
@@ -526,7 +531,7 @@ def read_by_id(
         names other tables than the first one, or other fields of a row than the manifest.
     """
     tables = described["tables"]
-    every: list[dict[str, Any]] = []
+    every: list[Json] = []
     if not (directory / host_rows.FILE.format(0)).exists():
         return {}
     for process in range(described["processes"]):
@@ -546,7 +551,7 @@ def read_by_id(
     return {name: [said[name] for said in every] for name in every[0]}
 
 
-def _fields_of(table: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _fields_of(table: Json) -> dict[str, list[Any]]:
     """Return shape and stored dtype of what a row has, by name, from the manifest of its table."""
     slots = {slot_field(name): one for name, one in table["slots"].items() if one["per_row"]}
     return {

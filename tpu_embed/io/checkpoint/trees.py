@@ -52,7 +52,7 @@ def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             futures = pool.submit(loop.run_until_complete, copied).result()
 
-    def written() -> None:
+    def written():
         try:
             for future in futures or ():
                 future.result()
@@ -119,7 +119,7 @@ def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callab
             place = ",".join(f"{first}-{last}" for first, last, _ in ends)
             pieces[f"{i}@{place}"] = np.asarray(data).tobytes()
 
-    def written() -> None:
+    def written():
         for name, content in pieces.items():
             with files.create(directory / name) as file:
                 file.write(content)
@@ -157,7 +157,7 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
         if at and number.isdecimal():
             pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
 
-    def read_leaf(path: Any, leaf: Any) -> Any:
+    def read_leaf(path, leaf):
         name, kinds = name_of(path), []
         shape, dtype = forms[name]["shape"], forms[name]["dtype"]
         if python := isinstance(leaf, int | float):
@@ -203,8 +203,7 @@ def _check_sums(directory: Path, checkpoint: str) -> None:
       FileNotFoundError: the file of their checksums is missing.
       ValueError: one is damaged, missing, or of another checkpoint.
     """
-    form = schema.mapping(schema.integer())
-    _, sums = read_bound(directory / _SUMS, form, checkpoint)
+    _, sums = read_bound(directory / _SUMS, schema.mapping(schema.natural), checkpoint)
     found = _sums(directory)
     wrong = sorted(name for name in sums if found.get(name) != sums[name])
     if wrong:  # files beside them: orbax adds a mark of its own later
@@ -288,7 +287,7 @@ def _made_empty(leaf: Any) -> Any:
     return empty if isinstance(leaf, np.ndarray) else _placed(empty, leaf)
 
 
-def _leaves(tree: PyTree) -> dict[str, dict[str, Any]]:
+def _leaves(tree: PyTree) -> dict[str, schema.Json]:
     """Return shape and dtype of every leaf, by its path."""
     return {
         name_of(path): {
@@ -304,14 +303,14 @@ def _write_leaves(directory: Place, checkpoint: str, tree: PyTree) -> None:
         write_bound(directory / _LEAVES, checkpoint, _leaves(tree))
 
 
-def read_leaves(directory: Place, checkpoint: str) -> dict[str, Any]:
+def read_leaves(directory: Place, checkpoint: str) -> schema.Json:
     """Return shape and dtype of the leaves that are in a directory, by name.
 
     Raises:
       FileNotFoundError: the file that has them is missing.
       ValueError: it is damaged, or of another checkpoint.
     """
-    leaf = schema.record(shape=schema.sequence(schema.integer()), dtype=schema.text)
+    leaf = schema.record(shape=schema.naturals, dtype=schema.text)
     return read_bound(directory / _LEAVES, schema.mapping(leaf), checkpoint)[1]
 
 

@@ -84,7 +84,7 @@ def export_delta(
     root = place_of(path)
     check_same("export_delta", f"{root.absolute()}")
 
-    def prepared() -> tuple[Version, Version, dict[str, Changes]]:
+    def prepared():
         if jax.process_index() == 0:
             directory.check_free(root)
         check_record(engine, touched)
@@ -103,7 +103,7 @@ def export_delta(
     check_same("version", f"{version}", remedy)
     tables = _read_tables(engine, state, changes, root)
 
-    def written() -> None:
+    def written():
         if jax.process_index() == 0:
             with directory.written(root) as temporary:
                 ancestors = touched.lineage.ancestors

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from tpu_embed._checks import refuse
 from tpu_embed.io import directory, schema
 from tpu_embed.io.quantize import quantize_rows
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 from tpu_embed.touched import Lineage, Version
@@ -147,7 +147,7 @@ def follows(delta: Delta, path: Place, version: Version | None) -> bool:
     return is_new
 
 
-def check_declared(delta: Delta, path: Place, declared: Mapping[str, Mapping[str, Any]]) -> None:
+def check_declared(delta: Delta, path: Place, declared: Mapping[str, Json]) -> None:
     """Check that a delta has some tables, with the declared shapes and dtypes.
 
     Args:
@@ -189,7 +189,7 @@ def write(root: Place, delta: Delta) -> None:
     directory.write_metadata(root, KIND, described)
 
 
-def read_metadata(root: Place) -> dict[str, Any]:
+def read_metadata(root: Place) -> Json:
     """Return the `metadata.json` of a delta.
 
     Raises:
@@ -212,13 +212,13 @@ def read(root: Place) -> Delta:
     return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
 
 
-def _read_changes(root: Place, name: str, table: Mapping[str, Any]) -> directory.Table:
+def _read_changes(root: Place, name: str, table: Json) -> directory.Table:
     """Return what changed in one table."""
     size, dim, described = table["vocabulary_size"], table["dim"], table["files"]
     stored, has_keys = storage.stored_dtype(table["dtype"]).name, table["unseen"] is not None
     ids = "keys" if has_keys else "ids"
     n, lost, shared = (directory.count_of(described, part) for part in (ids, "lost", "shared"))
-    forms: dict[str, tuple[str, tuple[int, ...]]] = {"values": (stored, (n, dim))}
+    forms: directory.ArrayForms = {"values": (stored, (n, dim))}
     if has_keys:
         forms |= {"keys": ("uint64", (n,)), "lost": ("uint64", (lost,))}
         forms["shared"] = stored, (min(shared, 1), dim)

@@ -2,12 +2,11 @@
 
 from tpu_embed.io.serving.export import export_model
 from tpu_embed.io.serving.following import FollowingModel, follow, publish
-from tpu_embed.io.serving.lookup import HostTable, host_table, serving_lookup
+from tpu_embed.io.serving.lookup import host_table, serving_lookup
 from tpu_embed.io.serving.served import ServedModel, load_model
 
 __all__ = [
     "FollowingModel",
-    "HostTable",
     "ServedModel",
     "export_model",
     "follow",

@@ -30,9 +30,8 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed import _checks
-from tpu_embed._checks import check_choice, check_int, refuse
+from tpu_embed._checks import check_choice, check_int, check_type, refuse
 from tpu_embed._types import Array, PyTree
-from tpu_embed.config import FeatureConfig
 from tpu_embed.core.ids import Structure, dense_shape, structure
 from tpu_embed.core.lookup import Jagged
 from tpu_embed.io import directory
@@ -42,7 +41,6 @@ from tpu_embed.io.serving.lookup import (
     FIRST,
     HostTable,
     RowSource,
-    Server,
     Stored,
     all_keys,
     server_of,
@@ -154,14 +152,13 @@ def _check_version(version: Any, vocabularies: Any) -> None:
     """Check that a version is one, and that of the keys that were read before."""
     if version is None:
         return
-    if not isinstance(version, Version):
-        refuse(
-            "version",
-            expected="a Version, or None",
-            got=type(version).__name__,
-            remedy="give what touched.version(state) returned",
-            error=TypeError,
-        )
+    check_type(
+        "version",
+        version,
+        Version,
+        expected="a Version, or None",
+        remedy="give what touched.version(state) returned",
+    )
     if isinstance(vocabularies, Vocabularies):
         now = vocabularies.admitted
         if version.keys != now:
@@ -189,7 +186,7 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
         for name, table in declared.configs.items()
     }
 
-    def renumbered(feature: FeatureConfig) -> FeatureConfig:
+    def renumbered(feature):
         bad = feature.on_bad_id if feature.table.vocabulary is None else "drop"
         return dataclasses.replace(feature, table=plain[id(feature.table)], on_bad_id=bad)
 
@@ -253,7 +250,7 @@ def _exported(
     plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
     flat = dataclasses.replace(declared, features=tuple(plain))
 
-    def served(tables: dict, features: dict, weights: dict, *inputs: PyTree) -> PyTree:
+    def served(tables, features, weights, *inputs):
         activations = _by_example(flat, tables, features, weights)
         # Without the barrier XLA could fuse lookups with the model, and change their last bits.
         activations = jax.lax.optimization_barrier(activations)
@@ -290,13 +287,21 @@ def _by_example(
     weights: dict[str, Array],
 ) -> list[Array | Jagged]:
     """Look up one example, vmapped over the batch, so that the batch size can stay symbolic."""
+
+    def one_example(server, tables, ids, weights):
+        # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]. A jagged one
+        # has room for the L ids that it can have: values [1, L, D] -> [L, D], splits [1, 2] -> [2].
+        given, scales = jax.tree.map(lambda leaf: leaf[None], (ids, weights))
+        activations, _ = server.activations(tables, server.traced(given, scales))
+        return jax.tree.map(lambda leaf: leaf[0], activations)
+
     found: dict[str, Array | Jagged] = {}
     # Features of one batch size together: each size is a loop of its own.
     for size in dict.fromkeys(array.shape[0] for array in features.values()):
         mine = [path for path in declared.paths if features[path].shape[0] == size]
         part = declared.only(mine)
         stored = tuple(Stored(tables[name]) for name in part.table_names)
-        one = jax.vmap(functools.partial(_one_example, server_of(part), stored))
+        one = jax.vmap(functools.partial(one_example, server_of(part), stored))
         activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
         found |= dict(zip(mine, activations, strict=True))
     # A `Jagged` has a replica for each example, which begins at its place 0: its values [b, L, D]
@@ -305,20 +310,6 @@ def _by_example(
         Jagged.from_padded(one.values, one.row_splits[:, 1], 1) if isinstance(one, Jagged) else one
         for one in (found[path] for path in declared.paths)
     ]
-
-
-def _one_example(
-    server: Server,
-    tables: tuple[Stored, ...],
-    ids: list[Array],
-    weights: list[Array | None],
-) -> list[Array | Jagged]:
-    """Return the activations of one example, `[…, D]` per feature, or a `Jagged` of `[L, D]`."""
-    # [H] -> [1, H]: a batch of one example; its activations [1, …, D] -> […, D]. A jagged one has
-    # room for the L ids that it can have: values [1, L, D] -> [L, D], splits [1, 2] -> [2].
-    given, scales = jax.tree.map(lambda leaf: leaf[None], (ids, weights))
-    activations, _ = server.activations(tables, server.traced(given, scales))
-    return jax.tree.map(lambda leaf: leaf[0], activations)
 
 
 def _serialized(exported: jax_export.Exported) -> bytes:
@@ -438,7 +429,7 @@ def _arguments_of(
 def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]:
     """Return the shapes of the model's other arguments, with symbols for batch sizes."""
 
-    def as_input(key: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    def as_input(key, leaf):
         shape = np.shape(leaf)
         if not shape:
             return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
@@ -457,14 +448,15 @@ def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]
 
 
 def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
-    if not isinstance(ids, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct)):
-        refuse(
-            label,
-            expected="an array of ids, or its ShapeDtypeStruct",
-            got=type(ids).__name__,
-            remedy="a program has static shapes: give jax.ShapeDtypeStruct((2, H), np.int32), "
-            "where H is the most ids of a bag that you will serve, or (2,) for one id per example",
-        )
+    check_type(
+        label,
+        ids,
+        (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct),
+        expected="an array of ids, or its ShapeDtypeStruct",
+        remedy="a program has static shapes: give jax.ShapeDtypeStruct((2, H), np.int32), "
+        "where H is the most ids of a bag that you will serve, or (2,) for one id per example",
+        error=ValueError,
+    )
     is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
     if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
         refuse(label, expected="ids of an integer dtype", got=ids.dtype, error=TypeError)

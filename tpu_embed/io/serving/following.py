@@ -159,7 +159,7 @@ def publish(
     keep = None if keep is None else check_int("keep", keep, minimum=1)
     root = place_of(place, "place")
 
-    def planned() -> tuple[Version, Any]:
+    def planned():
         version = touched.version(state)
         plan = _plan(root, touched, version, deltas) if jax.process_index() == 0 else None
         return version, plan
@@ -173,7 +173,20 @@ def publish(
         export_delta(f"{root / Publication(number, 'delta').name}", engine, state, touched, since)
         number += 1
     if full:
-        _export(root, Publication(number, "full"), export, version)
+        one = Publication(number, "full")
+
+        def exported():
+            export(f"{root / one.name}", version)
+            if jax.process_index() == 0 and (got := version_of(root, one)) != version:
+                committer(root / one.name).remove()
+                refuse(
+                    "export",
+                    expected=f"a model of {version}",
+                    got=f"{got}",
+                    remedy="give export_model the version that export gets",
+                )
+
+        raise_on_all("publish: export", root / one.name, exported)
         raise_on_all("remove", root, lambda: _remove_old(root, keep))
     return version
 
@@ -203,26 +216,6 @@ def _has(touched: TouchedRows, version: Version) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _export(
-    root: Place, one: Publication, export: Callable[[str, Version], Any], version: Version
-) -> None:
-    """Have a whole model written, and check that it is one of the version."""
-    path = root / one.name
-
-    def exported() -> None:
-        export(f"{path}", version)
-        if jax.process_index() == 0 and (got := version_of(root, one)) != version:
-            committer(path).remove()
-            refuse(
-                "export",
-                expected=f"a model of {version}",
-                got=f"{got}",
-                remedy="give export_model the version that export gets",
-            )
-
-    raise_on_all("publish: export", path, exported)
 
 
 def _remove_old(root: Place, keep: int | None) -> None:
@@ -306,7 +299,7 @@ def follow(
     """
     followed = _Followed(place_of(place, "place"), cache, Publication(-1, "delta"))
 
-    def load(there: Sequence[Publication]) -> FollowingModel:
+    def load(there):
         model, loaded = followed.load(there)
         return FollowingModel(model, loaded)
 

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from tpu_embed._checks import message, refuse
+from tpu_embed._checks import check_type, message, refuse
 from tpu_embed._snapshot import snapshot
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig, TableConfig
@@ -60,6 +60,7 @@ from tpu_embed.core.state import TableState, first_rows
 from tpu_embed.io.quantize import QuantizedTable
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.operands import RowsToSum
+from tpu_embed.storage import Rows
 from tpu_embed.vocabulary import FixedVocabulary, Vocabularies
 
 FIRST = "first"
@@ -128,14 +129,21 @@ def serving_lookup(
     given, scales = declared.match_weighted(features, weights)
     server = server_of(declared)
     if any(isinstance(leaf, Tracer) for leaf in (*given, *scales)):
-        declared.refuse_keys("look up outside the jit, and give it the activations")
+        for name, table in declared.configs.items():
+            if table.row_rules is not None:
+                living = table.vocabulary is not None
+                refuse(
+                    f"table {name!r}",
+                    expected="ids that are row numbers on the devices",
+                    got="keys of a dynamic vocabulary" if living else "ids of a table on the host",
+                    remedy="look up outside the jit, and give it the activations",
+                )
         source = server.traced(given, scales)
         arrays = [one for one in stored if isinstance(one, Stored)]  # all: others were refused
         found, bad_ids = server.activations(arrays, source)
         source.report(bad_ids, server.layout)
     else:
-        find = _finders(vocabularies, whole, declared)
-        found = server.placed(stored, given, scales, find)
+        found = server.placed(stored, given, scales, _finders(vocabularies, whole, declared))
     return declared.unflatten(found)
 
 
@@ -297,7 +305,7 @@ class Stored:
         valid = np.maximum(row_ids, 0)
         return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, rows: np.ndarray) -> Rows:
         """Return some rows, int64 `[n]`, on the host, by part."""
         return {name: np.asarray(array)[rows] for name, array in self.arrays.items()}
 
@@ -399,7 +407,7 @@ class RowSource:
     dim: int
     dtype: str
 
-    def read(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+    def read(self, ids: np.ndarray) -> Rows:
         """Return the rows of ids, int64 `[n]`, by part.
 
         Raises:
@@ -449,13 +457,9 @@ def stored_tables(
 
 def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
     """Return by name what a user gives by `TableConfig` or by name."""
-    if not isinstance(given, Mapping):
-        refuse(
-            what,
-            expected="a mapping from TableConfig or table name to its array",
-            got=type(given).__name__,
-            error=TypeError,
-        )
+    check_type(
+        what, given, Mapping, expected="a mapping from TableConfig or table name to its array"
+    )
     names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
     for key, one in given.items():
@@ -611,7 +615,7 @@ def _with_rows(
     given, whole = list(hosts), []
     for g, source in enumerate(tables):
         rows = {}
-        for f in layout.features_of(g):
+        for f in layout.features_by_stack[g]:
             keys, table = hosts[f].keys, layout.features[f].table
             if keys is None:
                 continue
@@ -648,13 +652,7 @@ def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, Fixed
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
             refuse("vocabularies", expected="tables with a dynamic vocabulary", got=name)
-        if not isinstance(one, FixedVocabulary):
-            refuse(
-                f"vocabularies: {name}",
-                expected="a FixedVocabulary",
-                got=type(one).__name__,
-                error=TypeError,
-            )
+        check_type(f"vocabularies: {name}", one, FixedVocabulary, expected="a FixedVocabulary")
         # The last row may be the one that unseen keys share.
         most = tables[name].vocabulary_size - (rules.unseen == "shared")
         if one.num_rows > most:

@@ -24,6 +24,7 @@ import numpy as np
 from tpu_embed._checks import refuse
 from tpu_embed._types import PyTree
 from tpu_embed.io import directory, files, schema
+from tpu_embed.io.schema import Json
 from tpu_embed.io.store import Place
 from tpu_embed.kernels import storage
 
@@ -31,7 +32,7 @@ KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 
 _REMEDY = "export the model again, or copy the directory whole"
 
-_SHAPE = schema.sequence(schema.optional(schema.integer()))  # null: any size
+_SHAPE = schema.sequence(schema.optional(schema.natural))  # null: any size
 _LEAF = schema.record(path=schema.text, shape=_SHAPE, size=schema.text, dtype=schema.text)
 _FEATURE = schema.record(
     table=schema.text,
@@ -39,14 +40,14 @@ _FEATURE = schema.record(
     size=schema.text,  # of the batch: a number, or the name of one that is open
     dtype=schema.choice("int32", "int64"),
     weights=schema.optional(schema.choice("float32", "float64")),
-    max_sequence_length=schema.integer(),
+    max_sequence_length=schema.natural,
     jagged=schema.flag,
     keep=schema.choice("first", "last"),
     on_bad_id=schema.choice("error", "drop", "clip"),
 )
 _FORM = schema.record(
     jax=schema.text,
-    platforms=schema.sequence(schema.text),
+    platforms=schema.texts,
     batch=schema.optional(schema.integer(1)),
     version=schema.optional(directory.VERSION),
     program=directory.FILE,
@@ -63,7 +64,7 @@ def shape(leaf: Any) -> list[int | None]:
     return [n if isinstance(n, int) else None for n in leaf.shape]
 
 
-def describe(leaf: Any) -> dict[str, Any]:
+def describe(leaf: Any) -> Json:
     """Return shape and dtype of a leaf for the metadata.
 
     Its size is the first dimension: a number, or its name if any size will do.
@@ -72,7 +73,7 @@ def describe(leaf: Any) -> dict[str, Any]:
     return {"shape": shape(leaf), "size": first, "dtype": str(leaf.dtype)}
 
 
-def describe_leaves(tree: PyTree) -> list[dict[str, Any]]:
+def describe_leaves(tree: PyTree) -> list[Json]:
     """Return path, shape and dtype of each leaf of the inputs or outputs, for the metadata."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [{"path": jax.tree_util.keystr(key), **describe(leaf)} for key, leaf in leaves]
@@ -83,7 +84,7 @@ def write(
     program: bytes,
     tables: Mapping[str, directory.Table],
     first_rows: Mapping[str, bytes],
-    described: Mapping[str, Any],
+    described: Json,
 ) -> None:
     """Write all files of a model.
 
@@ -105,14 +106,14 @@ def write(
     directory.write_metadata(root, KIND, metadata)
 
 
-def _write_file(root: Place, name: str, content: bytes) -> dict[str, Any]:
+def _write_file(root: Place, name: str, content: bytes) -> Json:
     """Write a file, and return its description."""
     with files.create(root / name) as file:
         file.write(content)
     return directory.describe_file(root, name)
 
 
-def read_metadata(root: Place) -> dict[str, Any]:
+def read_metadata(root: Place) -> Json:
     """Return the `metadata.json` of a model.
 
     Raises:
@@ -124,7 +125,7 @@ def read_metadata(root: Place) -> dict[str, Any]:
 
 def read(
     root: Place, *, check: bool
-) -> tuple[dict[str, Any], bytes, dict[str, bytes], dict[str, dict[str, np.ndarray]]]:
+) -> tuple[Json, bytes, dict[str, bytes], dict[str, dict[str, np.ndarray]]]:
     """Return what the files of a model hold.
 
     Args:
@@ -143,7 +144,7 @@ def read(
     metadata = read_metadata(root)
     described, programs = metadata["tables"].items(), metadata["first_rows"]
 
-    def read_file(name: str, one: Mapping[str, Any]) -> bytes:
+    def read_file(name, one):
         return files.read(directory.check_file(root, name, one, _REMEDY), _REMEDY)
 
     drawn = sorted(name for name, one in described if one["unseen"] == "initial")
@@ -170,7 +171,7 @@ def _first_file(name: str) -> str:
     return f"tables/{files.file_name(name)}.first.stablehlo"
 
 
-def _forms(table: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _forms(table: Json) -> directory.ArrayForms:
     """Return the dtype and shape that each part of a table must have."""
     size, dim, keys = table["vocabulary_size"], table["dim"], {}
     if table["unseen"] is not None:

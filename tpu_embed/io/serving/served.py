@@ -38,6 +38,7 @@ from tpu_embed.core.ids import (
 )
 from tpu_embed.io.commits import download, find
 from tpu_embed.io.delta import SHARED_ROW, delta_files
+from tpu_embed.io.schema import Json
 from tpu_embed.io.serving import model_files
 from tpu_embed.io.serving.lookup import FIRST
 from tpu_embed.io.serving.served_tables import Prepared, ServedKeys, write, writing_of
@@ -272,7 +273,7 @@ def load_model(
     return ServedModel(metadata, placed, exported, call, features, keys, first)
 
 
-def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> jax_export.Exported:
+def _deserialized(path: Path, program: bytes, metadata: Json) -> jax_export.Exported:
     try:
         return jax_export.deserialize(bytearray(program))
     except ImportError:
@@ -287,7 +288,7 @@ def _deserialized(path: Path, program: bytes, metadata: Mapping[str, Any]) -> ja
         )
 
 
-def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[str, Any]) -> None:
+def _check_program(root: Path, exported: jax_export.Exported, metadata: Json) -> None:
     """Check that a program takes the arguments that the metadata describes.
 
     Raises:
@@ -314,7 +315,7 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Mapping[
         )
 
 
-def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
+def _taken(table: Json) -> dict[str, tuple[str, list[int | None]]]:
     """Return dtype and shape of the arrays of a table that a program takes, by name."""
     forms = _forms(table["files"])
     if table["unseen"] is None:
@@ -328,7 +329,7 @@ def _taken(table: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
     return taken
 
 
-def _forms(described: Mapping[str, Any]) -> dict[str, tuple[str, list[int | None]]]:
+def _forms(described: Json) -> dict[str, tuple[str, list[int | None]]]:
     """Return dtype and shape of the arrays that the metadata describes, by name."""
     return {name: (one["dtype"], one["shape"]) for name, one in described.items()}
 
@@ -369,7 +370,7 @@ class _FirstRows:
         return self._draw(halves)
 
 
-def _rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, Any]) -> FeatureRules:
+def _rules_of(path: str, described: Json, metadata: Json) -> FeatureRules:
     """Return the rules by which the ids of a feature are validated."""
     name = described["table"]
     table = metadata["tables"][name]
@@ -393,7 +394,7 @@ def _rules_of(path: str, described: Mapping[str, Any], metadata: Mapping[str, An
 
 
 def _by_feature(
-    features: PyTree, weights: PyTree, described: Mapping[str, Mapping[str, Any]]
+    features: PyTree, weights: PyTree, described: Mapping[str, Json]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the ids of each feature, and its weights or None, by path.
 
@@ -445,9 +446,7 @@ def _check_paths(what: str, given: Collection[str], described: Collection[str]) 
         )
 
 
-def _batch_sizes(
-    given: Mapping[str, np.ndarray], described: Mapping[str, Mapping[str, Any]]
-) -> dict[str, int]:
+def _batch_sizes(given: Mapping[str, np.ndarray], described: Mapping[str, Json]) -> dict[str, int]:
     """Return the batch sizes by name; features that share one must agree."""
     found: dict[str, tuple[str, int]] = {}
     for path, ids in given.items():
@@ -463,7 +462,7 @@ def _batch_sizes(
 
 
 def _check_inputs(
-    inputs: tuple[PyTree, ...], described: Sequence[Mapping[str, Any]], sizes: Mapping[str, int]
+    inputs: tuple[PyTree, ...], described: Sequence[Json], sizes: Mapping[str, int]
 ) -> None:
     """Check the other arguments of the model against those it was exported with."""
     leaves = jax.tree_util.tree_leaves_with_path(inputs)
@@ -579,7 +578,7 @@ def _padded(host: HostIds, shape: tuple[int, ...]) -> tuple[Any, Any]:
     else:
         at = np.divmod(host.bags, each)
 
-    def padded(values: np.ndarray | None, fill: int) -> np.ndarray | None:
+    def padded(values, fill):
         if values is None:
             return None
         found = np.full((rows, width), fill, values.dtype)
