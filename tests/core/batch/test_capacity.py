@@ -100,23 +100,3 @@ def test_nothing_is_exchanged_on_one_device():
     spec = make_engine(mesh(1)).place({"x": np.zeros((8, 2), int), "y": np.zeros((8, 2), int)}).spec
     assert (spec.stacks[0].row_capacity, spec.stacks[0].partials) == (0, 0)
     assert BatchSpec.union(spec, spec) == spec
-
-
-@pytest.mark.parametrize("replicas", range(1, 9))
-def test_a_device_has_at_most_so_many_blocks(replicas):
-    features = FeatureConfig(TableConfig(1, 2))
-    for blocks in range(1, 25):
-        engine = tpu_embed.EmbeddingEngine(
-            features, o.SGD(0.1), mesh=mesh(replicas), sum_blocks=blocks
-        )
-        for sizes in ((1, 1), (2, 5), (8, 3), (30, 30)):
-            most = max(len(blocks_on(r, replicas, blocks, sizes)) for r in range(replicas))
-            assert most <= engine.layout.blocks_per_device(sizes), (blocks, sizes)
-
-
-def blocks_on(replica, replicas, blocks, sizes):
-    """Return the blocks of the batch that the examples of a device are in, by the definition."""
-    count = max(blocks, replicas)
-    return {
-        (replica * size + e) * count // (replicas * size) for size in sizes for e in range(size)
-    }
