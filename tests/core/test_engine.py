@@ -240,9 +240,7 @@ def test_a_call_inside_shard_map_is_refused():
 
     spec = PartitionSpec("d")
     mapped = jax.shard_map(inside, mesh=mesh(2), in_specs=spec, out_specs=spec)
-    with pytest.raises(
-        ValueError, match=r"calls outside shard_map, got one inside, over the axes .*'d'"
-    ):
+    with pytest.raises(ValueError, match="calls outside shard_map, got one inside, over the axes"):
         mapped(jnp.zeros(2))
 
 
@@ -263,9 +261,7 @@ def test_a_batch_of_another_engine_is_refused():
 
 
 def test_placement_auto_must_be_resolved():
-    with pytest.raises(
-        ValueError, match=r"table 't': placement: .* got 'auto'; .*planning\.resolve"
-    ):
+    with pytest.raises(ValueError, match="table 't': placement: .* got 'auto'"):
         _engine(o.SGD(0.5), placement="auto")
 
 

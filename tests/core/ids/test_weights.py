@@ -74,11 +74,7 @@ def test_weights_of_a_sequence_stay_with_their_ids():
 @pytest.mark.parametrize(
     ("ids", "weights", "says"),
     [
-        (
-            DENSE[:, 0],
-            NUMBERS[:2],
-            r"expected no weights for ids \[B\], got some; use ids \[B, 1\]",
-        ),
+        (DENSE[:, 0], NUMBERS[:2], r"expected no weights for ids \[B\], got some; use ids \[B"),
         (DENSE, _ragged(), "expected an array, as the ids, got RaggedIds"),
         (DENSE, [[1.0]], "expected an array, as the ids, got list"),
         (DENSE, NUMBERS, r"expected shape \(2, 2\), as the ids, got shape \(3,\)"),
@@ -88,37 +84,13 @@ def test_weights_of_a_sequence_stay_with_their_ids():
         (_sparse(), NUMBERS[:2], r"expected shape \(3,\), as the ids, got shape \(2,\)"),
         (_ragged(NUMBERS[:2]), None, r"expected shape \(3,\), as the ids, got shape \(2,\)"),
         (_sparse(), DENSE * 1.0, r"expected shape \(3,\), as the ids, got shape \(2, 2\)"),
-        (
-            _sparse(),
-            RaggedIds(NUMBERS, [0, 2, 3]),
-            "an array or SparseIds, as the ids, got RaggedIds",
-        ),
-        (
-            _ragged(),
-            SparseIds(INDICES, NUMBERS, (2, 2)),
-            "expected an array or RaggedIds, .* got SparseIds",
-        ),
+        (_sparse(), RaggedIds(NUMBERS, [0, 2, 3]), "an array or SparseIds, as the ids"),
+        (_ragged(), SparseIds(INDICES, NUMBERS, (2, 2)), "expected an array or RaggedIds"),
         (_ragged(), 0.5, "expected an array or RaggedIds, as the ids, got float"),
-        (
-            _sparse(),
-            SparseIds(INDICES, NUMBERS, (2, 3)),
-            "expected the dense_shape of the ids, got others",
-        ),
-        (
-            _sparse(),
-            SparseIds([[0, 0], [1, 0], [1, 1]], NUMBERS, (2, 2)),
-            "expected the indices of the ids, got others",
-        ),
-        (
-            _ragged(),
-            RaggedIds(NUMBERS, [0, 1, 3]),
-            "expected the row_splits of the ids, got others",
-        ),
-        (
-            _ragged(),
-            RaggedIds(NUMBERS, [0, 2, 3], NUMBERS),
-            "expected floats as RaggedIds.values, got weights inside too",
-        ),
+        (_sparse(), SparseIds(INDICES, NUMBERS, (2, 3)), "expected the dense_shape of the ids"),
+        (_sparse(), SparseIds([[0, 0], [1, 0], [1, 1]], NUMBERS, (2, 2)), "expected the indices"),
+        (_ragged(), RaggedIds(NUMBERS, [0, 1, 3]), "expected the row_splits of the ids"),
+        (_ragged(), RaggedIds(NUMBERS, [0, 2, 3], NUMBERS), "expected floats as RaggedIds.values"),
         (_ragged(), np.array([1.0, np.nan, 2.0]), r"numbers finite in float32, got nan at \[1\]"),
         (DENSE, np.array([[1.0, np.inf], [0, 0]]), r"finite in float32, got inf at \[0, 1\]"),
         (DENSE, np.array([[1.0, 1.0], [0, np.nan]]), r"finite in float32, got nan at \[1, 1\]"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import oracle
@@ -18,6 +20,7 @@ from tpu_embed import (
     TableConfig,
     optimizers,
 )
+from tpu_embed.kernels import dispatch, reference
 
 BATCH, ROWS, DIM = 8, 13, 5
 RNG = np.random.default_rng(7)
@@ -103,3 +106,44 @@ def test_a_batch_without_a_single_id_goes_the_whole_way(name):
     after = engine.update(state, batch, activations)
     np.testing.assert_array_equal(engine.tables(after)["t"], engine.tables(state)["t"])
     assert int(after.step) == 1
+
+
+@pytest.mark.parametrize("buckets", [2, 5, 256])
+def test_rows_are_rounded_to_buckets(buckets):
+    low, high = -1.0, 2.0
+    config = QuantizationConfig(buckets, low, high)
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(501, 1, quantization_config=config)))
+    rows = np.linspace(-2, 3, 501).astype(np.float32)[:, None]
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"table_0": rows})
+    found = np.asarray(engine.lookup(state, engine.place(np.append(np.arange(501), [-1] * 3))))
+    step = (high - low) / (buckets - 1)
+    grid = low + np.arange(buckets) * step
+    assert np.abs(found[:501] - grid[np.abs(found[:501] - grid).argmin(1)][:, None]).max() < 1e-6
+    assert np.abs(found[:501] - np.clip(rows, low, high)).max() <= step / 2 + 1e-6
+    np.testing.assert_array_equal(found[[0, 500], 0], [low, high])
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_bags_with_absent_ids_and_weights_of_zero(scan, monkeypatch):
+    """A weight of zero adds nothing even of a row that is not finite; GPUs sum runs by a scan."""
+    if scan:
+        summed = reference.segment_sum_scan
+        gather_sum = functools.partial(reference.gather_sum, segment_sum=summed)
+        monkeypatch.setattr(dispatch, "segment_sum", summed)
+        monkeypatch.setattr(dispatch, "gather_sum", gather_sum)
+    ids = np.tile(np.array([[2, -1, 3, -1, 1], [0, 0, -1, 4, -1], [-1] * 5], np.int32), (8, 1))
+    weights = np.where((ids == 0) | (ids == 4), np.float32(0), np.float32(0.5))
+    feature = FeatureConfig(TableConfig(5, 2, combiner="sum", name="t"))
+    engine = EmbeddingEngine(feature, optimizers.SGD(1.0))
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    rows[0], rows[4] = np.inf, np.nan
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": rows})
+    expected = np.tile([0.5 * rows[1:4].sum(0), [0, 0], [0, 0]], (8, 1))
+    for found in (
+        engine.lookup(state, engine.place(ids, weights)),
+        jax.jit(engine.lookup)(state, ids, weights),
+    ):
+        np.testing.assert_array_equal(found, expected)
+    state = engine.update(state, engine.place(ids, weights), np.ones((24, 2), np.float32))
+    rows[1:4] -= 4  # half of eight examples
+    np.testing.assert_array_equal(engine.tables(state)["t"], rows)

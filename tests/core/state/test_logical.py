@@ -201,10 +201,7 @@ def test_wrong_rows(given, options, said):
 
 WRONG_BLOCKS = [
     ([VALUES], r"table 'mod': expected 11 rows in all, got 2"),
-    (
-        [VALUES] * 6,
-        r"'mod': expected blocks .*\(n, 2\) that have 11 rows .*\(2, 2\) from row 10 on",
-    ),
+    ([VALUES] * 6, r"'mod': expected blocks .*\(n, 2\) that have 11 rows .*\(2, 2\) from row 10"),
     ([VALUES[:, :1]], r"'mod': expected blocks of shape \(n, 2\)"),
     ([np.float32(0)], r"'mod': expected blocks of shape \(n, 2\).* got shape \(\) from row 0"),
     ([np.full((11, 2), "a")], r"'mod': expected real numbers, got dtype <U1"),
