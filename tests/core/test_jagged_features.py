@@ -1,7 +1,6 @@
 """Jagged features beside padded ones: the same rows, gradients and bits, without the padding."""
 
 import functools
-import itertools
 import math
 import re
 
@@ -12,7 +11,7 @@ import optax
 import pytest
 
 import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed.optimizers import SGD, Adagrad, Adam
 
 LENGTHS = {"history": 6, "pages": 4, "clicks": 5}  # `max_sequence_length` of each sequence
@@ -84,12 +83,11 @@ def in_places(gradients, activations, beyond=np.nan):
     for name in LENGTHS:
         like = activations[name]
         splits = np.asarray(like.row_splits)
-        values = np.full(like.values.shape, beyond, np.float32)
-        per_replica = gradients[name].reshape(len(splits), -1, *gradients[name].shape[1:])
-        for s, row in enumerate(splits):
-            for e, (begin, end) in enumerate(itertools.pairwise(row)):
-                values[s, begin:end] = per_replica[s, e, : end - begin]
-        given[name] = values
+        given[name] = np.full(like.values.shape, beyond, np.float32)
+        for s, e in np.ndindex(len(splits), splits.shape[1] - 1):
+            begin, end = splits[s, e : e + 2]
+            rows = gradients[name][s * (splits.shape[1] - 1) + e]
+            given[name][s, begin:end] = rows[: end - begin]
     return placed_like(given, activations)
 
 
@@ -101,30 +99,19 @@ def placed_like(gradients, activations):
     }
 
 
-def assert_states_equal(one, other, engines):
-    first, second = engines
-    for name, table in first.tables(one).items():
-        np.testing.assert_array_equal(table, second.tables(other)[name], err_msg=name)
-    for name, slots in first.slots(one).items():
-        for slot, values in slots.items():
-            np.testing.assert_array_equal(values, second.slots(other)[name][slot])
-
-
-IN_CI = [
-    ("adagrad", 8, "mod"),
-    ("adagrad", 8, "replicated"),
-    ("adam", 1, "div"),
-    ("each occurrence", 2, "mod"),
-]
+def assert_states_equal(states, engines):
+    pairs = [*zip(engines, states, strict=True)]
+    for held in ([e.tables(s) for e, s in pairs], [e.slots(s) for e, s in pairs]):
+        jax.tree.map(np.testing.assert_array_equal, *held)
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "placement"),
     [
-        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.whole)
-        for case in itertools.product(OPTIMIZERS, (1, 2, 8), ("mod", "div", "replicated"))
-        # Occurrences are not applied one by one to replicated tables.
-        if case[::2] != ("each occurrence", "replicated")
+        ("adagrad", 8, "mod"),
+        ("adagrad", 8, "replicated"),
+        ("adam", 1, "div"),
+        ("each occurrence", 2, "mod"),
     ],
 )
 @pytest.mark.whole
@@ -142,7 +129,7 @@ def test_jagged_has_the_bits_of_padded(name, devices, placement):
             np.testing.assert_array_equal(values, found[0][key], err_msg=key)
         given = placed_like(gradients, found[0]), in_places(gradients, found[1])
         states = [e.update(*args) for e, *args in zip(engines, states, batches, given, strict=True)]
-    assert_states_equal(*states, engines)
+    assert_states_equal(states, engines)
 
 
 @pytest.mark.whole
@@ -154,10 +141,10 @@ def test_ids_inside_a_jit_are_jagged_too(devices):
     dense = {name: ragged_ids[name] for name in ("bag", "one")}
     for name in LENGTHS:
         ids = ragged_ids[name]
-        width = int(np.diff(ids.row_splits).max()) + 1
-        dense[name] = np.full((SIZES[name], width), -1, np.int32)
-        for e, (begin, end) in enumerate(zip(ids.row_splits, ids.row_splits[1:], strict=False)):
-            dense[name][e, : end - begin] = ids.values[begin:end]
+        lengths = np.diff(ids.row_splits)
+        there = np.arange(lengths.max() + 1) < lengths[:, None]
+        dense[name] = np.full(there.shape, -1, np.int32)
+        dense[name][there] = ids.values
     gradients = padded_gradients(rng)
     state, batch = engine.init(jax.random.key(0)), engine.place(dense)
     placed = engine.lookup(state, batch)
@@ -171,28 +158,7 @@ def test_ids_inside_a_jit_are_jagged_too(devices):
         engine.update(state, batch, in_places(gradients, placed)),
         jax.jit(engine.update)(state, dense, in_places(gradients, traced)),
     ]
-    assert_states_equal(*updated, (engine, engine))
-
-
-def test_forms_of_one_sequence_agree():
-    table = TableConfig(10, 4, name="t")
-    engine = EmbeddingEngine({"x": FeatureConfig(table, jagged=True, on_bad_id="drop")}, SGD(0.1))
-    state = engine.init(jax.random.key(0))
-    dense = np.full((8, 5), -1, np.int32)
-    dense[0, :3], dense[1, 3], dense[7] = (4, 99, 5), 6, np.arange(5)
-    indices = np.argwhere(dense >= 0)
-    forms = {"dense": dense, "sparse": SparseIds(indices, dense[dense >= 0], (8, 5))}
-    found = {
-        name: engine.lookup(state, engine.place({"x": ids}))["x"] for name, ids in forms.items()
-    }
-    rows = np.asarray(engine.tables(state)["t"])
-    for jagged in found.values():
-        assert np.asarray(jagged.lengths).reshape(-1).tolist() == [3, 4, 0, 0, 0, 0, 0, 5]
-        values, mask = jax.device_get(jax.jit(lambda one: one.to_padded(5))(jagged))
-        for e, p in np.ndindex(8, 5):
-            there = 0 <= dense[e, p] < 10
-            np.testing.assert_array_equal(values[e, p], rows[dense[e, p]] if there else np.zeros(4))
-        assert int(np.asarray(mask).sum()) == 12
+    assert_states_equal(updated, (engine, engine))
 
 
 @pytest.mark.whole
@@ -240,7 +206,7 @@ def test_gradients_may_be_jagged_or_none():
     }
     states = [engine.update(state, batch, given) for given in (values, found, nothing)]
     for other in states[1:]:
-        assert_states_equal(states[0], other, (engine, engine))
+        assert_states_equal((states[0], other), (engine, engine))
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -301,22 +267,3 @@ def test_gradients_of_another_batch_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=wanted):
             engine.update_in_place(state, few, {"x": gradient})
     np.testing.assert_array_equal(engine.tables(state)["t"], before)
-
-
-def test_splits_of_a_gradient_are_not_read():
-    """Those of another batch change nothing, where the capacities are the same."""
-    engine = EmbeddingEngine(
-        {"x": FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)}, SGD(1)
-    )
-    state = engine.init(jax.random.key(0))
-    one, other = (
-        engine.place({"x": RaggedIds.from_lists([[1, 2][:length]] * 8)}) for length in (1, 2)
-    )
-    found, others = (engine.lookup(state, batch)["x"] for batch in (one, other))
-    assert found.values.shape == others.values.shape
-    assert found.row_splits.tolist() != others.row_splits.tolist()
-    states = [
-        engine.update(state, one, {"x": gradient})
-        for gradient in (found, others.with_values(found.values))
-    ]
-    assert_states_equal(*states, (engine, engine))
