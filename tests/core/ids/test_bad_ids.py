@@ -20,8 +20,6 @@ def _host(ids, weights=None, *, size=10, **options):
         (np.array([1, -2, 3]), "id -2 at example 1;"),
         (np.array([[1, 2, 3], [4, 12, 5]]), "id 12 at example 1, position 1;"),
         (np.array([[1, -5, 11], [4, 12, 5]]), r"id -5 at example 0, position 1 \(and 2 more\);"),
-        (np.array([[-1, 99], [-1, -1]]), "id 99 at example 0, position 1;"),
-        (np.array([[[1], [2]], [[3], [10]]]), "id 10 at example 1, bag 1, position 0;"),
         (np.full((1, 2, 2, 1), 99), r"id 99 at example 0, bag \(0, 0\), position 0 \(and 3"),
         (np.array([2**64 - 1], np.uint64), "id 18446744073709551615 at example 0;"),
         (np.array([2**31], np.int64), "id 2147483648 at example 0;"),
@@ -39,13 +37,10 @@ def test_error_names_everything(ids, where):
         _host(ids)
 
 
-def test_error_of_ragged_rows_that_are_no_examples():
-    ids = RaggedIds([1, 2, 3, 10], [0, 1, 1, 3, 4])
+def test_errors_of_what_is_reshaped_or_cut():
+    """Bad ids past a sequence's end are bad, too."""
     with pytest.raises(ValueError, match="got id 10 at row 3, position 0;"):
-        _host(ids, output_shape=(2, 2))
-
-
-def test_bad_ids_past_a_sequences_end_are_bad_too():
+        _host(RaggedIds([1, 2, 3, 10], [0, 1, 1, 3, 4]), output_shape=(2, 2))
     for ids in (np.array([[1, 2, 99]]), RaggedIds([1, 2, 99], [0, 3])):
         with pytest.raises(ValueError, match="id 99 at example 0, position 2"):
             _host(ids, max_sequence_length=2)
@@ -62,37 +57,23 @@ def test_drop_takes_the_weight_too():
     ids, weights = np.array([[1, 99, -1, -7]]), np.array([[0.5, 2.0, 3.0, 4.0]])
     dense = _host(ids, weights, on_bad_id="drop")
     assert dense.ids.tolist() == [[[1, -1, -1, -1]]]
-    assert dense.weights is not None
     assert dense.weights.tolist() == [[[0.5, 0.0, 0.0, 0.0]]]
     flat = _host(RaggedIds(ids[0], [0, 4], weights[0]), on_bad_id="drop")
-    assert flat.weights is not None
     assert (flat.ids.tolist(), flat.weights.tolist()) == ([1], [0.5])
-    assert flat.bags is not None
     assert flat.bags.tolist() == [0]
 
 
-def test_clip_moves_to_the_nearest_valid_row():
-    clipped = _host(np.array([[-2, 0, 9, 10, 2**40]]), on_bad_id="clip")
-    assert clipped.ids.tolist() == [[[0, 0, 9, 9, 9]]]
-
-
-@pytest.mark.parametrize("policy", ["drop", "clip"])
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64, np.uint64])
-def test_policies_in_dtypes_narrower_than_the_vocabulary(dtype, policy):
-    largest = min(int(np.iinfo(dtype).max), 2**63)
-    smallest = -5 if np.iinfo(dtype).min else 0
-    ids = np.array([smallest, 3, largest], dtype)
-    size = 1000
-    valid = [number for number in ids.tolist() if 0 <= number < size]
-    dropped = _host(RaggedIds(ids, [0, 3]), size=size, on_bad_id="drop")
-    assert dropped.ids.tolist() == valid
-    clipped = _host(RaggedIds(ids, [0, 3]), size=size, on_bad_id="clip")
-    assert clipped.ids.tolist() == [min(max(number, 0), size - 1) for number in ids.tolist()]
-    dense = _host(ids, size=size, on_bad_id=policy).ids.reshape(-1).tolist()
-    if policy == "drop":
-        assert dense == [number if number in valid else -1 for number in ids.tolist()]
-    else:
-        assert dense == clipped.ids.tolist()
+def test_policies_in_dtypes_narrower_than_the_vocabulary(dtype):
+    ids = np.array([-5 if np.iinfo(dtype).min else 0, 3, min(np.iinfo(dtype).max, 2**63)], dtype)
+    numbers, size = ids.tolist(), 1000
+    clipped = [min(max(number, 0), size - 1) for number in numbers]
+    dropped = [number if 0 <= number < size else -1 for number in numbers]
+    for policy, expected in {"clip": clipped, "drop": dropped}.items():
+        dense = _host(ids, size=size, on_bad_id=policy).ids
+        assert dense.ravel().tolist() == expected
+        ragged = _host(RaggedIds(ids, [0, 3]), size=size, on_bad_id=policy).ids
+        assert ragged.tolist() == [number for number in expected if number >= 0]
 
 
 def test_ids_are_cast_after_they_are_judged():
@@ -103,10 +84,8 @@ def test_ids_are_cast_after_they_are_judged():
 
 def test_a_larger_vocabulary_needs_x64():
     ids = np.array([[2**31]])
-    says = (
-        r"user/x: expected a vocabulary of at most 2147483647 rows while x64 is off, got 4294967296"
-    )
-    with pytest.raises(ValueError, match=says + " in table 'items'; .*x64"):
+    says = "user/x: .* at most 2147483647 rows while x64 is off, got 4294967296 in table 'items'"
+    with pytest.raises(ValueError, match=says):
         _host(ids, size=2**32)
     with jax.enable_x64(True):
         judged = _host(ids, size=2**32).ids

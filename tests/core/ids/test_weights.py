@@ -51,16 +51,10 @@ def test_dense_weights_are_zero_at_padding():
     assert kept[:, 0].tolist() == [[0.5, -1.0], [0.0, 0.0]]
 
 
-def test_no_weights_are_all_ones():
-    for ids in (DENSE, _sparse(), _ragged()):
-        assert _weights(ids) is None
-
-
-def test_integers_are_numbers_too():
-    assert _weights(_ragged(), np.array([1, 0, -2])).tolist() == [1.0, 0.0, -2.0]
-
-
 def test_weights_have_the_tables_arithmetic_dtype():
+    for ids in (DENSE, _sparse(), _ragged()):
+        assert _weights(ids) is None  # they are all ones
+    assert _weights(_ragged(), np.array([1, 0, -2])).tolist() == [1.0, 0.0, -2.0]
     assert _weights(_ragged(), NUMBERS, dtype="bfloat16").dtype == np.float32
     with jax.enable_x64(True):
         assert _weights(_ragged(), NUMBERS, dtype="float64").dtype == np.float64
@@ -76,14 +70,11 @@ def test_weights_of_a_sequence_stay_with_their_ids():
     [
         (DENSE[:, 0], NUMBERS[:2], r"expected no weights for ids \[B\], got some; use ids \[B"),
         (DENSE, _ragged(), "expected an array, as the ids, got RaggedIds"),
-        (DENSE, [[1.0]], "expected an array, as the ids, got list"),
         (DENSE, NUMBERS, r"expected shape \(2, 2\), as the ids, got shape \(3,\)"),
         (_sparse(NUMBERS), NUMBERS, "one place, inside SparseIds or in weights=, got both"),
         (_ragged(NUMBERS), NUMBERS, "one place, inside RaggedIds or in weights=, got both"),
-        (_ragged(NUMBERS), RaggedIds(NUMBERS, [0, 2, 3]), "one place, .* got both"),
         (_sparse(), NUMBERS[:2], r"expected shape \(3,\), as the ids, got shape \(2,\)"),
         (_ragged(NUMBERS[:2]), None, r"expected shape \(3,\), as the ids, got shape \(2,\)"),
-        (_sparse(), DENSE * 1.0, r"expected shape \(3,\), as the ids, got shape \(2, 2\)"),
         (_sparse(), RaggedIds(NUMBERS, [0, 2, 3]), "an array or SparseIds, as the ids"),
         (_ragged(), SparseIds(INDICES, NUMBERS, (2, 2)), "expected an array or RaggedIds"),
         (_ragged(), 0.5, "expected an array or RaggedIds, as the ids, got float"),
@@ -96,7 +87,6 @@ def test_weights_of_a_sequence_stay_with_their_ids():
         (DENSE, np.array([[1.0, 1.0], [0, np.nan]]), r"finite in float32, got nan at \[1, 1\]"),
         (_ragged(), np.array([1.0, 1e39, 2.0]), r"numbers finite in float32, got 1e\+39 at \[1\]"),
         (_ragged(), np.array([True, False, True]), "expected real numbers, got bool"),
-        (_ragged(), np.array([1j, 0, 0]), "expected real numbers, got complex128"),
         (_ragged(), np.array(["a", "b", "c"]), "expected real numbers, got <U1"),
     ],
 )
