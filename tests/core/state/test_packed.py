@@ -10,7 +10,6 @@ import pytest
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
 from tpu_embed.core.rows import host_arrays
-from tpu_embed.core.state import table_state
 from tpu_embed.kernels.formats import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -104,4 +103,4 @@ def test_a_plain_state_is_refused(monkeypatch):
     engine = engine_of(monkeypatch, packing, *rest)
     plain = engine_of(monkeypatch, "none", *rest).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"state: expected stacks \['day\+1@mod8x128#"):
-        table_state.check_state(plain, engine.layout)
+        engine.tables(plain)
