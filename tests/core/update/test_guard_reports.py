@@ -1,7 +1,6 @@
 """Bad gradients inside a jit, as errors, and through the stateful API."""
 
 import functools
-import re
 
 import jax
 import numpy as np
@@ -19,12 +18,11 @@ from guard_cases import (
     engine_of,
     held_by,
     make_table,
-    spoil,
 )
 from jax.experimental import checkify
 
 import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig
 from tpu_embed import optimizers as o
 
 # -- inside a jit --------------------------------------------------------------------------------
@@ -36,7 +34,7 @@ def _loss(activations, factor):
 
 def test_inside_a_jit_as_outside():
     """The state is donated, the ids are traced."""
-    names = ["kernel", "sequence", "half"]
+    names = ["kernel", "sequence", "half", "copies"]
     engine, before, batch, gradients = engine_of(names, 8)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -74,49 +72,15 @@ def test_a_scan_skips_single_steps():
     assert_same(held_by(found), held_by(state))
 
 
-@pytest.mark.whole
-def test_traced_steps_skip_too():
-    engine, before, batch, gradients = engine_of(["copies"], 2)
-    update = jax.jit(engine.update)
-    after = update(before, draw_ids(["copies"]), spoil(["copies"], ["copies"]))
-    assert_same(held_by(after), held_by(before))
-    after = update(before, draw_ids(["copies"]), gradients)
-    assert_same(held_by(after), held_by(engine.update(before, batch, gradients)))
-
-
-LARGE = 409_600
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "devices"),
-    [(o.Adagrad(0.1), "float32", 8), (o.Adam(0.1), "bfloat16", 1)],
-    ids=["8 devices", "one device"],
-)
-@pytest.mark.quick(1)
-def test_nothing_of_a_tables_size_is_copied(optimizer, dtype, devices):
-    features = {"x": FeatureConfig(TableConfig(LARGE, 16, dtype=dtype))}
-    engine = EmbeddingEngine(features, optimizer, mesh=mesh(devices), on_bad_gradient="skip")
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, ids):
-        return engine.update(state, ids, engine.lookup(state, ids))
-
-    state = engine.init(jax.random.key(0))
-    compiled = step.lower(state, {"x": np.zeros((BATCH, 4), np.int32)}).compile()
-    table = next(iter(state.tables.values()))
-    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes // devices // 4
-    shape = ",".join(map(str, table.sharding.shard_shape(table.shape)))
-    hlo = compiled.as_text()
-    assert not re.search(rf"= \w+\[{shape}\][^ ]* (copy|select|conditional)\(", hlo)
-    assert re.search(r"is-finite", hlo)
-
-
 # -- "error" -------------------------------------------------------------------------------------
 
 SMALL = {
     "clicks": {"film": FeatureConfig(make_table("films"))},
     "user": FeatureConfig(make_table("users")),
 }
+
+
+NAMED = "feature 'clicks/film' of table 'films': expected finite numbers"
 
 
 @functools.cache
@@ -130,18 +94,13 @@ def _small(policy="error", devices=2):
     return engine, features, {"clicks": {"film": bad}, "user": np.ones_like(bad)}
 
 
-def _named(error):
-    return "feature 'clicks/film' of table 'films': expected finite numbers" in str(error.value)
-
-
 @pytest.mark.parametrize("verb", ["update", "update_in_place"])
 def test_error_raises_outside_a_jit_and_changes_nothing(verb):
     engine, features, bad = _small()
     state, batch = engine.init(jax.random.key(0)), engine.place(features)
     before = held_by(state)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=NAMED) as error:
         getattr(engine, verb)(state, batch, bad)
-    assert _named(error)
     assert "user" not in str(error.value)
     assert_same(held_by(state), before)
     good = jax.tree.map(np.ones_like, bad)
@@ -219,9 +178,8 @@ def test_the_stateful_door_raises_and_waits_for_other_gradients():
     embedding.enqueue(features)
     embedding.dequeue()
     before = held_by(embedding.state)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=NAMED):
         embedding.apply_gradients(bad, name="first")
-    assert _named(error)
     assert_same(held_by(embedding.state), before)
     embedding.apply_gradients(jax.tree.map(np.ones_like, bad))
     assert int(embedding.state.step) == 1
