@@ -269,6 +269,12 @@ def test_what_a_stack_shares_comes_along_to_other_devices(devices):
         jax.tree.map(np.testing.assert_array_equal, arrays, expected)
 
 
+def assert_same_rows(*pair):
+    for slot in (None, "momenta", "velocities"):
+        rows = [made.rows(state, "t", np.arange(200), slot=slot) for made, state in pair]
+        np.testing.assert_array_equal(*rows)
+
+
 @pytest.mark.parametrize("target", ["devices", "host"])
 def test_rows_go_in_blocks(target, monkeypatch):
     monkeypatch.setattr(devices, "BLOCK", 64 * 24)  # two numbers, and two in each of two slots
@@ -279,12 +285,7 @@ def test_rows_go_in_blocks(target, monkeypatch):
     monkeypatch.setattr(other, "stored_rows", lambda *a: sizes.append(len(a[-1])) or read(*a))
     new = mine.adopt(state, other)
     assert sizes == [64, 64, 64, 8]
-    for slot in (None, "momenta", "velocities"):
-        found, expected = (
-            one.rows(some, "t", np.arange(200), slot=slot)
-            for one, some in ((mine, new), (other, state))
-        )
-        np.testing.assert_array_equal(found, expected)
+    assert_same_rows((mine, new), (other, state))
 
 
 def test_rows_on_their_way_home_are_waited_for(monkeypatch):
@@ -304,12 +305,7 @@ def test_rows_on_their_way_home_are_waited_for(monkeypatch):
     threading.Timer(0.3, go_on.set).start()
     new = mine.adopt(state, other)
     assert go_on.is_set()
-    for slot in (None, "velocities"):
-        pair = (
-            made.rows(some, "t", np.arange(200), slot=slot)
-            for made, some in ((other, state), (mine, new))
-        )
-        np.testing.assert_array_equal(*pair)
+    assert_same_rows((mine, new), (other, state))
 
 
 def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(monkeypatch):

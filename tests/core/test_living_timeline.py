@@ -10,8 +10,6 @@ from living_cases import ONES, assert_same, ids, initial_row, maps_of, simple
 
 from tpu_embed.vocabulary.timeline import FOREVER
 
-NOTHING = np.full((2, 2), np.nan)
-
 
 def copied(state):
     return jax.tree.map(jnp.copy, state)
@@ -32,20 +30,6 @@ def test_a_batch_that_was_thrown_away_reads_and_writes_nothing(evict):
             with pytest.raises(ValueError, match="outside of the jit; lower and"):
                 call(state, lost)
     assert np.abs(lookup(state, batch)["x"]).min() > 0
-
-
-def test_batches_of_a_run_that_began_anew_are_refused():
-    made, state = simple()
-    first = copied(state)
-    state, old = made.admit(state, made.place(ids(7, 7)))
-    looked = made.place(ids(7, 7), training=False)
-    made.vocabularies.rewind(first)
-    state, new = made.admit(first, made.place(ids(9, 9)))
-    for batch in (old, looked):
-        with pytest.raises(ValueError, match="placed since the maps were loaded"):
-            made.lookup(state, batch)
-        np.testing.assert_array_equal(jax.jit(made.lookup)(state, batch)["x"], NOTHING)
-    made.lookup(state, new)
 
 
 def test_maps_that_are_loaded_again_end_what_was_placed_before():
@@ -153,6 +137,9 @@ def test_a_state_of_maps_that_is_refused_changes_nothing():
     wrong = kept.maps["t"]._replace(rows=kept.maps["t"].rows + 100)
     with pytest.raises(ValueError, match=r"MapState\.rows"):
         made.vocabularies.load_state(kept._replace(maps={"t": wrong}))
+    for other in (3, kept.maps, kept._replace(maps={}), kept._replace(maps={"u": kept.maps["t"]})):
+        with pytest.raises(ValueError, match=r"expected what state\(\) returned, with maps of"):
+            made.vocabularies.load_state(other)
     assert_same(maps_of(made), before)
     made.vocabularies.rewind(copied(state))
     with pytest.raises(ValueError, match="placed since the maps were rewound"):

@@ -112,7 +112,6 @@ def test_engine(devices, kernels, monkeypatch):
         check_rows(np.asarray(new[combiner]), combiner)
 
 
-@pytest.mark.whole
 def test_weights_inside_a_jit_and_their_gradients():
     engine, state = engine_of(2, dispatch.kernels_in_use())
     ids = dict.fromkeys(COMBINERS, jnp.asarray(IDS))

@@ -6,19 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rounding_cases as cases
 from facade_cases import mesh
-from rounding_cases import (
-    LR,
-    STEPS,
-    assert_same,
-    batch_of,
-    bits_of,
-    engine,
-    expected,
-    features,
-    seed_of,
-    trained,
-)
 
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
@@ -54,25 +43,27 @@ def kernels(monkeypatch):
 def test_tables_have_the_bits_of_the_oracle(devices, placement, kind, kernels):
     """A step that is skipped for a bad gradient changes nothing, and no bit of what follows."""
     kernels(kind)
-    made = engine(devices, placement, on_bad_gradient="skip")
+    made = cases.engine(devices, placement, on_bad_gradient="skip")
     state = made.init(jax.random.key(9))
-    wanted = expected(made, state, STEPS)
-    state = trained(made, state, 1)
-    ids, gradients = batch_of(7)
+    wanted = cases.expected(made, state, cases.STEPS)
+    state = cases.trained(made, state, 1)
+    ids, gradients = cases.batch_of(7)
     gradients["films"][3, 1] = np.nan
     state = made.update_in_place(state, made.place(ids), gradients)
     assert int(state.step) == 1
-    assert_same(bits_of(made, trained(made, state, STEPS - 1, first=1)), wanted)
+    cases.assert_same(
+        cases.bits_of(made, cases.trained(made, state, cases.STEPS - 1, first=1)), wanted
+    )
 
 
 @pytest.mark.whole
 def test_tables_that_share_no_stack_and_traced_ids_have_the_same_bits():
-    made = engine(2, stack_tables=False)
+    made = cases.engine(2, stack_tables=False)
     state = made.init(jax.random.key(9))
-    wanted, step = expected(made, state, STEPS), jax.jit(made.update, donate_argnums=0)
-    for number in range(STEPS):
-        state = step(state, *batch_of(number))
-    assert_same(bits_of(made, state), wanted)
+    wanted, step = cases.expected(made, state, cases.STEPS), jax.jit(made.update, donate_argnums=0)
+    for number in range(cases.STEPS):
+        state = step(state, *cases.batch_of(number))
+    cases.assert_same(cases.bits_of(made, state), wanted)
 
 
 @pytest.mark.whole
@@ -81,10 +72,10 @@ def test_other_rules_have_the_same_bits_on_all_devices_and_kernels(rule, kernels
     found = []
     for devices, placement, kind in ((1, "mod", "native"), (8, "div", "reference")):
         kernels(kind)
-        made = engine(devices, placement, OTHERS[rule])
+        made = cases.engine(devices, placement, OTHERS[rule])
         state = made.init(jax.random.key(2))
-        found.append(bits_of(made, trained(made, state, STEPS)))
-    assert_same(*found)
+        found.append(cases.bits_of(made, cases.trained(made, state, cases.STEPS)))
+    cases.assert_same(*found)
 
 
 def test_only_the_store_of_a_new_row_differs():
@@ -115,31 +106,31 @@ def test_only_the_store_of_a_new_row_differs():
 
 
 def test_the_seed_is_that_of_the_key():
-    made = engine()
-    seeds = {seed_of(made, made.init(jax.random.key(n))) for n in range(20)}
+    made = cases.engine()
+    seeds = {cases.seed_of(made, made.init(jax.random.key(n))) for n in range(20)}
     assert len(seeds) == 20
     raw = jax.random.PRNGKey(3)
-    assert seed_of(made, made.init(raw)) in seeds
+    assert cases.seed_of(made, made.init(raw)) in seeds
 
 
 def test_the_stateful_api_has_the_same_bits():
-    made = engine(2)
+    made = cases.engine(2)
     state = made.init(jax.random.key(4))
-    embedding = tpu_embed.TPUEmbedding(features(), o.SGD(LR), mesh=mesh(2), seed=4)
-    for step in range(STEPS):
-        ids, gradients = batch_of(step)
+    embedding = tpu_embed.TPUEmbedding(cases.features(), o.SGD(cases.LR), mesh=mesh(2), seed=4)
+    for step in range(cases.STEPS):
+        ids, gradients = cases.batch_of(step)
         embedding.enqueue(ids)
         embedding.dequeue()
         embedding.apply_gradients(gradients)
-    wanted = expected(made, state, STEPS)
+    wanted = cases.expected(made, state, cases.STEPS)
     tables = embedding.embedding_tables.items()
     found = {config.name: np.asarray(x).view(np.uint16) for config, x in tables}
-    assert_same(found, wanted)
+    cases.assert_same(found, wanted)
 
 
 def test_tables_that_are_rounded_otherwise_share_no_stack():
     tags = FeatureConfig(TableConfig(7, 5, name="tags", dtype="bfloat16"))
-    made = EmbeddingEngine({**features(), "tags": tags}, o.SGD(LR), mesh=mesh(1))
+    made = EmbeddingEngine({**cases.features(), "tags": tags}, o.SGD(cases.LR), mesh=mesh(1))
     assert [len(stack.tables) for stack in made.layout.stacks] == [2, 1]
     assert made.describe()["tables"]["films"]["rounding"] == "stochastic"
     assert "bfloat16 (stochastic rounding), mod" in repr(made)
@@ -148,7 +139,7 @@ def test_tables_that_are_rounded_otherwise_share_no_stack():
 def test_slots_of_the_same_name_are_refused():
     rule = o.CustomOptimizer(lambda g, w, slots, lr, t: (w, slots), slots={"rounding_seed": 0.0})
     with pytest.raises(ValueError, match=r"table 'films': slots .*other names than rounding_seed"):
-        engine(optimizer=rule)
+        cases.engine(optimizer=rule)
 
 
 def _distance(rounding, rows, steps):
