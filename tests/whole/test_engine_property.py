@@ -199,27 +199,6 @@ def make_engine(on, sizes, placements, *, batch_axes=None, shard_axes=None):
     return tpu_embed.EmbeddingEngine(features, o.Adam(0.1), mesh=on, batch_axes=batch_axes)
 
 
-def subsets(names):
-    return [chosen for n in range(1, len(names) + 1) for chosen in itertools.combinations(names, n)]
-
-
-@st.composite
-def mesh_cases(draw):
-    one_axis = [(n,) for n in (1, 2, 3, 5, 6, 7, 8)]
-    shape = draw(st.sampled_from([*one_axis, (2, 4), (4, 2), (2, 3), (3, 2), (1, 5), (7, 1)]))
-    axes = subsets(AXES[: len(shape)])
-    placements = st.sampled_from(("mod", "div", "replicated"))
-    return MeshCase(
-        shape,
-        draw(st.booleans()),
-        draw(st.sampled_from(axes)),
-        draw(st.sampled_from(axes)),
-        (draw(st.sampled_from((1, 5, 23))), draw(st.sampled_from((1, 4)))),
-        (draw(placements), draw(placements)),
-        draw(st.sampled_from((1, 2, 3))),
-    )
-
-
 def draw_batch(case, seed):
     rng, size = np.random.default_rng(seed), case.parts * case.per_part
     v, w = case.sizes
@@ -318,10 +297,3 @@ IN_CI = [((8,), "default"), ((3, 2), "default"), ((1,), "reference"), ((4,), "de
 def test_chosen_meshes_give_the_bits_of_one_device(case, kernels):
     assert aligned(case)
     check_mesh(case, seed=0, kernels=KERNELS[kernels])
-
-
-@pytest.mark.whole
-@settings(max_examples=100)
-@given(case=mesh_cases().filter(aligned), seed=st.integers(0, 3))
-def test_any_mesh_give_the_bits_of_one_device(case, seed):
-    check_mesh(case, seed)

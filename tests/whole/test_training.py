@@ -151,11 +151,8 @@ def test_without_accumulation_each_occurrence_updates(name):
     check(ONE_BY_ONE[name], layouts)
 
 
-def test_without_accumulation_in_bfloat16():
-    check(ONE_BY_ONE["Momentum"], [LayoutCase(2, "div", dtype="bfloat16")])
-
-
 def test_without_accumulation_a_replicated_table_is_refused():
+    check(ONE_BY_ONE["Momentum"], [LayoutCase(2, "div", dtype="bfloat16")])
     with pytest.raises(ValueError, match=r"table 'item': use_gradient_accumulation: .*replicated"):
         cases.make_engine(ONE_BY_ONE["Adam"], LayoutCase(2, "replicated"))
 
