@@ -54,25 +54,6 @@ def both_ways(engine):
     return steps
 
 
-@pytest.mark.parametrize(("width", "weighted"), [(2, False), (5, True)])
-@pytest.mark.quick(1)
-def test_traced_ids_are_placed_ids(width, weighted):
-    """Sequences are padded, or cut."""
-    ids, weights, rng = draw(width=width), None, np.random.default_rng(1)
-    if weighted:
-        weights = {name: rng.normal(size=ids[name].shape).astype(np.float32) for name in ids}
-        weights |= {"one": None, "bags": None}
-    engine = make_engine()
-    sources = (engine.place(ids, weights), None), (ids, weights)
-    placed, traced = both_ways(engine)(jax.random.key(0), *sources)
-    assert placed[0]["row"].shape == (B, 3, D)
-    assert placed[0]["bags"].shape == (B, 2, D)
-    assert_close(traced, placed)
-    if not weighted:
-        for name in ("one", "row"):  # of bags of one id the same bits
-            assert_same(traced[0][name], placed[0][name])
-
-
 UNLIKE = {
     "clipped": (5, "clip", np.int8, -4, 9),
     "counted": (3, "error", np.int32, -1, 3),

@@ -34,6 +34,7 @@ def weights_of(lists):
     return draw_weights(RNG, lists)
 
 
+RAGGED = RaggedIds.from_lists([[ROWS, 1, -1, 2], [ROWS, 3], [], [4]] * (BATCH // 4))
 SEVEN, MANY, PAIRS = bags(BATCH), bags(BATCH), bags(BATCH * 3)
 
 INPUTS = {
@@ -52,6 +53,16 @@ INPUTS = {
     "ragged sequence": (RaggedIds.from_lists(bags(BATCH)), None, {"max_sequence_length": 2}),
     "ragged, 3 rows": (RaggedIds.from_lists(PAIRS), None, {"output_shape": (BATCH, 3)}),
     "ragged, first 2": (RaggedIds.from_lists(bags(BATCH)), None, {"output_shape": (BATCH, 2)}),
+    "small integers": (RNG.integers(-1, ROWS, (BATCH, 4)).astype(np.int8), None, {}),
+    "unsigned": (RNG.integers(0, ROWS, (BATCH, 4)).astype(np.uint16), None, {}),
+    "many sparse bags": (
+        SparseIds(np.argwhere(np.ones((BATCH, 2, 3))), np.arange(BATCH * 6) % ROWS, (BATCH, 2, 3)),
+        RNG.normal(size=BATCH * 6).astype(np.float32),
+        {},
+    ),
+    "ragged, dropped": (RAGGED, None, {"on_bad_id": "drop"}),
+    "sequence, dropped": (RAGGED, None, {"on_bad_id": "drop", "max_sequence_length": 2}),
+    "sequence, clipped": (RAGGED, None, {"on_bad_id": "clip", "max_sequence_length": 4}),
     "dropped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "drop"}),
     "clipped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "clip"}),
     "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
