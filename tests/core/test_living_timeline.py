@@ -49,16 +49,6 @@ def test_maps_that_are_loaded_again_end_what_was_placed_before():
     )
 
 
-def test_a_lookup_in_a_state_that_was_given_up_is_refused_if_its_rows_are_not_known():
-    made, state = simple(capacity=2)
-    state, _ = made.admit(state, made.place(ids(1, 2)))
-    kept, looked = made.vocabularies.state(), made.place(ids(1, 2), training=False)
-    state, _ = made.admit(state, made.place(ids(3, 4)))  # in the place of 1 and 2
-    made.vocabularies.load_state(kept)
-    with pytest.raises(ValueError, match="rows that may be other keys'"):
-        made.lookup(state, looked)
-
-
 def test_a_lookup_that_a_state_from_before_a_load_renews_is_of_that_state():
     made, state = simple(capacity=2)
     first = copied(state)

@@ -245,16 +245,6 @@ def test_load_takes_blocks_of_the_rows_of_keys():
     assert len(made.vocabularies) == 5
 
 
-def test_many_rows_are_written_in_pieces(monkeypatch):
-    from tpu_embed.core.rows import devices
-
-    monkeypatch.setattr(devices, "BLOCK", 64 * 8)
-    made, state = simple(capacity=200)
-    values = np.arange(300.0).reshape(150, 2)
-    state = made.set_rows(state, "t", keys=np.arange(150), values=values)
-    np.testing.assert_array_equal(made.rows(state, "t", keys=np.arange(150)), values)
-
-
 def test_the_stateful_api_takes_the_state(recwarn):
     table = TableConfig(5, 2, name="t", vocabulary=DynamicVocabulary(admit_after=2))
     embedding = tpu_embed.TPUEmbedding(FeatureConfig(table), o.SGD(1.0), mesh=mesh(1))

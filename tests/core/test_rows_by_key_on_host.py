@@ -7,12 +7,9 @@ import threading
 
 import numpy as np
 import pytest
-from living_cases import ids, initial_row, on_host, train_once
+from living_cases import ids, on_host, train_once
 
-from tpu_embed import io
 from tpu_embed.storage import HostRows
-
-VECTORS = np.arange(1.0, 9).reshape(4, 2)
 
 
 @pytest.mark.parametrize("at_home", [False, True])
@@ -55,37 +52,6 @@ def test_a_row_on_its_way_home_does_not_come_after_the_one_that_is_set(monkeypat
     made.storage.flush()
     assert made.vocabularies.last["t"].evicted.tolist() == [1, 2]
     np.testing.assert_array_equal(made.rows(state, "t", keys=[9, 10]), np.ones((2, 2)))
-
-
-def test_rows_wherever_they_are_on_the_host(tmp_path):
-    """On the devices, at home, on their way; of keys that are known, new, or that others had."""
-    made, state = on_host(capacity=4, device_rows=2)
-    for keys in ((1, 2), (3, 4), (1, 1)):
-        state = train_once(made, state, *keys)
-    known = made.rows(state, "t", keys=[1, 2, 3, 4])
-    sums = made.rows(state, "t", keys=[1, 2, 3, 4], slot="accumulators")
-    state = made.set_rows(state, "t", keys=[1, 2, 8, 9], values=VECTORS)  # 3 and 4 lose their rows
-    assert made.vocabularies.last["t"].evicted.tolist() == [3, 4]
-    np.testing.assert_array_equal(made.rows(state, "t", keys=[8, 1, 9, 2]), VECTORS[[2, 0, 3, 1]])
-    found = made.rows(state, "t", keys=[1, 2, 8, 9], slot="accumulators")
-    np.testing.assert_array_equal(found, [*sums[:2], *np.full((2, 2), np.float32(0.1))])
-    state = train_once(made, state, 8, 2)
-    assert not np.array_equal(made.rows(state, "t", keys=[8]), VECTORS[2:3])
-    # A key that comes back begins anew, bit for bit.
-    state = made.set_rows(state, "t", keys=[3], values=np.ones((1, 2)), slot="accumulators")
-    first = initial_row(made.table_configs["t"], 3)
-    np.testing.assert_array_equal(made.rows(state, "t", keys=[3])[0], first)
-    assert not np.array_equal(known[2], first)
-    io.save(tmp_path / "saved", made, state)
-    other, _ = on_host(capacity=4, device_rows=3)
-    restored = io.restore(tmp_path / "saved", other).state
-    keys = made.vocabularies.keys("t")[0]
-    for slot in (None, "accumulators"):
-        one, two = (
-            e.rows(s, "t", keys=keys, slot=slot) for e, s in ((made, state), (other, restored))
-        )
-        np.testing.assert_array_equal(one, two)
-    assert other.vocabularies.last == {}
 
 
 def test_a_full_disk_undoes_the_step(monkeypatch):

@@ -1,5 +1,6 @@
 """Specs of batches: buckets, unions, given specs, and how many programs a stream needs."""
 
+import collections
 import dataclasses
 
 import jax
@@ -123,6 +124,32 @@ def test_a_batch_that_does_not_fit_says_which_spec_does(field):
     fitting = eval(str(error.value).split("use ")[1].split(", or BatchSpec.union")[0], names)
     assert getattr(fitting.stacks[0], field) > 1
     assert engine.place(ids, spec=fitting).spec == fitting
+
+
+def fits(engine, ids, spec, **sizes):
+    stacks = (dataclasses.replace(spec.stacks[0], **sizes), *spec.stacks[1:])
+    try:
+        engine.place(ids, spec=dataclasses.replace(spec, stacks=stacks))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_capacities_are_the_exact_maxima(devices):
+    """The most distinct rows, and partial sums, that a device has for a shard."""
+    engine, rng = make_engine(devices), np.random.default_rng(0)
+    for _ in range(5):
+        ids = draw(rng)
+        found = collections.defaultdict(set)  # partial sums by device and shard
+        examples = np.repeat(np.arange(B), np.diff(ids["x"].row_splits))
+        for example, number in zip(examples, ids["x"].values, strict=True):
+            found[example * devices // B, number % devices].add((number, example))
+        rows = max(len({number for number, _ in some}) for some in found.values())
+        partials = max(map(len, found.values()))
+        for field, least in {"row_capacity": rows, "partials": partials}.items():
+            assert fits(engine, ids, engine.place(ids).spec, **{field: least})
+            assert not fits(engine, ids, engine.place(ids).spec, **{field: least - 1})
 
 
 def test_a_wider_bag_does_not_fit():

@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed.core.ids import host_ids
 
 
 def _host(ids, weights=None, *, size=10, **options):

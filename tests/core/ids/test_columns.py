@@ -13,8 +13,8 @@ import pytest
 from streamed import Streamed
 
 import tpu_embed
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, hash_ids, host_ids
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, hash_ids
+from tpu_embed.core.ids import host_ids
 from tpu_embed.io import serving_lookup
 from tpu_embed.metrics import batch_statistics
 from tpu_embed.vocabulary import DynamicVocabulary

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.sparse
 
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed.core.ids import host_ids
 
 V = 6
 

@@ -5,13 +5,10 @@ import dataclasses
 import types
 from typing import NamedTuple
 
-import jax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids.structure import children, flatten
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed.core.ids.structure import flatten
 
 
 class Pair(NamedTuple):
@@ -154,35 +151,3 @@ def test_any_mapping_matches_any_other():
 def test_values_that_do_not_match(values, kind, says):
     with pytest.raises(kind, match=f"features: {says}"):
         flatten(NEST).match(values, what="features")
-
-
-nests = st.recursive(
-    st.just(0),
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3),
-        st.lists(inner, min_size=1, max_size=3).map(tuple),
-        st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, min_size=1, max_size=3),
-        st.builds(Pair, inner, inner),
-    ),
-    max_leaves=10,
-)
-
-
-def _map(nest, make):
-    inner = children(nest)
-    if inner is None:
-        return make()
-    if isinstance(nest, dict):
-        return {key: _map(child, make) for key, child in inner}
-    mapped = [_map(child, make) for _, child in inner]
-    return Pair(*mapped) if isinstance(nest, Pair) else type(nest)(mapped)
-
-
-@given(nests)
-def test_unflatten_inverts_match_and_agrees_with_jax(nest):
-    structure = flatten(_map(nest, _feature))
-    numbers = list(range(len(structure.paths)))
-    rebuilt = structure.unflatten(numbers)
-    assert structure.match(rebuilt, what="features") == numbers
-    assert jax.tree_util.tree_leaves(rebuilt) == numbers
-    assert jax.tree_util.tree_structure(rebuilt) == jax.tree_util.tree_structure(nest)

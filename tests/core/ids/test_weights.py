@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds, host_ids
+from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
+from tpu_embed.core.ids import host_ids
 
 DENSE = np.array([[1, 2], [3, -1]])
 INDICES = [[0, 0], [0, 1], [1, 0]]

@@ -12,7 +12,6 @@ from facade_cases import assert_same, mesh
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.core.rows import host_arrays
 
 SIZES = {"mod": 11, "small": 3, "div": 11, "replicated": 5}
 
@@ -66,7 +65,6 @@ def test_rows_are_set_and_loaded(devices, dtype):
     loaded = engine.load_arrays(first, *given)
     expected = jax.tree.map(lambda new, old: new.astype(old.dtype), given, before)
     assert_same(_host(engine, loaded), expected)
-    assert_same(host_arrays(loaded, engine.layout), expected)
     assert_same(_host(engine, first), before)
     assert loaded.step is first.step
 
@@ -106,12 +104,14 @@ def test_a_loaded_global_slot_is_the_callers_own():
     assert int(count) == 0
 
 
-def test_host_arrays_are_the_callers_own():
-    engine, state = _engine(1)
-    before = jax.tree.map(np.copy, _host(engine, state))
-    for array in jax.tree.leaves(host_arrays(state, engine.layout)):
+def test_what_is_retrieved_is_the_callers_own():
+    features = {name: tpu_embed.FeatureConfig(table) for name, table in _tables().items()}
+    embedding = tpu_embed.TPUEmbedding(features, o.RowWiseAdagrad(0.5), mesh=mesh(1))
+    found = embedding.retrieve()
+    before = jax.tree.map(np.copy, found)
+    for array in jax.tree.leaves(found):
         array[...] = 0
-    assert_same(_host(engine, state), before)
+    assert_same(embedding.retrieve(), before)
 
 
 ROWS = np.array([0, 2])
