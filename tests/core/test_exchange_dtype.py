@@ -164,16 +164,6 @@ def test_single_occurrences_and_float64_are_refused_unless_replicated():
             make(dtype="float64")
 
 
-def test_a_batch_of_another_exchange_is_not_updated_with():
-    case = cases.draw(12)
-    ids, weights, gradients = cases.arrays(case.steps[0])
-    batch = cases.make_engine(case, 2, exchange_dtype=None).place(ids, weights)
-    engine = cases.make_engine(case, 2)
-    state = engine.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="exchange_dtype None, not bfloat16"):
-        engine.update(state, batch, gradients)
-
-
 def test_it_is_described_and_float32_is_the_default():
     case = cases.draw(0)
     default, exact = (cases.make_engine(case, 1, exchange_dtype=x) for x in (None, "float32"))

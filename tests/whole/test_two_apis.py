@@ -13,6 +13,7 @@ from facade_cases import assert_same, mesh
 from optimizer_cases import halving
 
 import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 
 STEPS = 6
@@ -25,14 +26,12 @@ RULES = {
 }
 PLACEMENTS = {"adam": "div", "adagrad": "replicated"}
 TABLES = {
-    name: tpu_embed.TableConfig(
-        11, 2, name=name, optimizer=rule, placement=PLACEMENTS.get(name, "mod")
-    )
+    name: TableConfig(11, 2, name=name, optimizer=rule, placement=PLACEMENTS.get(name, "mod"))
     for name, rule in RULES.items()
 }
 FEATURES = {
-    **{name: tpu_embed.FeatureConfig(table) for name, table in TABLES.items()},
-    "sequence": tpu_embed.FeatureConfig(TABLES["sgd"], max_sequence_length=2),
+    **{name: FeatureConfig(table) for name, table in TABLES.items()},
+    "sequence": FeatureConfig(TABLES["sgd"], max_sequence_length=2),
 }
 
 

@@ -24,14 +24,8 @@ from tpu_embed import optimizers as o
 FREE = {"initializer", "quantization_config", "rounding", "on_bad_gradient", "lookahead"}
 """What is about values of rows, about gradients or about maps, of which a batch has none."""
 B = 24
-TABLE = {
-    "vocabulary_size": 30,
-    "dim": 3,
-    "name": "t",
-    "combiner": "mean",
-    "optimizer": o.SGD(0.5),
-    "dtype": "bfloat16",
-}
+TABLE = {"vocabulary_size": 30, "dim": 3, "name": "t", "combiner": "mean", "dtype": "bfloat16"}
+TABLE["optimizer"] = o.SGD(0.5)
 FEATURE = {"max_sequence_length": 0}
 SEQUENCE = {"max_sequence_length": 3}
 TABLE_CHANGES = {

@@ -9,7 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from bag_cases import draw_bags, draw_weights
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 from tpu_embed import (
     EmbeddingEngine,
@@ -77,9 +77,8 @@ def declared_features():
     for combiner in ("sum", "mean", "sqrtn"):
         for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
             kind = combiner if quantization is None else f"{combiner} quantized"
-            table = TableConfig(
-                ROWS, DIM, combiner=combiner, name=kind, quantization_config=quantization
-            )
+            options = {"combiner": combiner, "quantization_config": quantization}
+            table = TableConfig(ROWS, DIM, name=kind, **options)
             for name, (_, _, options) in INPUTS.items():
                 features[f"{kind}: {name}"] = FeatureConfig(table, **options)
     return features
@@ -88,8 +87,7 @@ def declared_features():
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_every_form_equals_the_oracle(devices):
     features = declared_features()
-    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("d",))
-    engine = EmbeddingEngine(features, mesh=mesh)
+    engine = EmbeddingEngine(features, mesh=mesh(devices))
     state = engine.init(jax.random.key(3))
     given = {path: INPUTS[path.split(": ")[1]] for path in features}
     batch = engine.place(
