@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed import optimizers as o
+from tpu_embed.core.layout import MeshAxes
 from tpu_embed.kernels import dispatch
 
 B, WIDTH, V, D = 8, 4, 23, 4
@@ -234,19 +235,19 @@ def program(engine):
     return functools.partial(steps, engine.init(jax.random.key(0)))
 
 
-def check_mesh(case, seed, kernels=contextlib.nullcontext):
+def check_mesh(case, way):
     """Compare a step, placed and traced, with one device's: the same bits, but of traced bags.
 
     Args:
       case: the mesh.
-      seed: of the batch.
-      kernels: in its context the case is traced; the one device has the default kernels.
+      way: a context in which the case is placed and traced; the one device is as usual.
     """
-    ids, weights, gradients = draw_batch(case, seed)
-    alone, engine = single(case.sizes), case.engine()
+    ids, weights, gradients = draw_batch(case, 0)
+    alone = single(case.sizes)
     expected = program(alone)([(alone.place(ids, weights), None)], gradients)[0]
-    both = [(engine.place(ids, weights), None), (ids, weights)]
-    with kernels():
+    with way():
+        engine = case.engine()
+        both = [(engine.place(ids, weights), None), (ids, weights)]
         placed, traced = jax.device_get(program(engine)(both, gradients))
     assert_same(placed, expected)
     (activations, *new), (one, *others) = traced, expected
@@ -275,18 +276,39 @@ CHOSEN = [
     MeshCase((2,), False, P, P, (23, 4), ("div", "replicated"), 12),
     MeshCase((4,), False, P, P, (23, 4), ("mod", "replicated"), 6),
 ]
-KERNELS = {"default": contextlib.nullcontext, "reference": dispatch.reference_only}
-IN_CI = [((8,), "default"), ((3, 2), "default"), ((1,), "reference"), ((4,), "default")]
+SPLIT = [
+    MeshCase((2, 3), False, P, ("q",), (23, 4), ("mod", "mod"), 4),
+    MeshCase((2, 4), False, PQ, P, (23, 4), ("mod", "div"), 1),
+    MeshCase((4, 2), False, P, PQ, (23, 4), ("mod", "div"), 2),
+]
+"""Rows and batch are split over other axes; parcels do not arrive in the order of the batch."""
+
+
+@contextlib.contextmanager
+def as_several():
+    """Have the host route as if it knew its own part of the batch alone, one of several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MeshAxes, "one_process", False)
+        yield
+
+
+WAYS = {
+    "default": contextlib.nullcontext,
+    "reference": dispatch.reference_only,
+    "several": as_several,
+}
+CASES = [*itertools.product(CHOSEN, ("default", "reference")), *((c, "several") for c in SPLIT)]
+IN_CI = [((8,), "default"), ((3, 2), "default"), ((1,), "reference"), ((2, 4), "several")]
 
 
 @pytest.mark.parametrize(
-    ("case", "kernels"),
+    ("case", "way"),
     [
         pytest.param(*pair, marks=[] if (pair[0].shape, pair[1]) in IN_CI else [pytest.mark.whole])
-        for pair in itertools.product(CHOSEN, KERNELS)
+        for pair in CASES
     ],
     ids=lambda x: "x".join(map(str, x.shape)) if isinstance(x, MeshCase) else x,
 )
 @pytest.mark.quick(2)
-def test_chosen_meshes_give_the_bits_of_one_device(case, kernels):
-    check_mesh(case, seed=0, kernels=KERNELS[kernels])
+def test_chosen_meshes_give_the_bits_of_one_device(case, way):
+    check_mesh(case, WAYS[way])

@@ -206,14 +206,16 @@ def test_padding_adds_nothing():
     jax.tree.map(np.testing.assert_array_equal, found, narrow)
 
 
-# What is left of weights near 1: nothing, less than the least normal number, and more than it.
-CANCELLED = [[1, -1, 0, 0], [1, -1, 1e-39, 0], [1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
+# What is left of the weights is nothing, or less than float32 tells from zero beside the largest.
+CANCELLED = [[1, -1, 0, 0], [1, -1, 1e-39, 0], [3e38, -3e38, 2e-38, 1e-38]]
+CANCELLED += [[2e30, -2e30, 0, 1e-9], [-3e38, 3e38, 0, 1.5e-38], [1, -1, 0, -1e-39]]
+LEFT = [[1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
     weights, rows, found = (
-        np.array(CANCELLED, np.float32),
+        np.array(CANCELLED + LEFT, np.float32),
         dict.fromkeys(COMBINERS, np.abs(ROWS)),
         [],
     )
@@ -224,5 +226,5 @@ def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_device
         batch = engine.place(ids, dict.fromkeys(COMBINERS, weights))
         found.append(jax.device_get(engine.lookup(state, batch)))
     jax.tree.map(np.testing.assert_array_equal, *found)
-    assert not found[0]["mean"][:2].any()
-    assert found[0]["mean"][2:].all()
+    assert not found[0]["mean"][: len(CANCELLED)].any()
+    assert found[0]["mean"][len(CANCELLED) :].all()
