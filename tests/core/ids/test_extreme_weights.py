@@ -214,11 +214,8 @@ LEFT = [[1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
-    weights, rows, found = (
-        np.array(CANCELLED + LEFT, np.float32),
-        dict.fromkeys(COMBINERS, np.abs(ROWS)),
-        [],
-    )
+    weights, found = np.array(CANCELLED + LEFT, np.float32), []
+    rows = dict.fromkeys(COMBINERS, np.abs(ROWS))
     for size in (1, devices):
         engine = tpu_embed.EmbeddingEngine(features_of(), mesh=mesh(size))
         state = engine.load_arrays(engine.init(jax.random.key(0)), rows)
