@@ -104,7 +104,8 @@ def test_sums_are_taken_in_eight_blocks(sizes, devices, placement):
     np.testing.assert_array_equal(train(ragged, gradients, devices, placement), expected)
     alone = [in_blocks({name: rows}, gradients, 8) for name, rows in ids.items()]
     others = in_blocks(ids, gradients, 1), in_blocks(ids, gradients, 4), alone[0] + alone[1]
-    assert not any(np.array_equal(other, expected) for other in others)
+    # Of five examples few sums have terms enough to tell orders apart.
+    assert sizes == (5, 5) or not any(np.array_equal(other, expected) for other in others)
 
 
 def test_more_devices_than_blocks_are_the_blocks():
