@@ -26,7 +26,7 @@ $(VENV)/.with-%: $(STAMP)
 
 # Everything runs on the compiled kernels, where they could be built; the engine's tests then run
 # in XLA's operations too (test-all: everything does).
-ENGINE_TESTS := $(patsubst %,tests/core/%.py, exchange/test_runs lookup/test_lookup update/test_occurrences update/test_sums)
+ENGINE_TESTS := $(patsubst %,tests/core/%.py, lookup/test_lookup update/test_occurrences update/test_sums)
 
 # libtpu, which compiles for TPUs on any x86-64 Linux machine, stays out of .venv: where it is
 # installed, JAX looks for a TPU first.

@@ -12,7 +12,7 @@ import pytest
 from adopt_cases import contents, draw, engine, map_contents, scramble
 
 import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import devices
 from tpu_embed.storage import HostRows
@@ -93,22 +93,6 @@ def test_every_engine_takes_the_state_of_every_other(source, target):
     assert map_contents(other) == maps
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [("on the host", "small, keys on the host"), ("alone", "rows on the host")],
-)
-@pytest.mark.quick(1)
-def test_it_is_what_a_save_and_a_restore_do(source, target, tmp_path):
-    (other, theirs), mine = source_of(source), target_of(target)
-    state = mine.adopt(theirs, other)
-    found = contents(mine, state), map_contents(mine), mine.vocabularies.keys("items")[1].tolist()
-    io.save(tmp_path / "saved", other, theirs)
-    state = io.restore(tmp_path / "saved", mine).state
-    maps = map_contents(mine), mine.vocabularies.keys("items")[1].tolist()
-    assert found == (contents(mine, state), *maps)
-
-
 def random_key_of(state):
     return [(n, x.tolist()) for n, x in state.vocabulary.items() if n != "map_version"]
 
@@ -131,11 +115,6 @@ def started(made):
 SHARED = DynamicVocabulary(unseen="shared")
 DIFFERENT = {
     "rows": ({}, {"size": 9}, r"table 't': vocabulary size: expected 8, got 9; only living"),
-    "rows at home": (
-        {"storage": HostStorage(device_rows=8)},
-        {"size": 9, "storage": HostStorage(device_rows=8)},
-        r"table 't': vocabulary size: expected 8, got 9",
-    ),
     "dim": ({}, {"dim": 3}, r"table 't': dim: expected 2, got 3; declare both"),
     "dtype": ({}, {"dtype": "bfloat16"}, r"table 't': dtype: expected float32, got bfloat16"),
     "name": ({}, {"name": "u"}, r"adopt: expected tables \['t'\], got \['u'\]"),
@@ -143,19 +122,11 @@ DIFFERENT = {
     "no optimizer": ({"trainable": False}, {}, r"table 't': optimizer: expected None, got Adam"),
     "slots": (
         {"rule": optax.sgd(0.1)},
-        {"rule": optax.sgd(0.1, momentum=0.9)},
-        r"table 't': slots: expected \{\}, got \{'trace'",
+        {"rule": optax.sgd(0.1, 0.9)},
+        "table 't': slots: expected",
     ),
-    "keys": (
-        {"vocabulary": DynamicVocabulary()},
-        {},
-        r"table 't': ids: expected keys of a dynamic vocabulary, got row numbers",
-    ),
-    "unseen": (
-        {"vocabulary": SHARED},
-        {"vocabulary": DynamicVocabulary()},
-        r"table 't': unseen: expected 'shared', got 'zero'",
-    ),
+    "keys": ({"vocabulary": DynamicVocabulary()}, {}, "table 't': ids: expected keys"),
+    "unseen": ({"vocabulary": SHARED}, {"vocabulary": DynamicVocabulary()}, "table 't': unseen:"),
 }
 
 
@@ -277,6 +248,12 @@ def test_what_a_stack_shares_comes_along_to_other_devices(devices):
         jax.tree.map(np.testing.assert_array_equal, arrays, expected)
 
 
+def assert_same_rows(*pair):
+    for slot in (None, "momenta", "velocities"):
+        rows = [made.rows(state, "t", np.arange(200), slot=slot) for made, state in pair]
+        np.testing.assert_array_equal(*rows)
+
+
 @pytest.mark.parametrize("target", ["devices", "host"])
 def test_rows_go_in_blocks(target, monkeypatch):
     monkeypatch.setattr(devices, "BLOCK", 64 * 24)  # two numbers, and two in each of two slots
@@ -287,12 +264,7 @@ def test_rows_go_in_blocks(target, monkeypatch):
     monkeypatch.setattr(other, "stored_rows", lambda *a: sizes.append(len(a[-1])) or read(*a))
     new = mine.adopt(state, other)
     assert sizes == [64, 64, 64, 8]
-    for slot in (None, "momenta", "velocities"):
-        found, expected = (
-            one.rows(some, "t", np.arange(200), slot=slot)
-            for one, some in ((mine, new), (other, state))
-        )
-        np.testing.assert_array_equal(found, expected)
+    assert_same_rows((mine, new), (other, state))
 
 
 def test_rows_on_their_way_home_are_waited_for(monkeypatch):
@@ -312,12 +284,7 @@ def test_rows_on_their_way_home_are_waited_for(monkeypatch):
     threading.Timer(0.3, go_on.set).start()
     new = mine.adopt(state, other)
     assert go_on.is_set()
-    for slot in (None, "velocities"):
-        pair = (
-            made.rows(some, "t", np.arange(200), slot=slot)
-            for made, some in ((other, state), (mine, new))
-        )
-        np.testing.assert_array_equal(*pair)
+    assert_same_rows((mine, new), (other, state))
 
 
 def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(monkeypatch):

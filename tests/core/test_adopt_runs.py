@@ -11,10 +11,6 @@ import numpy as np
 import pytest
 from adopt_cases import contents, draw, engine, map_contents
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
-
 FEW = range(2)
 MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "2:20").split(":")))
 OPERATIONS, KEYS = 40, 40
@@ -153,43 +149,3 @@ def test_a_run_that_moves_is_the_one_that_stays(seed):
 @pytest.mark.parametrize("seed", MANY)
 def test_many(seed):
     World(seed).run()
-
-
-def growing(capacity, devices=2, **vocabulary):
-    table = TableConfig(capacity, 4, name="items", vocabulary=DynamicVocabulary(**vocabulary))
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.Adam(0.1), mesh=mesh)
-
-
-def values_of(made, state):
-    keys, rows = made.vocabularies.keys("items")
-    arrays = made.tables(state)["items"], *made.slots(state)["items"].values()
-    found = [np.asarray(one)[rows] for one in arrays if np.ndim(one)]
-    return {key: [one[i].tolist() for one in found] for i, key in enumerate(keys.tolist())}
-
-
-@pytest.mark.whole
-def test_a_table_that_grows_is_the_one_that_was_large_from_the_start():
-    rng, waits = np.random.default_rng(0), {"admit_after": 2, "waiting": 200}
-    large, made = growing(64, **waits), growing(8, **waits)
-    states = [one.init(jax.random.key(1)) for one in (large, made)]
-    for step in range(12):
-        # Three steps each with up to 8, 16, 32 and 64 keys, for as many rows.
-        if step % 3 == 0 and step:
-            small, made = made, growing(8 << step // 3, **waits)
-            states[1] = made.adopt(states[1], small)
-        keys = rng.integers(0, 8 << step // 3, (8, 3)) * 10**15
-        found = []
-        for i, one in enumerate((large, made)):
-            states[i], batch = one.admit(states[i], one.place({"x": keys}))
-            found.append(one.lookup(states[i], batch))
-            gradients = {"x": np.cos(np.asarray(found[-1]["x"]))}
-            states[i] = one.update_in_place(states[i], batch, gradients)
-        same(*found)
-        counters = [one.vocabularies.counters["items"] for one in (large, made)]
-        assert counters[0] == counters[1]
-        assert counters[0]["evicted"] == 0
-    assert made.vocabularies.capacity("items") == 64
-    expected = values_of(large, states[0])
-    assert len(expected) > 32
-    assert values_of(made, states[1]) == expected

@@ -1,246 +1,17 @@
-"""Jagged features beside padded ones: the same rows, gradients and bits, without the padding."""
+"""Jagged features make no padded arrays, and are refused where they do not fit.
 
-import functools
-import itertools
+`tests/whole/test_jagged_property.py` has their numbers.
+"""
+
 import math
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
-from tpu_embed.optimizers import SGD, Adagrad, Adam
-
-LENGTHS = {"history": 6, "pages": 4, "clicks": 5}  # `max_sequence_length` of each sequence
-SIZES = {"history": 24, "bag": 24, "pages": 8, "one": 16, "clicks": 24}
-OPTIMIZERS = {
-    "adagrad": Adagrad(0.1),
-    "adam": Adam(0.1),
-    "each occurrence": SGD(0.1, use_gradient_accumulation=False),
-}
-
-
-def engine_of(devices, optimizer, *, jagged, placement="mod", **options):
-    """Return an engine of two stacks: bags and sequences together, and a sequence alone."""
-    table = functools.partial(TableConfig, placement=placement)
-    item, page = table(50, 8, name="item"), table(31, 8, name="page", combiner="sum")
-    sequence = functools.partial(FeatureConfig, jagged=jagged, on_bad_id="drop")
-    features = {
-        "history": sequence(item, LENGTHS["history"]),
-        "bag": FeatureConfig(item),
-        "pages": sequence(page, LENGTHS["pages"]),
-        "one": FeatureConfig(page),
-        "clicks": sequence(table(40, 4, name="click"), LENGTHS["clicks"]),
-    }
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
-    return EmbeddingEngine(features, optimizer, mesh=mesh, **options)
-
-
-def ragged(rng, examples, longest, size, *, weighted):
-    lengths = rng.integers(0, longest + 1, examples)
-    lengths[examples // 2 :: 3] = 0
-    splits = np.concatenate([[0], np.cumsum(lengths)])
-    weights = rng.normal(size=splits[-1]).astype(np.float32) if weighted else None
-    return RaggedIds(rng.integers(0, size, splits[-1]).astype(np.int32), splits, weights)
-
-
-def batch_of(rng, *, weighted=False):
-    # Ids of "pages" may be bad, and rows are longer than what is kept of them.
-    return {
-        "history": ragged(rng, SIZES["history"], 8, 50, weighted=weighted),
-        "bag": rng.integers(-1, 50, (SIZES["bag"], 3)).astype(np.int32),
-        "pages": ragged(rng, SIZES["pages"], 6, 35, weighted=False),
-        "one": rng.integers(0, 31, SIZES["one"]).astype(np.int32),
-        "clicks": ragged(rng, SIZES["clicks"], 9, 40, weighted=weighted),
-    }
-
-
-def padded_gradients(rng):
-    shapes = {name: (SIZES[name], length) for name, length in LENGTHS.items()}
-    shapes |= {"bag": (SIZES["bag"],), "one": (SIZES["one"],)}
-    dims = {"clicks": 4}
-    return {
-        name: rng.normal(size=(*shape, dims.get(name, 8))).astype(np.float32)
-        for name, shape in shapes.items()
-    }
-
-
-@jax.jit
-def padded(activations):
-    """Return activations with every `Jagged` as `[B, L, D]`."""
-    return {
-        name: one.to_padded(LENGTHS[name])[0] if name in LENGTHS else one
-        for name, one in activations.items()
-    }
-
-
-def in_places(gradients, activations, beyond=np.nan):
-    """Return padded gradients as the activations have them, with `beyond` past the last row."""
-    given = dict(gradients)
-    for name in LENGTHS:
-        like = activations[name]
-        splits = np.asarray(like.row_splits)
-        values = np.full(like.values.shape, beyond, np.float32)
-        per_replica = gradients[name].reshape(len(splits), -1, *gradients[name].shape[1:])
-        for s, row in enumerate(splits):
-            for e, (begin, end) in enumerate(itertools.pairwise(row)):
-                values[s, begin:end] = per_replica[s, e, : end - begin]
-        given[name] = values
-    return placed_like(given, activations)
-
-
-def placed_like(gradients, activations):
-    """Return gradients on the devices of the activations, so that no program moves them there."""
-    return {
-        name: jax.device_put(one, jax.tree.leaves(activations[name])[0].sharding)
-        for name, one in gradients.items()
-    }
-
-
-def assert_states_equal(one, other, engines):
-    first, second = engines
-    for name, table in first.tables(one).items():
-        np.testing.assert_array_equal(table, second.tables(other)[name], err_msg=name)
-    for name, slots in first.slots(one).items():
-        for slot, values in slots.items():
-            np.testing.assert_array_equal(values, second.slots(other)[name][slot])
-
-
-IN_CI = [
-    ("adagrad", 8, "mod"),
-    ("adagrad", 8, "replicated"),
-    ("adam", 1, "div"),
-    ("each occurrence", 2, "mod"),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "devices", "placement"),
-    [
-        pytest.param(*case, marks=() if case in IN_CI else pytest.mark.whole)
-        for case in itertools.product(OPTIMIZERS, (1, 2, 8), ("mod", "div", "replicated"))
-        # Occurrences are not applied one by one to replicated tables.
-        if case[::2] != ("each occurrence", "replicated")
-    ],
-)
-@pytest.mark.whole
-def test_jagged_has_the_bits_of_padded(name, devices, placement):
-    weighted = name != "adam"
-    make = functools.partial(engine_of, devices, OPTIMIZERS[name], placement=placement)
-    engines = [make(jagged=jagged) for jagged in (False, True)]
-    states = [engine.init(jax.random.key(0)) for engine in engines]
-    for step in range(2):
-        rng = np.random.default_rng(step)
-        features, gradients = batch_of(rng, weighted=weighted), padded_gradients(rng)
-        batches = [engine.place(features) for engine in engines]
-        found = [e.lookup(*pair) for e, *pair in zip(engines, states, batches, strict=True)]
-        for key, values in padded(found[1]).items():
-            np.testing.assert_array_equal(values, found[0][key], err_msg=key)
-        given = placed_like(gradients, found[0]), in_places(gradients, found[1])
-        states = [e.update(*args) for e, *args in zip(engines, states, batches, given, strict=True)]
-    assert_states_equal(*states, engines)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
-def test_ids_inside_a_jit_are_jagged_too(devices):
-    rng = np.random.default_rng(0)
-    engine = engine_of(devices, Adagrad(0.1), jagged=True)
-    ragged_ids = batch_of(rng)
-    dense = {name: ragged_ids[name] for name in ("bag", "one")}
-    for name in LENGTHS:
-        ids = ragged_ids[name]
-        width = int(np.diff(ids.row_splits).max()) + 1
-        dense[name] = np.full((SIZES[name], width), -1, np.int32)
-        for e, (begin, end) in enumerate(zip(ids.row_splits, ids.row_splits[1:], strict=False)):
-            dense[name][e, : end - begin] = ids.values[begin:end]
-    gradients = padded_gradients(rng)
-    state, batch = engine.init(jax.random.key(0)), engine.place(dense)
-    placed = engine.lookup(state, batch)
-    traced = jax.jit(engine.lookup)(state, dense)
-    expected = padded(placed)
-    for name, values in padded(traced).items():
-        # Shards add up their parts of a traced bag.
-        near = 1e-6 if name == "bag" else 0
-        np.testing.assert_allclose(values, expected[name], rtol=near, atol=near, err_msg=name)
-    updated = [
-        engine.update(state, batch, in_places(gradients, placed)),
-        jax.jit(engine.update)(state, dense, in_places(gradients, traced)),
-    ]
-    assert_states_equal(*updated, (engine, engine))
-
-
-def test_forms_of_one_sequence_agree():
-    table = TableConfig(10, 4, name="t")
-    engine = EmbeddingEngine({"x": FeatureConfig(table, jagged=True, on_bad_id="drop")}, SGD(0.1))
-    state = engine.init(jax.random.key(0))
-    dense = np.full((8, 5), -1, np.int32)
-    dense[0, :3], dense[1, 3], dense[7] = (4, 99, 5), 6, np.arange(5)
-    indices = np.argwhere(dense >= 0)
-    forms = {"dense": dense, "sparse": SparseIds(indices, dense[dense >= 0], (8, 5))}
-    found = {
-        name: engine.lookup(state, engine.place({"x": ids}))["x"] for name, ids in forms.items()
-    }
-    rows = np.asarray(engine.tables(state)["t"])
-    for jagged in found.values():
-        assert np.asarray(jagged.lengths).reshape(-1).tolist() == [3, 4, 0, 0, 0, 0, 0, 5]
-        values, mask = jax.device_get(jax.jit(lambda one: one.to_padded(5))(jagged))
-        for e, p in np.ndindex(8, 5):
-            there = 0 <= dense[e, p] < 10
-            np.testing.assert_array_equal(values[e, p], rows[dense[e, p]] if there else np.zeros(4))
-        assert int(np.asarray(mask).sum()) == 12
-
-
-@pytest.mark.whole
-def test_the_guard_reads_rows_alone():
-    engine = engine_of(8, SGD(0.1), jagged=True, on_bad_gradient="error")
-    rng = np.random.default_rng(0)
-    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(rng))
-    found, gradients = engine.lookup(state, batch), padded_gradients(rng)
-    engine.update(state, batch, in_places(gradients, found))
-    gradients["clicks"][:] = np.inf
-    with pytest.raises(ValueError, match="activation gradient of feature 'clicks'"):
-        engine.update(state, batch, in_places(gradients, found))
-
-
-def test_values_are_differentiated_and_clipped():
-    engine = engine_of(8, SGD(1.0), jagged=True)
-    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(np.random.default_rng(0)))
-
-    @jax.jit
-    def step(state, batch):
-        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
-
-        def loss(values):
-            found = rebuild(values)
-            return sum(jnp.sum(found[name].means() ** 2) for name in LENGTHS)
-
-        gradients = jax.grad(loss)(values)
-        norm = optax.global_norm(gradients)
-        clipped, _ = optax.clip_by_global_norm(0.5).update(gradients, optax.EmptyState())
-        return norm, optax.global_norm(clipped), engine.update(state, batch, clipped)
-
-    norm, clipped, new = step(state, batch)
-    assert norm > 0.5
-    np.testing.assert_allclose(clipped, 0.5, rtol=1e-5)
-    assert not np.array_equal(engine.tables(new)["click"], engine.tables(state)["click"])
-
-
-def test_gradients_may_be_jagged_or_none():
-    engine = engine_of(8, SGD(1.0), jagged=True)
-    state, batch = engine.init(jax.random.key(0)), engine.place(batch_of(np.random.default_rng(0)))
-    found = engine.lookup(state, batch)
-    values, _ = tpu_embed.split_activations(found)
-    nothing = {
-        name: Jagged(one.values, None) if name in LENGTHS else one for name, one in found.items()
-    }
-    states = [engine.update(state, batch, given) for given in (values, found, nothing)]
-    for other in states[1:]:
-        assert_states_equal(states[0], other, (engine, engine))
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.optimizers import SGD
 
 
 @pytest.mark.parametrize("devices", [1, 8])
@@ -284,9 +55,8 @@ def test_what_is_refused():
 
 
 def test_gradients_of_another_batch_are_refused_and_change_nothing():
-    engine = EmbeddingEngine(
-        {"x": FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)}, SGD(1)
-    )
+    feature = FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)
+    engine = EmbeddingEngine({"x": feature}, SGD(1))
     state = engine.init(jax.random.key(0))
     few, many = (
         engine.place({"x": RaggedIds.from_lists([[1] * length] * 8)}) for length in (2, 50)
@@ -296,27 +66,7 @@ def test_gradients_of_another_batch_are_refused_and_change_nothing():
     before = np.array(engine.tables(state)["t"])
     wanted = r"gradient of feature 'x': expected shape \(8, 8, 4\), got .*values that the lookup"
     for gradient in (others, others.values, others.to_padded(2)[0], others.sums()):
-        with pytest.raises(ValueError, match=wanted):
-            engine.update(state, few, {"x": gradient})
-        with pytest.raises(ValueError, match=wanted):
-            engine.update_in_place(state, few, {"x": gradient})
+        for update in (engine.update, engine.update_in_place):
+            with pytest.raises(ValueError, match=wanted):
+                update(state, few, {"x": gradient})
     np.testing.assert_array_equal(engine.tables(state)["t"], before)
-
-
-def test_splits_of_a_gradient_are_not_read():
-    """Those of another batch change nothing, where the capacities are the same."""
-    engine = EmbeddingEngine(
-        {"x": FeatureConfig(TableConfig(10, 4, name="t"), jagged=True)}, SGD(1)
-    )
-    state = engine.init(jax.random.key(0))
-    one, other = (
-        engine.place({"x": RaggedIds.from_lists([[1, 2][:length]] * 8)}) for length in (1, 2)
-    )
-    found, others = (engine.lookup(state, batch)["x"] for batch in (one, other))
-    assert found.values.shape == others.values.shape
-    assert found.row_splits.tolist() != others.row_splits.tolist()
-    states = [
-        engine.update(state, one, {"x": gradient})
-        for gradient in (found, others.with_values(found.values))
-    ]
-    assert_states_equal(*states, (engine, engine))

@@ -4,28 +4,11 @@ import dataclasses
 import itertools
 
 import jax
+import living_cases as cases
 import numpy as np
 import pytest
-from living_cases import (
-    KEY,
-    SIZES,
-    TAGS,
-    assert_same,
-    configs,
-    draw,
-    engine,
-    gradients,
-    initial_row,
-    keys_in_order,
-    mesh,
-    oracles,
-    train,
-    whole,
-)
 
-import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed.vocabulary import DynamicVocabulary
 
 STEPS = 12
@@ -35,17 +18,17 @@ NO_KEYS = RaggedIds(np.zeros(0, np.uint64), np.zeros(9, np.int32))
 @pytest.fixture(scope="module")
 def trained():
     """Return an engine on two devices, its state after some steps, and all activations."""
-    made = engine()
-    state, seen = train(made, made.init(jax.random.key(KEY)), STEPS)
-    return made, whole(made, state), seen
+    made = cases.engine()
+    state, seen = cases.train(made, made.init(jax.random.key(cases.KEY)), STEPS)
+    return made, cases.whole(made, state), seen
 
 
 def test_rows_are_the_oracles_step_by_step():
-    made, maps = engine(), oracles()
-    state = made.init(jax.random.key(KEY))
+    made, maps = cases.engine(), cases.oracles()
+    state = made.init(jax.random.key(cases.KEY))
     for step in range(STEPS):
-        state, _ = made.admit(state, made.place(draw(step)))
-        for name, keys in keys_in_order(draw(step)).items():
+        state, _ = made.admit(state, made.place(cases.draw(step)))
+        for name, keys in cases.keys_in_order(cases.draw(step)).items():
             maps[name].take(keys)
             keys, rows = made.vocabularies.keys(name)
             found = dict(zip(keys.tolist(), rows.tolist(), strict=True))
@@ -62,30 +45,30 @@ def row_per_key(step, rows):
         known = rows[table]
         return np.array([known.get(int(k) % 2**64, unseen) for k in keys.reshape(-1)])
 
-    batch = draw(step)
+    batch = cases.draw(step)
     bags, seen, one = batch["bags"], batch["seen"], batch["one"]
     values = numbered("items", bags.values, -1)
     kept = values >= 0
-    row = np.repeat(np.arange(SIZES["bags"]), np.diff(bags.row_splits))[kept]
-    counts = np.bincount(row, minlength=SIZES["bags"])
+    row = np.repeat(np.arange(cases.SIZES["bags"]), np.diff(bags.row_splits))[kept]
+    counts = np.bincount(row, minlength=cases.SIZES["bags"])
     padded = np.where(seen == -1, -1, numbered("items", seen, -1).reshape(seen.shape))
     return batch | {
         "bags": RaggedIds(values[kept], np.append(0, np.cumsum(counts)), bags.weights[kept]),
-        "one": np.where(one == -1, -1, numbered("tags", one, TAGS - 1)),
+        "one": np.where(one == -1, -1, numbered("tags", one, cases.TAGS - 1)),
         "seen": padded,
     }
 
 
 def test_values_are_those_of_a_table_with_a_row_per_key(trained):
     """A key that comes back has its first value and slots, whichever row it gets."""
-    features = configs()
+    features = cases.configs()
     living = {f.table.name: f.table for f in features.values()}
     sizes = {"items": 200, "tags": 50, "users": 9}
     fixed = {
         name: TableConfig(sizes[name], t.dim, name=name, combiner=t.combiner, optimizer=t.optimizer)
         for name, t in living.items()
     }
-    twin = engine(
+    twin = cases.engine(
         features={
             path: FeatureConfig(
                 fixed[f.table.name], max_sequence_length=f.max_sequence_length, on_bad_id="drop"
@@ -93,19 +76,21 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
             for path, f in features.items()
         }
     )
-    state, maps = twin.init(jax.random.key(KEY)), oracles()
+    state, maps = twin.init(jax.random.key(cases.KEY)), cases.oracles()
     # The shared row is drawn by its number in a table of that size, as `init` draws it.
-    shared = np.asarray(engine().tables(engine().init(jax.random.key(KEY)))["tags"])[TAGS - 1]
-    state = twin.set_rows(state, "tags", [TAGS - 1], shared[None])
+    shared = np.asarray(
+        cases.engine().tables(cases.engine().init(jax.random.key(cases.KEY)))["tags"]
+    )[cases.TAGS - 1]
+    state = twin.set_rows(state, "tags", [cases.TAGS - 1], shared[None])
     numbers = {"items": {}, "tags": {}}
-    next_row = {"items": 0, "tags": TAGS}
+    next_row = {"items": 0, "tags": cases.TAGS}
     for step, activations in enumerate(trained[2]):
-        for name, keys in keys_in_order(draw(step)).items():
+        for name, keys in cases.keys_in_order(cases.draw(step)).items():
             _, new, _ = maps[name].take(keys)
             for key, _ in new:
                 # Each admission gets a row that nobody had before.
                 numbers[name][key] = next_row[name]
-                value = initial_row(living[name], key)
+                value = cases.initial_row(living[name], key)
                 state = twin.set_rows(state, name, [next_row[name]], value[None])
                 next_row[name] += 1
         known = {
@@ -115,7 +100,7 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
         batch = twin.place(row_per_key(step, known))
         expected = twin.lookup(state, batch)
         jax.tree.map(np.testing.assert_array_equal, activations, expected)
-        state = twin.update_in_place(state, batch, gradients(expected, step))
+        state = twin.update_in_place(state, batch, cases.gradients(expected, step))
     assert next_row["items"] > 30  # keys came back
     made, found, _ = trained
     tables, slots = twin.tables(state), twin.slots(state)
@@ -127,35 +112,33 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
                 np.testing.assert_array_equal(found[what][row], array[of[key]], err_msg=what)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [1, 8, pytest.param(4, marks=pytest.mark.whole)])
 @pytest.mark.quick(1)
-def test_bits_are_the_same_on_other_devices(trained, devices):
-    made = engine(devices)
-    state, seen = train(made, made.init(jax.random.key(KEY)), STEPS)
-    assert_same(whole(made, state), trained[1])
+def test_bits_are_the_same_on_other_devices_and_in_other_placements(trained, devices):
+    features, options = cases.configs(), {}
+    if devices == 4:
+        placements = {"items": "div", "tags": "replicated", "users": "mod"}
+        tables = {
+            name: dataclasses.replace(table, placement=placements[name])
+            for name, table in {f.table.name: f.table for f in features.values()}.items()
+        }
+        features = {
+            n: dataclasses.replace(f, table=tables[f.table.name]) for n, f in features.items()
+        }
+        options["stack_tables"] = False
+    made = cases.engine(devices, features=features, **options)
+    state, seen = cases.train(made, made.init(jax.random.key(cases.KEY)), STEPS)
+    cases.assert_same(cases.whole(made, state), trained[1])
     jax.tree.map(np.testing.assert_array_equal, seen, trained[2])
 
 
-@pytest.mark.whole
-def test_bits_are_the_same_in_other_placements(trained):
-    features, placements = configs(), {"items": "div", "tags": "replicated", "users": "mod"}
-    tables = {
-        f.table: dataclasses.replace(f.table, placement=placements[f.table.name])
-        for f in {f.table.name: f for f in features.values()}.values()
-    }
-    placed = {n: dataclasses.replace(f, table=tables[f.table]) for n, f in features.items()}
-    made = engine(4, features=placed, stack_tables=False)
-    state, _ = train(made, made.init(jax.random.key(KEY)), STEPS)
-    assert_same(whole(made, state), trained[1])
-
-
 def test_work_is_in_place_and_few_programs_are_compiled():
-    made = engine(1)
-    state, _ = train(made, made.init(jax.random.key(KEY)), 4)
+    made = cases.engine(1)
+    state, _ = cases.train(made, made.init(jax.random.key(cases.KEY)), 4)
     before = made.compilations
     held = {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()}
     old = state
-    state, _ = train(made, state, 4, first=4)
+    state, _ = cases.train(made, state, 4, first=4)
     assert made.compilations == before
     assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
     assert all(table.is_deleted() for table in old.tables.values())
@@ -164,77 +147,34 @@ def test_work_is_in_place_and_few_programs_are_compiled():
 def test_admitting_compiles_a_program_per_stack_whichever_get_keys_together():
     living = DynamicVocabulary()
     names = {name: dim for dim, name in enumerate(("a", "b", "c"), 1)}
-    made = engine(1, features={
+    made = cases.engine(1, features={
         name: FeatureConfig(TableConfig(40, dim, name=name, vocabulary=living))
         for name, dim in names.items()
     })  # fmt: skip
-    state, key = made.init(jax.random.key(KEY)), itertools.count(100)
+    state, key = made.init(jax.random.key(cases.KEY)), itertools.count(100)
     subsets = [s for n in range(4) for s in itertools.combinations(names, n)]
     for subset in subsets:
         given = {name: np.full(8, next(key) if name in subset else -1) for name in names}
         before = state
         state, batch = made.admit(state, made.place(given))
         for name in subset:
-            row = initial_row(made.table_configs[name], int(given[name][0]))
+            row = cases.initial_row(made.table_configs[name], int(given[name][0]))
             np.testing.assert_array_equal(made.lookup(state, batch)[name][0], row)
         gone = {made.layout.stacks[f.stack].name: f.path in subset for f in made.layout.features}
         assert {n: table.is_deleted() for n, table in before.tables.items()} == gone
     assert made.compilations["admit"] == 3
 
 
-def train_on_sequences(**options):
-    """Train on sequences of keys; return the bits at the end, and the activations, padded."""
-    table = TableConfig(12, 4, name="t", vocabulary=DynamicVocabulary())
-    sequence = FeatureConfig(table, max_sequence_length=3, **options)
-    made = engine(2, features={"last": FeatureConfig(table), "seen": sequence})
-    state, lengths, found = made.init(jax.random.key(KEY)), np.array([4, 0, 2, 1, 3, 1, 0, 2]), []
-    splits = np.append(0, np.cumsum(lengths))
-    for step in range(6):
-        rng = np.random.default_rng(step)
-        keys = rng.integers(0, 16, splits[-1]).astype(np.uint64) * np.uint64(2**60 + 1)
-        weights = rng.choice([0.5, 1, 2], splits[-1]).astype(np.float32)
-        batch = {"seen": RaggedIds(keys, splits, weights), "last": rng.integers(0, 9, 8)}
-        state, batch = made.admit(state, made.place(batch))
-        rows = made.lookup(state, batch)
-        jagged = rows["seen"]
-        if isinstance(jagged, Jagged):
-            rows["seen"] = jagged.to_padded(3)[0]
-        given = gradients(rows, step)
-        if isinstance(jagged, Jagged):
-            cut, room = np.minimum(lengths, 3), jagged.values.shape[1]
-            given["seen"] = Jagged.from_padded(given["seen"], cut, 2, room)
-        state = made.update_in_place(state, batch, given)
-        found.append(rows)
-    assert made.vocabularies.counters["t"]["evicted"] > 10
-    return whole(made, state), found
-
-
-@pytest.mark.whole
-def test_a_jagged_feature_has_the_rows_of_a_padded_one():
-    bits, rows = train_on_sequences()
-    jagged_bits, jagged_rows = train_on_sequences(jagged=True)
-    jax.tree.map(np.testing.assert_array_equal, jagged_rows, rows)
-    assert_same(jagged_bits, bits)
-
-
-def simple(capacity=3, lookahead=0, **options):
-    """Return an engine of one living table on one device, with plain SGD."""
-    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options))
-    return tpu_embed.EmbeddingEngine(
-        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), lookahead=lookahead
-    )
-
-
 def test_every_64_bit_number_is_a_key_where_there_is_no_padding():
     odd = np.array([0, 2**63, 2**64 - 1, 2**64 - 1], np.uint64)
-    made = simple()
+    made, state = cases.simple()
     batch = made.place({"x": odd})
     assert made.vocabularies.counters["t"]["admitted"] == 3
-    state, batch = made.admit(made.init(jax.random.key(KEY)), batch)
+    state, batch = made.admit(state, batch)
     rows = made.lookup(state, batch)["x"]
     table = made.structure.tables[0]
     for row, key in zip(rows, odd.tolist(), strict=True):
-        np.testing.assert_array_equal(row, initial_row(table, key))
+        np.testing.assert_array_equal(row, cases.initial_row(table, key))
     signed = made.place({"x": odd.view(np.int64)}, training=False)  # -1 is padding here
     np.testing.assert_array_equal(made.lookup(state, signed)["x"][2:], np.zeros((2, 2)))
     flat = RaggedIds(odd.view(np.int64), [0, 1, 2, 3, 4])
@@ -243,8 +183,7 @@ def test_every_64_bit_number_is_a_key_where_there_is_no_padding():
 
 
 def test_more_keys_than_rows_are_unseen_and_nobody_elses_row_changes():
-    made = simple()
-    state = made.init(jax.random.key(KEY))
+    made, state = cases.simple()
     state, batch = made.admit(state, made.place({"x": np.arange(8)}))
     rows = made.lookup(state, batch)["x"]
     np.testing.assert_array_equal(rows[3:], np.zeros((5, 2)))
@@ -258,8 +197,7 @@ def test_more_keys_than_rows_are_unseen_and_nobody_elses_row_changes():
 
 
 def test_an_empty_batch_is_a_step():
-    made = simple()
-    state = made.init(jax.random.key(KEY))
+    made, state = cases.simple()
     state, batch = made.admit(state, made.place({"x": NO_KEYS}))
     made.lookup(state, batch)
     state, _ = made.admit(state, made.place({"x": np.full(8, -1)}))

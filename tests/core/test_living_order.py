@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -20,7 +21,6 @@ from living_cases import (
     maps_of,
     mesh,
     simple,
-    train,
     whole,
 )
 
@@ -29,38 +29,27 @@ from tpu_embed import FeatureConfig, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
 from tpu_embed.vocabulary import DynamicVocabulary
+from tpu_embed.vocabulary.timeline import FOREVER
 
 
-@pytest.fixture(scope="module")
-def programs():
-    """Return a jitted step and a jitted lookup of an engine, to be used with any of `simple`."""
-    made, _ = simple(lookahead=1)
-
-    def step(state, batch):
-        return made.update(state, batch, ONES)
-
-    return jax.jit(step), jax.jit(made.lookup)
-
-
-def test_a_batch_that_is_not_admitted_is_refused(programs):
+def test_a_batch_that_is_not_admitted_is_refused():
+    other, _ = simple(lookahead=1)
+    step, lookup = jax.jit(lambda *args: other.update(*args, ONES)), jax.jit(other.lookup)
     made, state = simple(lookahead=1)
     batch = made.place(ids(5, 6))
-    with pytest.raises(ValueError, match="give every batch to admit first"):
-        made.lookup(state, batch)
-    with pytest.raises(ValueError, match="give every batch to admit first"):
-        made.update(state, batch, ONES)
-    step, lookup = programs
-    for program in (step, lookup):  # while tracing: the loop does not begin
+    # In a jit while tracing: the loop does not begin.
+    for call in (made.lookup, lambda *args: made.update(*args, ONES), step, lookup):
         with pytest.raises(ValueError, match="give every batch to admit first"):
-            program(state, batch)
+            call(state, batch)
     state, batch = made.admit(state, batch)
     assert np.isfinite(lookup(state, batch)["x"]).all()
     # The program is traced with another engine, but with its own states and batches it is right.
     assert int(step(state, batch).counters["refused_batches"]) == 0
 
 
-def test_batches_are_admitted_once_each_in_placing_order():
+def test_batches_are_admitted_once_each_in_placing_order_to_the_newest_state():
     made, state = simple()
+    older = copied(state)
     first, second = made.place(ids(5, 6)), made.place(ids(6, 7))
     with pytest.raises(ValueError, match="got the one of step 2"):
         made.admit(state, second)
@@ -70,13 +59,7 @@ def test_batches_are_admitted_once_each_in_placing_order():
     assert made.admit(state, admitted)[0] is state  # only looked at: it has been admitted
     state, _ = made.admit(state, second)
     assert state.vocabulary["map_version"][0] == 2
-
-
-def test_an_older_state_is_refused():
-    made, state = simple()
-    older = jax.tree.map(jnp.copy, state)
-    state, _ = made.admit(state, made.place(ids(5, 6)))
-    with pytest.raises(ValueError, match="a state of step 0 while 1 was admitted before"):
+    with pytest.raises(ValueError, match="a state of step 0 while 2 was admitted before"):
         made.admit(older, made.place(ids(7, 8)))
 
 
@@ -101,15 +84,6 @@ def test_a_pipelined_batch_never_writes_into_another_keys_row():
     np.testing.assert_array_equal(made.tables(in_time)["t"] - before, [[0, 0]] * 2 + [[-1, -1]] * 2)
 
 
-def test_lookahead_protects_the_rows_of_batches_that_wait_for_updates():
-    made, state = simple(capacity=2, lookahead=1)
-    state, first = made.admit(state, made.place(ids(1, 2)))
-    state, second = made.admit(state, made.place(ids(3, 4)))
-    np.testing.assert_array_equal(made.lookup(state, second)["x"], np.zeros((2, 2)))
-    assert made.vocabularies.counters["t"]["unseen"] == 2
-    made.update(state, first, ONES)
-
-
 def test_a_lookup_sees_the_admitted_step_whatever_was_placed_ahead():
     made, state = simple(capacity=2)
     state, _ = made.admit(state, made.place(ids(1, 2)))
@@ -121,53 +95,18 @@ def test_a_lookup_sees_the_admitted_step_whatever_was_placed_ahead():
         np.testing.assert_array_equal(row, initial_row(table, key))
     np.testing.assert_array_equal(rows[2:], np.zeros((3, 2)))
     state, _ = made.admit(state, ahead[0])  # 2 goes, 3 comes
-    with pytest.raises(ValueError, match="place it again"):
-        made.lookup(state, batch)
-    with pytest.raises(ValueError, match="place it again"):
-        made.admit(state, batch)
+    for call in (made.lookup, made.admit):
+        with pytest.raises(ValueError, match="place it again"):
+            call(state, batch)
     only_1 = made.place(ids(1, 1), training=False)
     state, _ = made.admit(state, ahead[1])
     with pytest.raises(ValueError, match="place it again"):
         made.lookup(state, only_1)
 
 
-def test_a_lookup_whose_rows_were_not_touched_stays_valid_on_the_host(programs):
-    made, state = simple(capacity=3)
-    state, _ = made.admit(state, made.place(ids(1, 2)))
-    batch = made.place(ids(2, 9), training=False)
-    for keys in ((2, 3), (2, 4)):
-        state, _ = made.admit(state, made.place(ids(*keys)))
-    rows = made.lookup(state, batch)["x"]
-    lookup = programs[1]
-    np.testing.assert_array_equal(
-        lookup(state, batch)["x"], np.full((2, 2), np.nan)
-    )  # not known there
-    state, fresh = made.admit(state, batch)
-    assert made.compilations["lookup"] == 1
-    np.testing.assert_array_equal(lookup(state, fresh)["x"], rows)
-
-
-@pytest.mark.whole
-def test_batches_that_were_thrown_away_are_undone():
-    made, state = engine(), None
-    state, _ = train(made, made.init(jax.random.key(KEY)), 4)
-    expected = whole(made, state)
-    old = [made.place(draw(step)) for step in (4, 5)]
-    made.vocabularies.rewind(state)
-    assert_same(whole(made, state), expected)
-    made.place(draw(4))
-    with pytest.raises(ValueError, match="placed since the maps were rewound"):
-        made.admit(state, old[0])
-    made.vocabularies.rewind(state)
-    other = engine()
-    there, _ = train(other, other.init(jax.random.key(KEY)), 6)
-    state, _ = train(made, state, 2, first=4)
-    assert_same(whole(made, state), whole(other, there))
-
-
 def test_rewind_takes_the_newest_state_or_a_first_one():
     made, first = simple()
-    older = jax.tree.map(jnp.copy, first)
+    older = copied(first)
     state, _ = made.admit(first, made.place(ids(1, 2)))
     state, _ = made.admit(state, made.place(ids(2, 3)))
     steps = older.vocabulary["map_version"].at[0].set(1)
@@ -199,6 +138,7 @@ def test_a_batch_that_place_refuses_leaves_the_maps_as_they_were(case):
     before = maps_of(made)
     with pytest.raises(error):
         made.place(features, weights, spec)
+    made.place(ids(1, 2), training=False)  # one that is only looked up teaches them nothing, too
     assert_same(maps_of(made), before)
     made.place(ids(7, 1))
     assert made.vocabularies.placed == 2
@@ -209,14 +149,6 @@ def test_a_batch_of_a_size_that_does_not_divide_leaves_the_maps_as_they_were():
     with pytest.raises(ValueError, match="positive multiple of 4"):
         made.place({**draw(0), "one": np.arange(6)})
     assert (len(made.vocabularies), made.vocabularies.placed) == (0, 0)
-
-
-def test_batches_that_are_only_looked_up_teach_the_maps_nothing():
-    made, _ = simple()
-    made.place(ids(7, 1))
-    before = maps_of(made)
-    made.place(ids(1, 2), training=False)
-    assert_same(maps_of(made), before)
 
 
 def test_threads_that_place_leave_a_map_that_some_order_gives():
@@ -287,26 +219,13 @@ def test_a_prefetcher_that_is_closed_early_is_rewound():
     made.admit(state, made.place(ids(7, 7)))
 
 
-def test_maps_are_loaded_from_states_of_maps_only():
-    made, _ = simple()
-    made.place(ids(5, 6))
-    kept, before = made.vocabularies.state(1), maps_of(made)
-    for wrong in (3, kept.maps, kept._replace(maps={}), kept._replace(maps={"u": kept.maps["t"]})):
-        with pytest.raises(ValueError, match=r"expected what state\(\) returned, with maps of"):
-            made.vocabularies.load_state(wrong)
-    assert_same(maps_of(made), before)
-    made.vocabularies.load_state(kept)
-    assert made.vocabularies.admitted == 1
-
-
 def test_engines_share_maps():
     made, state = simple()
-    other = tpu_embed.EmbeddingEngine(
-        {"y": FeatureConfig(made.structure.tables[0])},
-        o.SGD(1.0),
-        mesh=mesh(1),
-        vocabularies=made.vocabularies,
+    features = {"y": FeatureConfig(made.structure.tables[0])}
+    share = functools.partial(
+        tpu_embed.EmbeddingEngine, features, o.SGD(1.0), vocabularies=made.vocabularies
     )
+    other = share(mesh=mesh(1))
     state, _ = made.admit(state, made.place(ids(1, 2)))
     looked = other.lookup(state, other.place({"y": np.array([2, 3])}, training=False))["y"]
     np.testing.assert_array_equal(looked[0], initial_row(made.structure.tables[0], 2))
@@ -314,21 +233,14 @@ def test_engines_share_maps():
     with pytest.raises(ValueError, match="maps of the engine's tables"):
         engine(vocabularies=made.vocabularies, lookahead=None)
     with pytest.raises(ValueError, match="leave lookahead out"):
-        tpu_embed.EmbeddingEngine(
-            {"y": FeatureConfig(made.structure.tables[0])},
-            o.SGD(1.0),
-            lookahead=1,
-            vocabularies=made.vocabularies,
-        )
+        share(lookahead=1)
 
 
 def test_what_knows_no_keys_is_refused_with_the_remedy():
     made, state = simple()
-    for call in (made.lookup, jax.jit(made.lookup)):
+    for call in (made.lookup, jax.jit(made.lookup), lambda *args: made.update(*args, ONES)):
         with pytest.raises(ValueError, match=r"batch = engine\.place\(features\)"):
             call(state, ids(1, 2))
-    with pytest.raises(ValueError, match=r"batch = engine\.place\(features\)"):
-        made.update(state, ids(1, 2), ONES)
     with pytest.raises(ValueError, match="admit the batch first"):
         jax.jit(made.admit)(state, made.place(ids(1, 2)))
     with pytest.raises(TypeError, match="share the maps"):
@@ -365,3 +277,164 @@ def test_initializers_that_look_at_row_numbers_are_refused(initializer):
         TableConfig(4, 2, initializer=initializer, vocabulary=DynamicVocabulary())
     with pytest.raises(ValueError, match="capacity"):
         TableConfig(1, 2, vocabulary=DynamicVocabulary(unseen="shared"))
+
+
+# -- Batches that are thrown away, and maps that are loaded ----------------------------------------
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+@pytest.mark.parametrize("evict", ["lru", "none"])
+def test_a_batch_that_was_thrown_away_reads_and_writes_nothing(evict):
+    made, state = simple(evict=evict, lookahead=1)
+    lookup, step = jax.jit(made.lookup), jax.jit(lambda *args: made.update(*args, ONES))
+    lost = made.place(ids(7, 7))
+    made.vocabularies.rewind(state)
+    for keys in ((9, 9), (9, 9)):
+        state, batch = made.admit(state, made.place(ids(*keys)))
+        for call in (made.lookup, lambda *args: made.update(*args, ONES)):
+            with pytest.raises(ValueError, match="expected an admitted batch"):
+                call(state, lost)
+        for call in (lookup, step, lookup.lower, step.lower):
+            with pytest.raises(ValueError, match="outside of the jit; lower and"):
+                call(state, lost)
+    assert np.abs(lookup(state, batch)["x"]).min() > 0
+
+
+def test_maps_that_are_loaded_again_end_what_was_placed_before():
+    made, state = simple()
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    kept, at_1 = made.vocabularies.state(), copied(state)
+    state, old = made.admit(state, made.place(ids(3, 4)))
+    made.vocabularies.load_state(kept)
+    state, new = made.admit(at_1, made.place(ids(5, 6)))
+    step, history, _ = state.vocabulary["map_version"].tolist()
+    assert (step, new.valid_steps.tolist()) == (2, [2, 2, history])
+    assert history == made.vocabularies.now[1] != old.valid_steps[2]
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(state, old)
+    np.testing.assert_array_equal(
+        made.lookup(state, new)["x"][0], initial_row(made.structure.tables[0], 5)
+    )
+
+
+def test_a_lookup_that_a_state_from_before_a_load_renews_is_of_that_state():
+    made, state = simple(capacity=2)
+    first = copied(state)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    looked = made.place(ids(1, 2), training=False)
+    made.vocabularies.rewind(first)
+    new, _ = made.admit(first, made.place(ids(3, 4)))
+    state, fresh = made.admit(state, looked)
+    made.lookup(state, fresh)
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(new, fresh)
+
+
+def test_a_lookup_that_is_placed_while_maps_are_loaded_is_refused(monkeypatch):
+    made, state = simple(capacity=2)
+    kept, first = made.vocabularies.state(), copied(state)
+    made.admit(state, made.place(ids(1, 2)))
+    maps, loaded, found = made.vocabularies, threading.Event(), threading.Event()
+    find_all = maps.find_all
+
+    def find_slowly(*args):
+        rows = find_all(*args)
+        found.set()
+        assert loaded.wait(60)
+        return rows
+
+    monkeypatch.setattr(maps, "find_all", find_slowly)
+    batches = []
+    thread = threading.Thread(target=lambda: batches.append(made.place(ids(1, 2), training=False)))
+    thread.start()
+    assert found.wait(60)
+    maps.load_state(kept)
+    monkeypatch.undo()
+    loaded.set()
+    thread.join()
+    state, _ = made.admit(first, made.place(ids(3, 4)))  # step 1 again, of another history
+    with pytest.raises(ValueError, match="placed since the maps were loaded"):
+        made.lookup(state, batches[0])
+
+
+def test_a_batch_that_a_jit_returns_does_not_tell_of_the_one_it_was_traced_with():
+    """The structure of what a program returns is that of its first trace."""
+    made, state = simple(capacity=4)
+    same = jax.jit(lambda batch: batch)
+    for keys in ((1, 2), (3, 4)):
+        state, _ = made.admit(state, made.place(ids(*keys)))
+    same(made.place(ids(3, 4), training=False))
+    looked = same(made.place(ids(1, 2), training=False))
+    np.testing.assert_array_equal(
+        made.lookup(state, looked)["x"][0], initial_row(made.structure.tables[0], 1)
+    )
+    state, _ = made.admit(state, made.place(ids(5, 6)))  # in the place of 1 and 2
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    ahead = [same(made.place(ids(*keys))) for keys in ((7, 8), (9, 10))]
+    for batch in reversed(ahead):
+        with pytest.raises(ValueError, match="place it again"):
+            made.admit(state, batch)
+
+
+def test_a_first_state_forgets_all_keys_also_after_maps_of_step_0_were_loaded():
+    made, state = simple()
+    made.vocabularies.load_state(made.vocabularies.state()._replace(history=1))
+    made.place(ids(1, 2))
+    made.vocabularies.rewind(state)
+    assert (made.vocabularies.placed, made.vocabularies.now) == (0, made.vocabularies.at(0))
+    assert made.vocabularies.now[1] == made.vocabularies.first_history
+    made.admit(state, made.place(ids(3, 4)))
+
+
+def test_a_state_of_maps_that_is_refused_changes_nothing():
+    made, state = simple()
+    state, _ = made.admit(state, made.place(ids(5, 6)))
+    ahead = made.place(ids(6, 7))
+    kept, before = made.vocabularies.state(), maps_of(made)
+    wrong = kept.maps["t"]._replace(rows=kept.maps["t"].rows + 100)
+    with pytest.raises(ValueError, match=r"MapState\.rows"):
+        made.vocabularies.load_state(kept._replace(maps={"t": wrong}))
+    for other in (3, kept.maps, kept._replace(maps={}), kept._replace(maps={"u": kept.maps["t"]})):
+        with pytest.raises(ValueError, match=r"expected what state\(\) returned, with maps of"):
+            made.vocabularies.load_state(other)
+    assert_same(maps_of(made), before)
+    made.vocabularies.rewind(copied(state))
+    with pytest.raises(ValueError, match="placed since the maps were rewound"):
+        made.admit(state, ahead)
+    made.admit(state, made.place(ids(6, 7)))
+
+
+@pytest.mark.parametrize("evict", ["lru", "lfu"])
+def test_a_lookup_has_the_rows_of_the_step_at_which_it_was_asked_for(evict):
+    """Its thread may be slow: then training batches are admitted before it is placed."""
+    made, state = simple(capacity=2, evict=evict)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    ahead = [made.place(ids(*keys)) for keys in ((2, 3), (3, 4))]
+    pins = [made.vocabularies.pin()]
+    for placed in ahead:
+        state, _ = made.admit(state, placed)
+        pins.append(made.vocabularies.pin())
+    # Of the keys 1, 2, 3, 4 at the steps 1, 2, 3: key 3 gets the row of 1, and key 4 that of 2.
+    expected = [[0, 1, -1, -1], [-1, 1, 0, -1], [-1, -1, 0, 1]]
+    for step, (pin, rows) in enumerate(zip(pins, expected, strict=True), start=1):
+        batch = made.intake.place_ids(ids(1, 2, 3, 4), training=False, step=pin.step)
+        assert batch.valid_steps.tolist() == [step, step, made.vocabularies.now[1]]
+        assert batch.keys.tables["t"].rows[0].tolist() == rows
+    del pin, pins
+    state, _ = made.admit(state, made.place(ids(1, 1)))
+    assert not made.vocabularies._timeline._past  # nothing is kept for what nobody waits for
+
+
+def test_the_last_step_is_refused_before_a_map_moves(monkeypatch):
+    made, _ = simple(lookahead=1)
+    before = maps_of(made)
+    monkeypatch.setattr("tpu_embed.vocabulary.vocabularies.FOREVER", 2)
+    with pytest.raises(ValueError, match="fewer than 2 training batches"):
+        made.place(ids(1, 2))
+    assert_same(maps_of(made), before)
+    assert made.vocabularies.steps(1, training=True)[:2] == (1, 2)
+    assert np.iinfo(np.int32).max == FOREVER

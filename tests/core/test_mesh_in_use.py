@@ -1,5 +1,6 @@
 """`jax.set_mesh`: what is made without a mesh takes it; others are refused, abstract ones too."""
 
+import dataclasses
 import functools
 
 import jax
@@ -11,22 +12,23 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 import tpu_embed
-from tpu_embed import metrics, nn, planning
+from tpu_embed import io, metrics, nn, planning
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import blank_arrays
 
 TABLES = {
     "item": tpu_embed.TableConfig(11, 4, name="item", combiner="sum"),
     "user": tpu_embed.TableConfig(5, 4, name="user", placement="div", shard_axes="y"),
 }
 FEATURES = {name: tpu_embed.FeatureConfig(table) for name, table in TABLES.items()}
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+AUTO, EXPLICIT = (AxisType.Auto,) * 2, (AxisType.Explicit,) * 2
+KINDS = {"auto": AUTO, "explicit": EXPLICIT}
+MIXED = KINDS | {"mixed": (AxisType.Explicit, AxisType.Auto)}
 WHOLE = pytest.mark.whole
 
 
 @functools.cache
 def _mesh(kind, shape=(2, 4)):
-    return jax.make_mesh(shape, ("x", "y"), axis_types=(KINDS[kind],) * 2)
+    return jax.make_mesh(shape, ("x", "y"), axis_types=MIXED[kind])
 
 
 @functools.cache
@@ -35,8 +37,8 @@ def _engine(kind):
         return tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.25))
 
 
-def _features():
-    rng = np.random.default_rng(0)
+def _features(step=0):
+    rng = np.random.default_rng(step)
     return {name: rng.integers(-1, 5, (8, 3)).astype(np.int32) for name in FEATURES}
 
 
@@ -81,17 +83,11 @@ def _stateful(embedding):
 
 @functools.cache
 def _on_one_device():
-    return jax.device_get(
-        _eager(tpu_embed.EmbeddingEngine(_unsplit(), o.Adagrad(0.25), mesh=mesh(1)))
-    )
-
-
-def _unsplit():
-    tables = {
-        name: tpu_embed.TableConfig(t.vocabulary_size, t.dim, name=name, combiner=t.combiner)
-        for name, t in TABLES.items()
-    }
-    return {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    unsplit = {"placement": "mod", "shard_axes": None}
+    tables = {name: dataclasses.replace(table, **unsplit) for name, table in TABLES.items()}
+    features = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.25), mesh=mesh(1))
+    return jax.device_get(_eager(engine))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +103,6 @@ def test_a_step_under_the_mesh_in_use_has_the_bits_of_one_device(kind, api):
     with jax.set_mesh(_mesh(kind)):
         if api == "stateful":
             embedding = tpu_embed.TPUEmbedding(FEATURES, o.Adagrad(0.25))
-            assert embedding.engine.layout.axes.mesh == _mesh(kind)
             found = _stateful(embedding)
         else:
             found = {"eager": _eager, "jitted": _jitted}[api](_engine(kind))
@@ -120,6 +115,63 @@ def test_an_engine_made_under_a_mesh_is_used_without_it(kind):
     engine = _engine(kind)
     assert engine.layout.axes.mesh == _mesh(kind)
     assert_same(_eager(engine), _on_one_device())
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.quick(1)
+def test_rows_are_read_and_set_on_the_mesh(kind):
+    engine = _engine(kind)
+    state = engine.init(jax.random.key(0))
+    expected = {name: np.array(table) for name, table in engine.tables(state).items()}
+    for name, table in expected.items():
+        state = engine.set_rows(state, name, [2, 0], np.ones((2, 4), np.float32))
+        table[[2, 0]] = 1
+    assert_same(engine.tables(state), expected)
+    state = engine.load(state, "user", [expected["user"][:2] + 1, expected["user"][2:] + 1])
+    assert_same(engine.tables(state)["user"], expected["user"] + 1)
+
+
+@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.quick(1)
+def test_a_scan_over_stacked_batches(kind):
+    engine = _engine(kind)
+    for _ in range(2):  # the second time with the union of all specs
+        batches = [engine.place(_features(number)) for number in range(4)]
+
+    def step(state, batch):
+        activations = engine.lookup(state, batch)
+        return engine.update(state, batch, jax.tree.map(lambda a: 2 * a + 1, activations)), ()
+
+    state = engine.init(jax.random.key(0))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+    scanned, _ = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(state, stacked)
+    single = jax.jit(step)
+    for batch in batches:
+        state, _ = single(state, batch)
+    assert_same(engine.tables(scanned), engine.tables(state))
+    assert_same(engine.slots(scanned), engine.slots(state))
+    assert int(scanned.step) == 4
+
+
+def test_rows_move_alike_to_one_device_of_either_kind():
+    # A device takes rows from the host itself, but along an explicit axis they are split.
+    options = {"storage": tpu_embed.HostStorage(device_rows=8), "combiner": "sum"}
+    table = tpu_embed.TableConfig(100, 4, jax.nn.initializers.normal(), name="t", **options)
+    found = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        one = jax.make_mesh((1,), ("x",), axis_types=(kind,), devices=jax.devices()[:1])
+        feature = tpu_embed.FeatureConfig(table)
+        engine = tpu_embed.EmbeddingEngine(feature, o.Adagrad(0.25), mesh=one)
+        state = engine.init(jax.random.key(0))
+        for step in range(4):
+            batch = engine.place(np.arange(6) + 5 * step)
+            state, batch = engine.admit(state, batch)
+            state = engine.update(state, batch, engine.lookup(state, batch))
+        state = engine.set_rows(state, "t", np.array([21]), np.ones((1, 4)))
+        shown = engine.place(np.arange(30), training=False)
+        rows = engine.rows(state, "t", np.arange(30))
+        found.append([np.asarray(engine.lookup(state, shown)), np.asarray(rows)])
+    assert_same(*found)
 
 
 class Model(nnx.Module):
@@ -179,46 +231,39 @@ def test_the_placement_is_chosen_for_the_mesh_in_use():
 
 
 GRADIENTS = dict.fromkeys(FEATURES, np.ones((8, 4), np.float32))
-CALLS = {
-    "init": lambda engine, state, batch: engine.init(jax.random.key(0)),
-    "lookup": lambda engine, state, batch: engine.lookup(state, batch),
-    "update": lambda engine, state, batch: engine.update(state, batch, GRADIENTS),
-    "in place": lambda engine, state, batch: engine.update_in_place(state, batch, GRADIENTS),
-    "tables": lambda engine, state, batch: engine.tables(state),
-    "slots": lambda engine, state, batch: engine.slots(state),
-    "rows": lambda engine, state, batch: engine.set_rows(
-        state, "item", [0], np.ones((1, 4), np.float32)
-    ),
-    "load": lambda engine, state, batch: engine.load(state, "item", [np.ones((11, 4))]),
-    "restore": lambda engine, state, batch: blank_arrays(engine.layout.stacks, engine.layout.axes),
-    "statistics": lambda engine, state, batch: metrics.table_statistics(engine, state),
-    "jit": lambda engine, state, batch: jax.jit(engine.lookup)(state, batch),
-}
+CALLS = [
+    lambda engine, state, batch: engine.init(jax.random.key(0)),
+    lambda engine, state, batch: engine.lookup(state, batch),
+    lambda engine, state, batch: engine.update(state, batch, GRADIENTS),
+    lambda engine, state, batch: engine.update_in_place(state, batch, GRADIENTS),
+    lambda engine, state, batch: engine.tables(state),
+    lambda engine, state, batch: engine.slots(state),
+    lambda engine, state, batch: engine.set_rows(state, "item", [0], np.ones((1, 4))),
+    lambda engine, state, batch: engine.load(state, "item", [np.ones((11, 4))]),
+    lambda engine, state, batch: metrics.table_statistics(engine, state),
+    lambda engine, state, batch: jax.jit(engine.lookup)(state, batch),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_mesh_in_use_is_refused(kind):
+def test_another_mesh_in_use_is_refused(kind, tmp_path):
     engine = _engine("auto")
     state, batch = engine.init(jax.random.key(0)), engine.place(_features())
+    io.save(tmp_path / "saved", engine, state)
     said = (
         r"EmbeddingEngine: expected calls without jax.set_mesh or under the engine's mesh "
-        rf"\('x': 2 Auto, 'y': 4 Auto\), got one under \('x': 4 {KINDS[kind].name}, .*mesh="
+        rf"\('x': 2 Auto, 'y': 4 Auto\), got one under \('x': 4 {KINDS[kind][0].name}, .*mesh="
     )
     with jax.set_mesh(_mesh(kind, (4, 2))):
-        for call in CALLS.values():
+        for call in (*CALLS, lambda *_: io.restore(tmp_path / "saved", engine)):
             with pytest.raises(ValueError, match=said):
                 call(engine, state, batch)
         engine.place(_features())  # the batch's own sharding names the mesh
+    if kind == "explicit":  # kinds of axes tell meshes apart
+        said = r"mesh \('x': 2 Auto.*, got one under \('x': 2 Explicit"
+        with jax.set_mesh(_mesh(kind)), pytest.raises(ValueError, match=said):
+            engine.init(jax.random.key(0))
     engine.update_in_place(state, batch, GRADIENTS)  # nothing was donated
-
-
-def test_kinds_of_axes_tell_meshes_apart():
-    engine = _engine("auto")
-    with (
-        jax.set_mesh(_mesh("explicit")),
-        pytest.raises(ValueError, match=r"mesh \('x': 2 Auto.*, got one under \('x': 2 Explicit"),
-    ):
-        engine.init(jax.random.key(0))
 
 
 def test_an_abstract_mesh_is_refused():

@@ -5,24 +5,14 @@ import threading
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
-from living_cases import (
-    KEY,
-    ONES,
-    assert_same,
-    ids,
-    initial_row,
-    mesh,
-    on_host,
-    simple,
-    train_once,
-    whole,
-)
+from living_cases import KEY, ONES, ids, mesh, on_host, simple, train_once, whole
 
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, hash_ids
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine.logical_rows import LogicalRows
+from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import DynamicVocabulary
 
 VECTORS = np.arange(1.0, 9).reshape(4, 2)
@@ -41,8 +31,9 @@ VECTORS = np.arange(1.0, 9).reshape(4, 2)
         np.array([-(2**63), 5, -1, 0]),
         [3, 2**63 + 1, 4, 5],
         np.array([-1, 1, 2, 3], np.int8),
+        pd.Series(["red", "green", "blue", "white"], index=[5, 6, 7, 8]),
     ],
-    ids=["list", "NumPy", "bytes", "unsigned", "signed", "large", "int8"],
+    ids=["list", "NumPy", "bytes", "unsigned", "signed", "large", "int8", "pandas"],
 )
 @pytest.mark.quick(2)
 def test_keys_are_those_of_the_features(keys):
@@ -50,27 +41,13 @@ def test_keys_are_those_of_the_features(keys):
     state = made.set_rows(state, "t", keys=keys, values=VECTORS)
     np.testing.assert_array_equal(made.rows(state, "t", keys=keys), VECTORS)
     assert made.vocabularies.find("t", keys).tolist() == [0, 1, 2, 3]
-    column = np.array(keys, np.uint64) if isinstance(keys[0], int) else np.asarray(keys)
+    column = np.asarray(keys, np.uint64 if isinstance(keys, list) and keys[0] == 3 else None)
     if column.dtype.kind in "USO":
         column = hash_ids(keys, None)
     # A signed -1 is padding in a dense feature, but not in a bag.
     bags = tpu_embed.RaggedIds(column, np.arange(5))
-    table = made.table_configs["t"]
-    looker = tpu_embed.EmbeddingEngine(
-        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), vocabularies=made.vocabularies
-    )
-    found = looker.lookup(state, looker.place({"x": bags}, training=False))
+    found = made.lookup(state, made.place({"x": bags}, training=False))
     np.testing.assert_array_equal(found["x"], VECTORS)
-
-
-def test_columns_of_pandas_are_keys():
-    pandas = pytest.importorskip("pandas", reason="hardware-free: pandas is not installed")
-    made, state = simple(capacity=4)
-    column = pandas.Series(["red", "green", "blue", "white"], index=[5, 6, 7, 8])
-    state = made.set_rows(state, "t", keys=column, values=VECTORS)
-    assert made.rows(state, "t", keys=["blue"]).tolist() == [[5, 6]]
-    with pytest.raises(ValueError, match="got 'black' and 1 more without one"):
-        made.rows(state, "t", keys=pandas.Series(["red", "black", "pink"], index=[3, 2, 1]))
 
 
 @pytest.mark.parametrize(
@@ -135,14 +112,10 @@ def test_a_refused_call_changes_nothing(make):
     np.testing.assert_array_equal(made.rows(newest, "t", keys=[9]), [[1, 1]])
 
 
-def test_values_are_needed():
+def test_calls_inside_a_jit_or_without_values_are_refused():
     made, state = simple()
     with pytest.raises(TypeError, match="set_rows: expected values"):
         made.set_rows(state, "t", keys=[1])
-
-
-def test_calls_inside_a_jit_are_refused():
-    made, state = simple()
     state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
     with pytest.raises(ValueError, match="rows: expected a call outside a jit"):
         jax.jit(lambda state: made.rows(state, "t", keys=[1]))(state)
@@ -181,22 +154,6 @@ def test_keys_without_a_row_are_named():
 # -- One step of the maps --------------------------------------------------------------------------
 
 
-def test_it_is_a_step_as_a_training_batch_of_these_keys_would_be():
-    """But for `admit_after`, which a batch obeys."""
-    made, state = simple(capacity=6, ttl=2)
-    other, there = simple(capacity=6, ttl=2)
-    for keys in ((1, 2), (3, 1), (4, 5)):
-        state, there = train_once(made, state, *keys), train_once(other, there, *keys)
-    kept = [made.rows(state, "t", keys=[1])[0], initial_row(made.table_configs["t"], 6)]
-    state = made.set_rows(state, "t", keys=[1, 6], values=kept)
-    there, _ = other.admit(there, other.place(ids(1, 6)))
-    for engine in (made, other):
-        assert engine.vocabularies.last["t"].expired.tolist() == [2]
-    assert_same(whole(made, state), whole(other, there))
-    state = made.set_rows(state, "t", keys=[7], values=np.ones((1, 2)))
-    assert made.vocabularies.last["t"].expired.tolist() == [3]
-
-
 def test_a_new_keys_slots_are_fresh_and_a_known_ones_stay():
     table = TableConfig(4, 2, name="t", vocabulary=DynamicVocabulary())
     users = TableConfig(4, 2, name="users")  # of the same stack
@@ -207,10 +164,8 @@ def test_a_new_keys_slots_are_fresh_and_a_known_ones_stay():
     state = made.update(state, batch, {"x": ONES["x"], "user": ONES["x"]})
     before = whole(made, state)
     state = made.set_rows(state, "t", keys=[2, 3], values=VECTORS[:2])
-    slots = {
-        name: made.rows(state, "t", keys=[1, 2, 3], slot=name) for name in ("momenta", "velocities")
-    }
-    for name, rows in slots.items():
+    for name in ("momenta", "velocities"):
+        rows = made.rows(state, "t", keys=[1, 2, 3], slot=name)
         np.testing.assert_array_equal(rows[:2], before[f"slot t/{name}"][:2])
         assert rows[:2].all()
         assert not rows[2].any()
@@ -262,22 +217,6 @@ def test_it_waits_for_a_batch_that_is_being_placed(monkeypatch):
     assert ["no batch placed ahead, got 1" in error for error in errors] == [True]
 
 
-def test_an_interrupt_leaves_the_step_done_or_undone(monkeypatch):
-    made, state = simple()
-    state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LogicalRows, "_on_devices", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            made.set_rows(state, "t", keys=[2], values=np.ones((1, 2)))
-    assert made.vocabularies.placed == made.vocabularies.admitted == 1
-    assert made.vocabularies.find("t", [1, 2]).tolist() == [0, -1]
-    made.set_rows(state, "t", keys=[2], values=np.ones((1, 2)))
-
-
 # -- Other calls -----------------------------------------------------------------------------------
 
 
@@ -292,21 +231,10 @@ def test_load_takes_blocks_of_the_rows_of_keys():
         ([VECTORS], r"values: expected shape \(3, 2\), got \(4, 2\)"),
         ([VECTORS, np.ones((1, 3))], r"blocks of rows of one shape, got \[\(4, 2\), \(1, 3\)\]"),
         ([], r"shape \(3, 2\), got \(0,\)"),
-        ([1.0], "blocks of rows of one shape"),
     ):
         with pytest.raises(ValueError, match=said):
             made.load(state, "t", blocks, keys=["e", "f", "g"])
     assert len(made.vocabularies) == 5
-
-
-def test_many_rows_are_written_in_pieces(monkeypatch):
-    from tpu_embed.core.rows import devices
-
-    monkeypatch.setattr(devices, "BLOCK", 64 * 8)
-    made, state = simple(capacity=200)
-    values = np.arange(300.0).reshape(150, 2)
-    state = made.set_rows(state, "t", keys=np.arange(150), values=values)
-    np.testing.assert_array_equal(made.rows(state, "t", keys=np.arange(150)), values)
 
 
 def test_the_stateful_api_takes_the_state(recwarn):
@@ -328,12 +256,8 @@ def test_the_stateful_api_takes_the_state(recwarn):
 
 def test_engines_that_share_maps_share_rows_by_key():
     made, state = simple()
-    other = tpu_embed.EmbeddingEngine(
-        {"x": FeatureConfig(made.table_configs["t"])},
-        o.SGD(1.0),
-        mesh=mesh(1),
-        vocabularies=made.vocabularies,
-    )
+    features, maps = {"x": FeatureConfig(made.table_configs["t"])}, made.vocabularies
+    other = tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(1), vocabularies=maps)
     state = made.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
     state = other.set_rows(state, "t", keys=[2], values=np.full((1, 2), 2.0))
     assert made.rows(state, "t", keys=[2, 1]).tolist() == [[2, 2], [1, 1]]
@@ -341,3 +265,67 @@ def test_engines_that_share_maps_share_rows_by_key():
     with pytest.raises(ValueError, match="the newest state"):
         strange.set_rows(state, "t", keys=[1], values=np.ones((1, 2)))
     strange.set_rows(there, "t", keys=[1], values=np.ones((1, 2)))
+
+
+# -- Tables on the host: on the devices, at home, and on their way there --------------------------
+
+
+@pytest.mark.parametrize("at_home", [False, True])
+def test_an_evaluation_batch_does_not_show_a_key_that_has_lost_its_row(at_home):
+    made, state = on_host(capacity=3 if at_home else 2)
+    state = train_once(made, state, 1, 2)
+    if at_home:
+        state = train_once(made, state, 3, 3)
+    gone = made.vocabularies.find("t", [1])
+    looked, kept = (made.place(ids(*keys), training=False) for keys in ((1, 2), (2, 2)))
+    state = made.set_rows(state, "t", keys=[9], values=np.ones((1, 2)))  # takes the row of key 1
+    assert made.vocabularies.find("t", [1, 9]).tolist() == [-1, gone[0]]
+    with pytest.raises(ValueError, match="place it again"):
+        made.lookup(state, looked)
+    if not at_home:  # else the row of key 2 may have been written since
+        found = made.lookup(state, kept)["x"][0]
+        np.testing.assert_array_equal(found, made.rows(state, "t", keys=[2])[0])
+    found = made.lookup(state, made.place(ids(9, 2), training=False))["x"]
+    np.testing.assert_array_equal(found[0], [1, 1])
+
+
+def test_a_row_on_its_way_home_does_not_come_after_the_one_that_is_set(monkeypatch):
+    made, state = on_host(capacity=4)
+    state = made.set_rows(state, "t", keys=[7, 8], values=np.ones((2, 2)))  # compiles what it needs
+    state = train_once(made, state, 1, 2)
+    made.storage.flush()
+    here, go, write = threading.current_thread(), threading.Event(), HostRows.write
+
+    def late(*args):
+        if threading.current_thread() is not here:
+            assert go.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(HostRows, "write", late)
+    state = train_once(made, state, 3, 4)  # sends 1 and 2 home; 7 and 8 are forgotten
+    later = threading.Timer(0.5, go.set)
+    later.start()
+    state = made.set_rows(state, "t", keys=[9, 10], values=np.ones((2, 2)))  # in place of 1 and 2
+    later.join()
+    made.storage.flush()
+    assert made.vocabularies.last["t"].evicted.tolist() == [1, 2]
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[9, 10]), np.ones((2, 2)))
+
+
+def test_a_full_disk_undoes_the_step(monkeypatch):
+    made, state = on_host(capacity=2)
+    state = train_once(made, state, 1, 2)
+    before = made.rows(state, "t", keys=[1, 2])
+    placed = made.vocabularies.placed
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostRows, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.placed == made.vocabularies.admitted == placed
+    np.testing.assert_array_equal(made.rows(state, "t", keys=[1, 2]), before)
+    state = made.set_rows(state, "t", keys=[2, 7], values=np.ones((2, 2)))
+    assert made.vocabularies.last["t"].evicted.tolist() == [1]

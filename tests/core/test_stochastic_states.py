@@ -8,7 +8,6 @@ import numpy as np
 import oracle_rounding as oracle
 import pytest
 from facade_cases import mesh
-from host_table_cases import TwoEngines, engines
 from rounding_cases import LR, STEPS, assert_same, bits_of, engine, expected, trained
 
 from tpu_embed import (
@@ -100,21 +99,6 @@ def test_a_new_key_in_an_old_row_has_its_own_bits():
     state = dataclasses.replace(state, step=state.step - 2)
     state = train(made, state, range(3))
     np.testing.assert_array_equal(rows_of_keys(made, state), expected_rows())
-
-
-CASES = {
-    "static": ("SGD", {"dim": 3}),
-    "keys": ("Adagrad", {"living": (DynamicVocabulary(ttl=2), 80, 50), "rows": 80}),
-}
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("case", CASES)
-def test_random_runs_on_the_host_equal_those_on_the_devices(case):
-    rule, options = CASES[case]
-    made = engines(2, rule, dtype="bfloat16", rounding="stochastic", **options)
-    counts = TwoEngines(*made, seed=4).run(120)
-    assert counts["updates"] > 5
 
 
 @pytest.mark.whole
@@ -210,7 +194,5 @@ def test_row_numbers_go_home_with_static_rows(way, tmp_path):
     state = made.update(state, made.place(ids), gradients_of(ids, 1))
     away, batch = hosted.admit(away, hosted.place(ids))
     away = hosted.update(away, batch, gradients_of(ids, 1))
-    np.testing.assert_array_equal(
-        np.asarray(hosted.rows(away, "films", ids)).view(np.uint16),
-        np.asarray(made.rows(state, "films", ids)).view(np.uint16),
-    )
+    found = hosted.rows(away, "films", ids), made.rows(state, "films", ids)
+    np.testing.assert_array_equal(*(np.asarray(rows).view(np.uint16) for rows in found))

@@ -1,4 +1,7 @@
-"""Any jagged batch, in any form, gives the oracle's rows and update, with equal bits on 1 and 8."""
+"""Any jagged batch, in any form, gives the oracle's rows and update, with equal bits on 1 and 8.
+
+So do dense ids inside a jit, but for the bits.
+"""
 
 import dataclasses
 import functools
@@ -8,6 +11,7 @@ import jax
 import numpy as np
 import oracle
 import oracle_rules
+import pytest
 from facade_cases import assert_same, mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,14 +36,15 @@ def initial(key, shape, dtype, shard_info):
 
 
 TABLE = TableConfig(V, D, name="t", initializer=initial)
+OTHER = dataclasses.replace(TABLE, name="r", placement="replicated")
 FEATURES = {
     "cut": FeatureConfig(TABLE, CUT, jagged=True, on_bad_id="drop"),
-    "whole": FeatureConfig(TABLE, jagged=True, on_bad_id="clip"),
+    "whole": FeatureConfig(OTHER, WIDTH, jagged=True, on_bad_id="clip"),
     "bag": FeatureConfig(TABLE),
 }
 PADDED = {
     "cut": FeatureConfig(TABLE, CUT, on_bad_id="drop"),
-    "whole": FeatureConfig(TABLE, WIDTH, on_bad_id="clip"),
+    "whole": FeatureConfig(OTHER, WIDTH, on_bad_id="clip"),
     "bag": FEATURES["bag"],
 }
 """What the oracle reads: the same rows in the places of a padded sequence."""
@@ -94,17 +99,15 @@ def batches(draw):
 class Run(NamedTuple):
     engine: tpu_embed.EmbeddingEngine
     state: tpu_embed.TableState
-    step: object
+    lookup: object
+    update: object
 
 
 @functools.cache
-def run_of(devices):
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.1), mesh=mesh(devices))
-
-    def step(state, batch, gradients):
-        return engine.lookup(state, batch), engine.update(state, batch, gradients)
-
-    return Run(engine, engine.init(jax.random.key(0)), jax.jit(step))
+def run_of(devices, **options):
+    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.1), mesh=mesh(devices), **options)
+    state = engine.init(jax.random.key(0))
+    return Run(engine, state, jax.jit(engine.lookup), jax.jit(engine.update))
 
 
 def placed(engine, ids, weights):
@@ -164,34 +167,58 @@ def test_any_jagged_batch_is_looked_up_and_trained_as_the_oracle_does(drawn, see
     both = {name: rows[name].given(form) for name, form in forms.items()} | {"bag": (bags, None)}
     ids, weights = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
     lengths = {n: np.minimum(rows[n].lengths, length) for n, length in LONGEST.items()}
+    dense = {n: rows[n].ids.astype(np.int32) for n in LONGEST} | {"bag": bags.astype(np.int32)}
+    scales = {n: rows[n].weights for n in LONGEST} | {"bag": None}
+    items = [(PADDED["bag"], bags), *((PADDED[name], *rows[name]) for name in LONGEST)]
     results = []
     for devices in (1, 8):
-        engine, state, step = run_of(devices)
-        batch = placed(engine, ids, weights)
-        like = engine.lookup(state, batch)
-        moved = {n: in_places(gradients[n], lengths[n], like[n]) for n in LONGEST}
-        found, new = step(state, batch, gradients | moved)
-        for name in LONGEST:
-            expected = oracle.lookup(start(), PADDED[name], *rows[name])
-            check_lookup(found[name], expected, lengths[name])
-        results.append((engine.tables(new)["t"], engine.slots(new)["t"]))
-        assert max(engine.compilations.values()) <= len(SIZES)
-    assert_same(*results)
-    items = [(PADDED["bag"], bags), *((PADDED[name], *rows[name]) for name in LONGEST)]
-    check_update(results[0], items, list(gradients.values()))
+        engine, state, lookup, update = run_of(devices)
+        for source, beside in ((placed(engine, ids, weights), None), (dense, scales)):
+            found = lookup(state, source, beside)
+            for name in LONGEST:
+                expected = oracle.lookup(start(), PADDED[name], *rows[name])
+                check_lookup(found[name], expected, lengths[name])
+            moved = {n: in_places(gradients[n], lengths[n], found[n]) for n in LONGEST}
+            new = update(state, source, gradients | moved, beside)
+            results.append((engine.tables(new), engine.slots(new)))
+            check_update(results[-1], items, list(gradients.values()))
+        assert lookup._cache_size() <= 2 * len(SIZES)
+    assert_same(results[0], results[2])
 
 
 def check_update(found, features, gradients):
     """Compare with the oracle: sums of at most 200 float32 terms of size 1, one Adagrad step."""
+    both = TABLE, OTHER
     tables, slots = oracle.train_step(
-        {TABLE: start()},
-        {TABLE: {"accumulators": np.full((V, D), 0.1)}},
+        dict.fromkeys(both, start()),
+        {table: {"accumulators": np.full((V, D), 0.1)} for table in both},
         features,
         gradients,
-        optimizers={TABLE: ("Adagrad", {}, 0.1)},
+        optimizers=dict.fromkeys(both, ("Adagrad", {}, 0.1)),
         step=1,
         apply=oracle_rules.apply,
     )
-    np.testing.assert_allclose(found[0], tables[TABLE], rtol=1e-4, atol=1e-5)
-    expected = slots[TABLE]["accumulators"]
-    np.testing.assert_allclose(found[1]["accumulators"], expected, rtol=1e-4, atol=1e-4)
+    for table in both:
+        sums = found[1][table.name]["accumulators"]
+        np.testing.assert_allclose(found[0][table.name], tables[table], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sums, slots[table]["accumulators"], rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_may_be_jagged_or_none_and_the_guard_reads_rows_alone():
+    engine, state, lookup, update = run_of(8, on_bad_gradient="error")
+    rng, sizes = np.random.default_rng(0), SIZES[0]
+    ids = {n: RaggedIds.from_lists([[1] * k for k in rng.integers(0, 5, sizes[n])]) for n in sizes}
+    batch = engine.place(ids)
+    found = lookup(state, batch)
+    values, _ = tpu_embed.split_activations(found)
+    nothing = {n: tpu_embed.Jagged(a.values, None) if n in LONGEST else a for n, a in found.items()}
+    expected = update(state, batch, values)
+    for one in (found, nothing):
+        assert_same(update(state, batch, one).tables, expected.tables)
+    lengths = {n: np.minimum(np.diff(ids[n].row_splits), LONGEST[n]) for n in LONGEST}
+    gradients = draw_gradients(rng, sizes)
+    moved = {n: in_places(gradients[n], lengths[n], found[n]) for n in LONGEST}
+    assert int(engine.update(state, batch, gradients | moved).step) == 1
+    moved["cut"][:] = np.inf
+    with pytest.raises(ValueError, match="activation gradient of feature 'cut'"):
+        engine.update(state, batch, gradients | moved)

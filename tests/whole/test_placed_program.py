@@ -40,33 +40,24 @@ def make_engine(on, batch_axes):
     features = {}
     for name, (size, placement, combiner, optimizer) in TABLES.items():
         split = "y" if len(on.axis_names) > 1 and placement != "replicated" else None
-        table = TableConfig(
-            size,
-            D,
-            name=name,
-            placement=placement,
-            combiner=combiner,
-            optimizer=optimizer,
-            shard_axes=split,
-        )
+        options = {"combiner": combiner, "optimizer": optimizer, "shard_axes": split}
+        table = TableConfig(size, D, name=name, placement=placement, **options)
         features |= {f"{name}/bag": FeatureConfig(table), f"{name}/row": FeatureConfig(table)}
     return tpu_embed.EmbeddingEngine(features, mesh=on, batch_axes=batch_axes)
 
 
 def draw(*, ragged, weighted):
     """Return ids, and weights of the bags."""
-    rng = np.random.default_rng(0)
-    ids, weights = {}, {}
+    rng, ids, weights = np.random.default_rng(0), {}, {}
     for name, (size, *_) in TABLES.items():
         hot = IDS_PER_BAG[name]
         bags = rng.integers(0, size, (B, hot)).astype(np.int32)
-        scales = rng.random((B, hot)).astype(np.float32)
-        ids[f"{name}/row"], weights[f"{name}/row"] = bags[:, 0], None
-        ids[f"{name}/bag"], weights[f"{name}/bag"] = bags, scales if weighted else None
+        scales = rng.random((B, hot)).astype(np.float32) if weighted else None
+        ids |= {f"{name}/row": bags[:, 0], f"{name}/bag": bags}
+        weights |= {f"{name}/row": None, f"{name}/bag": scales}
         if ragged:
-            given = {"weights": scales.tolist()} if weighted else {}
-            ids[f"{name}/bag"] = RaggedIds.from_lists(bags.tolist(), **given)
-            weights[f"{name}/bag"] = None
+            ids[f"{name}/bag"] = RaggedIds(bags.ravel(), np.arange(B + 1) * hot)
+            weights[f"{name}/bag"] = scales.ravel() if weighted else None
     return ids, weights
 
 
@@ -74,13 +65,9 @@ def equations(jaxpr):
     """Yield all equations of a program, of its branches, loops and calls too."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-        ):
-            if isinstance(value, ClosedJaxpr):
-                yield from equations(value.jaxpr)
-            elif isinstance(value, Jaxpr):
-                yield from equations(value)
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if isinstance(value, Jaxpr | ClosedJaxpr):
+                yield from equations(getattr(value, "jaxpr", value))
 
 
 def of_ids(jaxpr):

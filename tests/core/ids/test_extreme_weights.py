@@ -81,15 +81,16 @@ def check_rows(table, combiner):
     assert np.array_equal(table[still], ROWS[still])
 
 
+def features_of():
+    """Return a feature of each combiner, whose tables are one stack."""
+    tables = [tpu_embed.TableConfig(V, D, combiner=c, name=c) for c in COMBINERS]
+    return {table.name: tpu_embed.FeatureConfig(table) for table in tables}
+
+
 @functools.cache
 def engine_of(devices, kernels):
     """Return an engine and its state; `kernels` keeps apart what was traced with which."""
-    tables = [
-        tpu_embed.TableConfig(V, D, combiner=combiner, name=combiner, optimizer=o.SGD(1.0))
-        for combiner in COMBINERS  # one stack
-    ]
-    features = {table.name: tpu_embed.FeatureConfig(table) for table in tables}
-    engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices))
+    engine = tpu_embed.EmbeddingEngine(features_of(), o.SGD(1.0), mesh=mesh(devices))
     state = engine.init(jax.random.key(0))
     return engine, engine.load_arrays(state, dict.fromkeys(COMBINERS, ROWS))
 
@@ -111,7 +112,6 @@ def test_engine(devices, kernels, monkeypatch):
         check_rows(np.asarray(new[combiner]), combiner)
 
 
-@pytest.mark.whole
 def test_weights_inside_a_jit_and_their_gradients():
     engine, state = engine_of(2, dispatch.kernels_in_use())
     ids = dict.fromkeys(COMBINERS, jnp.asarray(IDS))
@@ -131,11 +131,8 @@ def test_weights_inside_a_jit_and_their_gradients():
 
 
 def test_serving_lookup():
-    tables = [tpu_embed.TableConfig(V, D, combiner=c, name=c) for c in COMBINERS]
-    features = {table.name: tpu_embed.FeatureConfig(table) for table in tables}
-    weights = {c: weights_of(c) for c in COMBINERS}
-    ids = dict.fromkeys(COMBINERS, IDS)
-    found = serving_lookup(dict.fromkeys(COMBINERS, ROWS), ids, features, weights)
+    weights, ids = {c: weights_of(c) for c in COMBINERS}, dict.fromkeys(COMBINERS, IDS)
+    found = serving_lookup(dict.fromkeys(COMBINERS, ROWS), ids, features_of(), weights)
     for combiner in COMBINERS:
         np.testing.assert_allclose(found[combiner], activations(combiner), **TOLERANCE)
 
@@ -197,24 +194,34 @@ def test_weights_below_the_least_normal_number():
     np.testing.assert_allclose(found["mean"], expected, **TOLERANCE)
 
 
-# What is left of weights near 1: nothing, less than the least normal number, and more than it.
-CANCELLED = [[1, -1, 0, 0], [1, -1, 1e-39, 0], [1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
+def test_padding_adds_nothing():
+    """However wide the array is, and in whatever order NumPy would add up whole rows."""
+    engine, state = engine_of(1, dispatch.kernels_in_use())
+    weights = np.random.default_rng(0).normal(size=(B, H)).astype(np.float32)
+    wide = np.pad(IDS, ((0, 0), (0, 200)), constant_values=-1), np.pad(weights, ((0, 0), (0, 200)))
+    narrow, found = (
+        engine.lookup(state, engine.place(dict.fromkeys(COMBINERS, i), dict.fromkeys(COMBINERS, w)))
+        for i, w in ((IDS, weights), wide)
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, narrow)
+
+
+# What is left of the weights is nothing, or less than float32 tells from zero beside the largest.
+CANCELLED = [[1, -1, 0, 0], [1, -1, 1e-39, 0], [3e38, -3e38, 2e-38, 1e-38]]
+CANCELLED += [[2e30, -2e30, 0, 1e-9], [-3e38, 3e38, 0, 1.5e-38], [1, -1, 0, -1e-39]]
+LEFT = [[1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
-    weights = np.array(CANCELLED, np.float32)
-    tables = [tpu_embed.TableConfig(V, D, combiner=c, name=c) for c in COMBINERS]
-    features = {table.name: tpu_embed.FeatureConfig(table) for table in tables}
-    found = []
+    weights, found = np.array(CANCELLED + LEFT, np.float32), []
+    rows = dict.fromkeys(COMBINERS, np.abs(ROWS))
     for size in (1, devices):
-        engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(size))
-        state = engine.load_arrays(
-            engine.init(jax.random.key(0)), dict.fromkeys(COMBINERS, np.abs(ROWS))
-        )
+        engine = tpu_embed.EmbeddingEngine(features_of(), mesh=mesh(size))
+        state = engine.load_arrays(engine.init(jax.random.key(0)), rows)
         ids = dict.fromkeys(COMBINERS, np.arange(weights.size).reshape(weights.shape))
         batch = engine.place(ids, dict.fromkeys(COMBINERS, weights))
         found.append(jax.device_get(engine.lookup(state, batch)))
     jax.tree.map(np.testing.assert_array_equal, *found)
-    assert not found[0]["mean"][:2].any()
-    assert found[0]["mean"][2:].all()
+    assert not found[0]["mean"][: len(CANCELLED)].any()
+    assert found[0]["mean"][len(CANCELLED) :].all()

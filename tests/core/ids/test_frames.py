@@ -1,8 +1,5 @@
 """pandas DataFrames, Arrow tables and record batches where a mapping of features is expected."""
 
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pandas as pd
@@ -102,13 +99,3 @@ def test_columns_of_two_levels_are_nested_features():
 def test_pad_batch_says_what_to_give(name, make):
     with pytest.raises(ValueError, match=f"got {name}; give a dict of its columns"):
         tpu_embed.pad_batch(make(COLUMNS), 8)
-
-
-@pytest.mark.whole
-def test_neither_library_is_imported():
-    libraries = "{'pandas', 'pyarrow', 'grain'}"
-    script = f"import sys, tpu_embed, tpu_embed.data; print({libraries} & {{*sys.modules}})"
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
-    )
-    assert found.stdout.strip() == "set()", found

@@ -5,15 +5,10 @@ import dataclasses
 import types
 from typing import NamedTuple
 
-import jax
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tpu_embed.config import FeatureConfig, TableConfig
-from tpu_embed.core.ids import RaggedIds, SparseIds
-from tpu_embed.core.ids.structure import children, flatten
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed.core.ids.structure import flatten
 
 
 class Pair(NamedTuple):
@@ -39,55 +34,41 @@ def _feature(**options) -> FeatureConfig:
 
 def test_order_is_sorted_keys_then_positions_then_fields():
     config = {
-        "b": [_feature(), _feature()],
+        "b": [_feature(), _feature(name="clicks")],
         "a": Pair(_feature(), Record(_feature(), _feature())),
         "c": (_feature(),),
     }
     structure = flatten(config)
     assert structure.paths == ("a/right", "a/left/zebra", "a/left/ant", "b/0", "b/1", "c/0")
+    assert structure.labels[3:5] == ("b/0", "b/1 (clicks)")
     assert structure.features[1] is config["a"].left.zebra
     assert structure.features[3] is config["b"][0]
+    assert flatten({10: _feature(), 9: _feature()}).paths == ("9", "10")
 
 
 def test_a_single_feature_is_a_structure():
     feature = _feature()
     structure = flatten(feature)
-    assert structure.paths == ("feature",)
-    assert structure.features == (feature,)
+    assert (structure.paths, structure.features) == (("feature",), (feature,))
     assert structure.match(7, what="features") == [7]
     assert structure.unflatten([8]) == 8
 
 
-def test_order_of_a_mapping_does_not_depend_on_insertion():
-    first, second = _feature(), _feature()
-    assert flatten({"x": first, "a": second}).features == (second, first)
-    assert flatten({10: first, 9: second}).paths == ("9", "10")
-
-
 @pytest.mark.parametrize(
-    "make",
-    [
-        dict,
-        collections.OrderedDict,
-        lambda d: collections.defaultdict(list, d),
-    ],
+    "make", [dict, collections.OrderedDict, lambda d: collections.defaultdict(list, d)]
 )
 def test_unflatten_keeps_types_that_jax_knows(make):
     config = make({"x": _feature(), "a": Pair(_feature(), [_feature(), (_feature(),)])})
-    structure = flatten(config)
-    rebuilt = structure.unflatten([1, 2, 3, 4])
+    rebuilt = flatten(config).unflatten([1, 2, 3, 4])
     assert rebuilt == {"a": Pair(1, [2, (3,)]), "x": 4}
     assert type(rebuilt) is type(config)
     assert list(rebuilt) == ["x", "a"]
 
 
-def test_a_mapping_that_jax_does_not_know_comes_back_as_a_dict():
+def test_dataclasses_come_back_as_themselves_and_other_mappings_as_dicts():
     structure = flatten(types.MappingProxyType({"b": _feature(), "a": _feature()}))
     assert structure.unflatten([1, 2]) == {"a": 1, "b": 2}
     assert type(structure.unflatten([1, 2])) is dict
-
-
-def test_dataclasses_come_back_as_themselves():
     structure = flatten(Record(_feature(), {"x": _feature()}))
     assert structure.unflatten([1, 2]) == Record(1, {"x": 2})
 
@@ -99,6 +80,7 @@ def test_tables_are_numbered_by_first_appearance_named_ones_too():
     assert structure.tables == (shared, named, last)
     assert structure.table_names == ("table_0", "users", "table_2")
     assert [structure.table_index(feature) for feature in config] == [0, 1, 0, 2]
+    assert shared.name is None
 
 
 @pytest.mark.parametrize("names", [("users", "users"), ("table_1", None)])
@@ -109,32 +91,14 @@ def test_names_that_coincide(names):
         flatten(config)
 
 
-def test_labels_show_the_features_names():
-    structure = flatten({"user": [_feature(name="clicks"), _feature()]})
-    assert structure.labels == ("user/0 (clicks)", "user/1")
-
-
-def test_configs_are_not_written_to():
-    table = TableConfig(5, 2)
-    config = {"x": FeatureConfig(table)}
-    flatten(config)
-    assert table.name is None
-    assert list(config) == ["x"]
-
-
 @pytest.mark.parametrize(
     ("config", "says"),
     [
         ({}, r"feature_config: expected at least one FeatureConfig, got \{\}"),
-        ([[], {}], r"expected at least one FeatureConfig"),
         ({"a": {"b": None}}, r"feature_config: a/b: expected a FeatureConfig, got None"),
         ([TableConfig(5, 2)], r"feature_config: 0: expected a FeatureConfig, got TableConfig"),
         ("text", r"feature_config: expected a FeatureConfig, got 'text'"),
-        ({"a": np.zeros(2)}, r"feature_config: a: expected a FeatureConfig, got array"),
-        (
-            {"a/b": _feature(), "a": {"b": _feature()}},
-            r"path of its own .*got 'a/b' for features 0, 1",
-        ),
+        ({"a/b": _feature(), "a": {"b": _feature()}}, "path of its own .*got 'a/b' for features"),
         ({"a": _feature(), 1: _feature()}, r"expected keys that can be sorted, got 'a', 1"),
     ],
 )
@@ -146,18 +110,10 @@ def test_configs_that_are_refused(config, says):
 NEST = {"a": Pair(_feature(), [_feature(), _feature()]), "b": Record(_feature(), (_feature(),))}
 
 
-def test_match_takes_leaves_in_order():
-    sparse = SparseIds([[0, 0]], [1], (1, 1))
-    ragged = RaggedIds([1], [0, 1])
-    array = np.zeros(3)
-    values = {"b": Record(None, (array,)), "a": Pair(sparse, [ragged, "anything"])}
-    assert flatten(NEST).match(values, what="features") == [sparse, ragged, "anything", None, array]
-
-
 def test_a_list_is_a_leaf_where_a_feature_stands():
-    values = {"a": Pair([[1], [2, 3]], [[4], [5]]), "b": Record([6, 7], ([],))}
+    values = {"b": Record([6, 7], ([],)), "a": Pair([[1], [2, 3]], [[4], "anything"])}
     found = flatten(NEST).match(values, what="features", columns=True)
-    assert found == [[[1], [2, 3]], [4], [5], [6, 7], []]
+    assert found == [[[1], [2, 3]], [4], "anything", [6, 7], []]
     with pytest.raises(TypeError, match=r"gradients: a/right: expected one .*, got a list$"):
         flatten(NEST).match(values, what="gradients")
     with pytest.raises(TypeError, match=r"features: 0: .*got a tuple; a column may be a list"):
@@ -166,94 +122,32 @@ def test_a_list_is_a_leaf_where_a_feature_stands():
 
 def test_any_mapping_matches_any_other():
     structure = flatten({"a": _feature()})
-    assert structure.match(collections.OrderedDict(a=1), what="features") == [1]
-    assert structure.match(types.MappingProxyType({"a": 1}), what="features") == [1]
+    for make in (collections.OrderedDict, types.MappingProxyType):
+        assert structure.match(make({"a": 1}), what="features") == [1]
     assert flatten(types.MappingProxyType({"a": _feature()})).match({"a": 1}, what="f") == [1]
 
 
 @pytest.mark.parametrize(
     ("values", "kind", "says"),
     [
-        (
-            {"a": Pair(1, [2, 3])},
-            ValueError,
-            r"features: b is missing: expected 2 entries \(a, b\), got 1",
-        ),
-        (
-            {"a": Pair(1, [2, 3]), "b": Record(4, (5,)), "c": 6},
-            ValueError,
-            r"features: c is not among the features: expected 2 .*got 3 entries \(a, b, c\)",
-        ),
-        (
-            {"a": Pair(1, [2]), "b": 0},
-            ValueError,
-            r"features: a/left/1 is missing: expected 2 .*got 1",
-        ),
-        (
-            {"a": Pair(1, [2, 3, 4]), "b": 0},
-            ValueError,
-            r"features: a/left/2 is not among the features",
-        ),
-        (
-            {"a": Pair(1, (2, 3)), "b": 0},
-            TypeError,
-            r"features: a/left: expected a list, got a tuple",
-        ),
-        ({"a": (1, [2, 3]), "b": 0}, TypeError, r"features: a: expected Pair, got a tuple"),
+        ({"a": Pair(1, [2, 3])}, ValueError, "b is missing: expected 2 entries"),
+        ({"a": Pair(1, [2, 3]), "b": 0, "c": 6}, ValueError, "c is not among the features"),
+        ({"a": Pair(1, [2]), "b": 0}, ValueError, "a/left/1 is missing"),
+        ({"a": Pair(1, [2, 3, 4]), "b": 0}, ValueError, "a/left/2 is not among the features"),
+        ({"a": Pair(1, (2, 3)), "b": 0}, TypeError, "a/left: expected a list, got a tuple"),
+        ({"a": (1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got a tuple"),
         ({"a": OtherPair(1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got OtherPair"),
-        ([1, 2], TypeError, r"features: the top: expected a mapping, got a list"),
-        (None, TypeError, r"features: the top: expected a mapping, got NoneType"),
-        ({"a": None, "b": None}, TypeError, r"features: a: expected Pair, got NoneType"),
-        ({"a": np.zeros(2), "b": 0}, TypeError, r"features: a: expected Pair, got ndarray"),
-        (
-            {"a": Pair((1,), [2, 3]), "b": 0},
-            TypeError,
-            r"features: a/right: expected one feature's value, got a tuple",
-        ),
-        (
-            {"a": Pair(1, [2, 3]), "b": Record(4, (5,)).__dict__},
-            TypeError,
-            r"features: b: expected Record, got a mapping",
-        ),
+        ([1, 2], TypeError, r"the top: expected a mapping, got a list"),
+        ({"a": None, "b": None}, TypeError, r"a: expected Pair, got NoneType"),
+        ({"a": Pair((1,), [2, 3]), "b": 0}, TypeError, "a/right: expected one feature's value"),
+        ({"a": Pair(1, [2, 3]), "b": {"ant": 1}}, TypeError, "b: expected Record, got a mapping"),
         (
             {"a": Pair(1, [2, 3]), "b": Record(Record(1, 2), (5,))},
             TypeError,
-            r"features: b/zebra: expected one feature's value, got Record",
+            "b/zebra: expected one",
         ),
     ],
 )
 def test_values_that_do_not_match(values, kind, says):
-    with pytest.raises(kind, match=says):
+    with pytest.raises(kind, match=f"features: {says}"):
         flatten(NEST).match(values, what="features")
-
-
-nests = st.recursive(
-    st.just(0),
-    lambda inner: st.one_of(
-        st.lists(inner, min_size=1, max_size=3),
-        st.lists(inner, min_size=1, max_size=3).map(tuple),
-        st.dictionaries(st.text("abc", min_size=1, max_size=3), inner, min_size=1, max_size=3),
-        st.builds(Pair, inner, inner),
-    ),
-    max_leaves=10,
-)
-
-
-def _map(nest, make):
-    inner = children(nest)
-    if inner is None:
-        return make()
-    if isinstance(nest, dict):
-        return {key: _map(child, make) for key, child in inner}
-    mapped = [_map(child, make) for _, child in inner]
-    return Pair(*mapped) if isinstance(nest, Pair) else type(nest)(mapped)
-
-
-@given(nests)
-def test_unflatten_inverts_match_and_agrees_with_jax(nest):
-    structure = flatten(_map(nest, _feature))
-    numbers = list(range(len(structure.paths)))
-    rebuilt = structure.unflatten(numbers)
-    assert structure.match(rebuilt, what="features") == numbers
-    assert jax.tree_util.tree_leaves(rebuilt) == numbers
-    assert jax.tree_util.tree_structure(rebuilt) == jax.tree_util.tree_structure(nest)

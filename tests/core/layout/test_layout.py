@@ -11,39 +11,41 @@ from layout_cases import make_stack, resolved
 from tpu_embed import QuantizationConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import INT32_ROWS, ResolvedTable, make_stacks, row_places
-from tpu_embed.core.state import logical_rows
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 PLACEMENTS = st.sampled_from(("mod", "div", "replicated"))
 
 
 @given(SIZES, st.integers(1, 9), PLACEMENTS)
-def test_every_row_has_a_place_of_its_own(sizes, shards, placement):
+def test_every_row_has_a_place_of_its_own_on_the_shard_that_the_placement_says(
+    sizes, shards, placement
+):
     stack = make_stack(sizes, shards, placement)
-    places = [stack.physical(np.arange(t.vocabulary_size), t) for t in stack.tables]
-    flat = np.concatenate(places)
+    stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)
+    firsts, shard_steps, row_step = row_places(stack)
+    every = []
+    for table, first, shard_step in zip(stack.tables, firsts, shard_steps, strict=True):
+        size = table.vocabulary_size
+        rows, block = np.arange(size), -(-size // stack.num_shards)
+        places = stack.physical(rows, table)
+        every.append(places)
+        shard, local = np.divmod(places, stack.num_rows)
+        by_mod = placement == "mod"
+        np.testing.assert_array_equal(shard, rows % shards if by_mod else rows // block)
+        np.testing.assert_array_equal(
+            local - table.offset, rows // shards if by_mod else rows % block
+        )
+        # The rows of a shard are evenly apart, and a view reads all rows in logical order.
+        np.testing.assert_array_equal(rows, shard * shard_step + (local - first) * row_step)
+        view = stack.logical_view(stored, table)
+        assert np.shares_memory(view, stored)
+        np.testing.assert_array_equal(view.reshape(-1, 2)[:size], stored[places])
+    flat = np.concatenate(every)
     assert np.unique(flat).size == sum(sizes)
     assert flat.min() >= 0
     assert flat.max() < stack.physical_rows
     # No more padding than the last rows of each table on each shard.
     assert stack.physical_rows < sum(sizes) + stack.num_shards * len(sizes)
-
-
-@given(SIZES, st.integers(1, 9), PLACEMENTS)
-def test_rows_are_on_the_shard_that_the_placement_says(sizes, shards, placement):
-    stack = make_stack(sizes, shards, placement)
-    for table in stack.tables:
-        rows = np.arange(table.vocabulary_size)
-        shard, local = np.divmod(stack.physical(rows, table), stack.num_rows)
-        if placement == "replicated":
-            assert stack.num_shards == 1
-        elif placement == "mod":
-            np.testing.assert_array_equal(shard, rows % shards)
-            np.testing.assert_array_equal(local - table.offset, rows // shards)
-        else:
-            block = -(-table.vocabulary_size // shards)
-            np.testing.assert_array_equal(shard, rows // block)
-            np.testing.assert_array_equal(local - table.offset, rows % block)
 
 
 @given(SIZES, st.integers(1, 9), PLACEMENTS, st.sampled_from((np.int32, np.int64)))
@@ -58,26 +60,10 @@ def test_logical_ids_come_back_from_their_places(sizes, shards, placement, dtype
     shard, local = np.divmod(stack.physical_in(ids, offset, per_shard), dtype(stack.num_rows))
     found = stack.logical_in(shard, local - offset, per_shard)
     np.testing.assert_array_equal(found, ids, strict=True)
-
-
-@given(SIZES, st.integers(1, 9), PLACEMENTS)
-def test_padding_has_ids_after_the_last_row(sizes, shards, placement):
-    stack = make_stack(sizes, shards, placement)
-    for table in stack.tables:
-        # Every shard [S, 1] and every index [rows_per_shard]: each id occurs once.
-        every = np.arange(stack.num_shards)[:, None], np.arange(table.rows_per_shard)
-        ids = stack.logical_in(*every, table.rows_per_shard)
-        assert sorted(ids.flat) == list(range(stack.num_shards * table.rows_per_shard))
-
-
-@given(SIZES, st.integers(1, 9), PLACEMENTS)
-def test_the_rows_of_a_shard_are_evenly_apart(sizes, shards, placement):
-    stack = make_stack(sizes, shards, placement)
-    firsts, shard_steps, row_step = row_places(stack)
-    for table, first, shard_step in zip(stack.tables, firsts, shard_steps, strict=True):
-        ids = np.arange(table.vocabulary_size)
-        owner, local = np.divmod(stack.physical(ids, table), stack.num_rows)
-        assert np.array_equal(ids, owner * shard_step + (local - first) * row_step)
+    for table in stack.tables:  # padding has ids after the last row: each id occurs once
+        places = np.arange(stack.num_shards)[:, None], np.arange(table.rows_per_shard)
+        every = stack.logical_in(*places, table.rows_per_shard)
+        assert sorted(every.flat) == list(range(stack.num_shards * table.rows_per_shard))
 
 
 @pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
@@ -90,30 +76,6 @@ def test_jax_places_and_ids_keep_their_dtype(placement, dtype):
         shard, local = jax.numpy.divmod(stack.physical(ids, table), stack.num_rows)
         found = stack.logical_in(shard, local - table.offset, table.rows_per_shard)
     np.testing.assert_array_equal(found, np.arange(17, dtype=dtype), strict=True)
-
-
-@given(SIZES, st.integers(1, 9), PLACEMENTS)
-def test_a_view_reads_the_rows_in_logical_order(sizes, shards, placement):
-    stack = make_stack(sizes, shards, placement)
-    stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)
-    for table in stack.tables:
-        view = stack.logical_view(stored, table)
-        assert np.shares_memory(view, stored)
-        places = stack.physical(np.arange(table.vocabulary_size), table)
-        flat = view.reshape(-1, 2)[: table.vocabulary_size]
-        np.testing.assert_array_equal(flat, stored[places])
-
-
-@pytest.mark.parametrize("placement", ["mod", "div", "replicated"])
-@pytest.mark.parametrize("shards", [1, 3, 8])
-@pytest.mark.quick(5)
-def test_logical_rows_are_the_physical_ones(shards, placement):
-    stack = make_stack([5, 1, 17], shards, placement)
-    stored = np.arange(stack.physical_rows * 2).reshape(-1, 2)
-    for table in stack.tables:
-        places = stack.physical(np.arange(table.vocabulary_size), table)
-        found = logical_rows(jax.numpy.asarray(stored), stack.row_format, stack, table)
-        np.testing.assert_array_equal(found, stored[places])
 
 
 def names(stacks):
@@ -150,11 +112,9 @@ def test_tables_split_over_other_axes_do_not_stack():
 
 
 def test_combiner_initializer_and_size_may_differ_in_a_stack():
-    same = {"optimizer": o.Adam(0.1)}  # equal by value, another object
-    tables = [
-        resolved("a", 5, 2, combiner="sum", **BASE),
-        resolved("b", 900, 2, combiner="sqrtn", initializer=jax.nn.initializers.zeros, **same),
-    ]
+    other = {"combiner": "sqrtn", "initializer": jax.nn.initializers.zeros}
+    equal = o.Adam(0.1)  # by value, another object
+    tables = [resolved("a", 5, 2, **BASE), resolved("b", 900, 2, optimizer=equal, **other)]
     assert names(make_stacks(tables)) == [["a", "b"]]
     assert names(make_stacks(tables, stack_tables=False)) == [["a"], ["b"]]
 
@@ -171,8 +131,6 @@ def test_a_stack_ends_where_int32_does():
     assert names(stacks) == [["0", "1"], ["2", "3"], ["4", "5"], ["6"]]  # padding counts
     assert all(stack.physical_rows <= INT32_ROWS for stack in stacks)
     assert all(stack.index_dtype == np.int32 for stack in stacks)
-    on_one = make_stacks([resolved(str(i), third, 1) for i in range(7)])
-    assert names(on_one) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
 
 
 GIB = 2**30 // (128 * 4)

@@ -66,25 +66,20 @@ def test_lists_have_the_values_of_each_example():
         jax.jit(lambda x: x.to_list())(jagged())
 
 
-@pytest.mark.parametrize(
-    "compute",
-    [
-        lambda x: x * 2,
-        lambda x: 2 + x,
-        lambda x: x - x,
-        lambda x: x / 2,
-        lambda x: -x,
-        lambda x: np.float32(2) * x,
-        lambda x: np.ones(2) + x,
-        lambda x: jnp.ones(2) * x,
-        jnp.tanh,
-        jnp.sum,
-        np.exp,
-        np.asarray,
-        jnp.asarray,
-    ],
-)
+COMPUTES = {
+    "times": lambda x: x * 2,
+    "reversed": lambda x: 2 + x,
+    "minus": lambda x: -x,
+    "NumPy": lambda x: np.ones(2) + x,
+    "JAX": lambda x: jnp.ones(2) * x,
+    "tanh": jnp.tanh,
+    "exp": np.exp,
+    "asarray": np.asarray,
+    "jnp.asarray": jnp.asarray,
+}
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
 def test_it_is_not_taken_for_an_array(compute):
-    with pytest.raises(TypeError) as raised:
-        compute(jagged())
-    assert "with_values" in str(raised.value) or compute is np.exp  # NumPy says it in its words
+    with pytest.raises(TypeError, match=None if compute == "exp" else "with_values"):
+        COMPUTES[compute](jagged())  # NumPy says it in its words

@@ -75,9 +75,7 @@ def test_split_activations_leaves_floats():
     assert jax.tree.structure(again) == jax.tree.structure(found)
     for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(found), strict=True):
         np.testing.assert_array_equal(one, other)
-    with pytest.raises(
-        ValueError, match=r"expected first axes \(2, 13\), got shape \(13, 2\); .*inside"
-    ):
+    with pytest.raises(ValueError, match=r"expected first axes \(2, 13\), got shape \(13, 2\)"):
         rebuild(jax.tree.map(lambda x: x[0], values))
 
 

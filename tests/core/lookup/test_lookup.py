@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import oracle
 import pytest
 from bag_cases import draw_bags, draw_weights
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 from tpu_embed import (
     EmbeddingEngine,
@@ -18,6 +20,7 @@ from tpu_embed import (
     TableConfig,
     optimizers,
 )
+from tpu_embed.kernels import dispatch, reference
 
 BATCH, ROWS, DIM = 8, 13, 5
 RNG = np.random.default_rng(7)
@@ -31,6 +34,7 @@ def weights_of(lists):
     return draw_weights(RNG, lists)
 
 
+RAGGED = RaggedIds.from_lists([[ROWS, 1, -1, 2], [ROWS, 3], [], [4]] * (BATCH // 4))
 SEVEN, MANY, PAIRS = bags(BATCH), bags(BATCH), bags(BATCH * 3)
 
 INPUTS = {
@@ -49,6 +53,16 @@ INPUTS = {
     "ragged sequence": (RaggedIds.from_lists(bags(BATCH)), None, {"max_sequence_length": 2}),
     "ragged, 3 rows": (RaggedIds.from_lists(PAIRS), None, {"output_shape": (BATCH, 3)}),
     "ragged, first 2": (RaggedIds.from_lists(bags(BATCH)), None, {"output_shape": (BATCH, 2)}),
+    "small integers": (RNG.integers(-1, ROWS, (BATCH, 4)).astype(np.int8), None, {}),
+    "unsigned": (RNG.integers(0, ROWS, (BATCH, 4)).astype(np.uint16), None, {}),
+    "many sparse bags": (
+        SparseIds(np.argwhere(np.ones((BATCH, 2, 3))), np.arange(BATCH * 6) % ROWS, (BATCH, 2, 3)),
+        RNG.normal(size=BATCH * 6).astype(np.float32),
+        {},
+    ),
+    "ragged, dropped": (RAGGED, None, {"on_bad_id": "drop"}),
+    "sequence, dropped": (RAGGED, None, {"on_bad_id": "drop", "max_sequence_length": 2}),
+    "sequence, clipped": (RAGGED, None, {"on_bad_id": "clip", "max_sequence_length": 4}),
     "dropped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "drop"}),
     "clipped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "clip"}),
     "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
@@ -63,9 +77,8 @@ def declared_features():
     for combiner in ("sum", "mean", "sqrtn"):
         for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
             kind = combiner if quantization is None else f"{combiner} quantized"
-            table = TableConfig(
-                ROWS, DIM, combiner=combiner, name=kind, quantization_config=quantization
-            )
+            options = {"combiner": combiner, "quantization_config": quantization}
+            table = TableConfig(ROWS, DIM, name=kind, **options)
             for name, (_, _, options) in INPUTS.items():
                 features[f"{kind}: {name}"] = FeatureConfig(table, **options)
     return features
@@ -74,8 +87,7 @@ def declared_features():
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_every_form_equals_the_oracle(devices):
     features = declared_features()
-    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("d",))
-    engine = EmbeddingEngine(features, mesh=mesh)
+    engine = EmbeddingEngine(features, mesh=mesh(devices))
     state = engine.init(jax.random.key(3))
     given = {path: INPUTS[path.split(": ")[1]] for path in features}
     batch = engine.place(
@@ -103,3 +115,44 @@ def test_a_batch_without_a_single_id_goes_the_whole_way(name):
     after = engine.update(state, batch, activations)
     np.testing.assert_array_equal(engine.tables(after)["t"], engine.tables(state)["t"])
     assert int(after.step) == 1
+
+
+@pytest.mark.parametrize("buckets", [2, 5, 256])
+def test_rows_are_rounded_to_buckets(buckets):
+    low, high = -1.0, 2.0
+    config = QuantizationConfig(buckets, low, high)
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(501, 1, quantization_config=config)))
+    rows = np.linspace(-2, 3, 501).astype(np.float32)[:, None]
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"table_0": rows})
+    found = np.asarray(engine.lookup(state, engine.place(np.append(np.arange(501), [-1] * 3))))
+    step = (high - low) / (buckets - 1)
+    grid = low + np.arange(buckets) * step
+    assert np.abs(found[:501] - grid[np.abs(found[:501] - grid).argmin(1)][:, None]).max() < 1e-6
+    assert np.abs(found[:501] - np.clip(rows, low, high)).max() <= step / 2 + 1e-6
+    np.testing.assert_array_equal(found[[0, 500], 0], [low, high])
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_bags_with_absent_ids_and_weights_of_zero(scan, monkeypatch):
+    """A weight of zero adds nothing even of a row that is not finite; GPUs sum runs by a scan."""
+    if scan:
+        summed = reference.segment_sum_scan
+        gather_sum = functools.partial(reference.gather_sum, segment_sum=summed)
+        monkeypatch.setattr(dispatch, "segment_sum", summed)
+        monkeypatch.setattr(dispatch, "gather_sum", gather_sum)
+    ids = np.tile(np.array([[2, -1, 3, -1, 1], [0, 0, -1, 4, -1], [-1] * 5], np.int32), (8, 1))
+    weights = np.where((ids == 0) | (ids == 4), np.float32(0), np.float32(0.5))
+    feature = FeatureConfig(TableConfig(5, 2, combiner="sum", name="t"))
+    engine = EmbeddingEngine(feature, optimizers.SGD(1.0))
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    rows[0], rows[4] = np.inf, np.nan
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": rows})
+    expected = np.tile([0.5 * rows[1:4].sum(0), [0, 0], [0, 0]], (8, 1))
+    for found in (
+        engine.lookup(state, engine.place(ids, weights)),
+        jax.jit(engine.lookup)(state, ids, weights),
+    ):
+        np.testing.assert_array_equal(found, expected)
+    state = engine.update(state, engine.place(ids, weights), np.ones((24, 2), np.float32))
+    rows[1:4] -= 4  # half of eight examples
+    np.testing.assert_array_equal(engine.tables(state)["t"], rows)

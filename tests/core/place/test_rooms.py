@@ -2,7 +2,6 @@
 
 import concurrent.futures
 
-import jax
 import numpy as np
 import pytest
 from facade_cases import mesh
@@ -39,45 +38,15 @@ def test_after_an_outlier_the_spec_is_what_it_was_before(devices):
         assert engine.place(draw(rng, 290_000)).spec == outlier
 
 
-def test_going_back_and_forth_compiles_nothing_and_changes_no_bit():
-    engine, rng = make_engine(), np.random.default_rng(0)
-    state = engine.init(jax.random.key(0))
-    expected = np.array(engine.tables(state)["film"])
-    for step in range(5):
-        batch = draw(rng, 50_000 if step % 2 else 100)
-        placed = engine.place(batch)
-        gradients = np.full((B, 2), 0.25, np.float32)
-        state = engine.update(state, placed, gradients)
-        # SGD(0.5) of 0.25 per id. The engine subtracts the sum of a row's ids at once: other
-        # roundings, each below 1e-7.
-        np.subtract.at(expected, batch.values, np.float32(0.125))
-    np.testing.assert_allclose(engine.tables(state)["film"], expected, rtol=0, atol=1e-6)
-    assert engine.compilations == {"lookup": 0, "update": 2}
-
-
 def test_an_outlier_that_comes_first_slows_no_other_batch():
     engine, rng = make_engine(), np.random.default_rng(0)
     first = engine.place(draw(rng, 300_000)).spec
-    specs = {engine.place(draw(rng, 1000 + step)).spec for step in range(100)}
-    assert len(specs) == 1
-    assert specs.pop().stacks[0].ids < 1500
+    (usual,) = {engine.place(draw(rng, 1000 + step)).spec for step in range(100)}
+    assert usual.stacks[0].ids < 1500
     assert engine.place(draw(rng, 300_000)).spec == first
-
-
-def test_a_given_spec_is_not_remembered():
-    engine, rng = make_engine(), np.random.default_rng(0)
-    usual, large = (engine.place(draw(rng, n)).spec for n in (1000, 300_000))
-    fresh = make_engine()
-    fresh.place(draw(rng, 1000))
-    assert fresh.place(draw(rng, 1000), spec=large).spec == large
+    fresh = make_engine()  # a given spec is not remembered
+    assert fresh.place(draw(rng, 1000), spec=first).spec == first
     assert fresh.place(draw(rng, 1000)).spec == usual
-
-
-def test_small_batches_share_one_spec_however_they_differ():
-    engine, rng = make_engine(), np.random.default_rng(0)
-    engine.place(draw(rng, 10))
-    spec = engine.place(draw(rng, 10_000)).spec
-    assert engine.place(draw(rng, 10)).spec == spec
 
 
 def test_it_is_told(caplog):
@@ -151,16 +120,6 @@ def test_a_stream_with_rare_outliers_has_few_specs():
     assert usual > 0.97 * 3000
 
 
-def test_a_stream_whose_sizes_are_spread_has_few_specs():
-    rooms, rng = make_rooms(), np.random.default_rng(0)
-    needed = [needs(rng, 10 ** rng.uniform(-1, 1)) for _ in range(2000)]
-    specs = [settle(rooms, one) for one in needed]
-    assert len(set(specs)) <= 20
-    assert len(set(specs[1000:]) - set(specs[:1000])) <= 1
-    waste = [a.stacks[0].ids / b.stacks[0].ids for a, b in zip(specs, needed, strict=True)]
-    assert np.mean(waste[1000:]) < 2.5
-
-
 def test_a_stream_that_changes_for_good_leaves_the_larger_spec():
     rooms, rng = make_rooms(), np.random.default_rng(0)
     large = [settle(rooms, needs(rng, 10)) for _ in range(200)]
@@ -195,19 +154,6 @@ def test_processes_that_see_different_parts_have_the_same_specs(seed):
         assert all(fits(spec, one) for one in needed)
         specs.append(spec)
     assert len(set(specs)) <= 25
-
-
-def test_a_copy_goes_on_alike():
-    rooms, rng = make_rooms(), np.random.default_rng(0)
-    for _ in range(20):
-        for _ in range(50):
-            settle(rooms, needs(rng, 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3)))
-        other = make_rooms()
-        other.set(rooms.copy())
-        for _ in range(50):
-            needed = needs(rng, 1 + (rng.random(3) < 0.05) * rng.exponential(10, 3))
-            assert settle(rooms, needed) == settle(other, needed)
-        assert rooms.copy() == other.copy()
 
 
 def test_threads_that_place_outliers():

@@ -4,8 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpu_embed.core.rows import Grid, copy_rows
-from tpu_embed.core.rows.devices import below
+from tpu_embed.core.rows import Grid, below
 
 grids = st.builds(Grid, st.integers(1, 8), st.integers(1, 9), st.booleans())
 
@@ -50,13 +49,3 @@ def test_ids_of_shards(grid, data):
     assert list(map(int, found)) == wanted
     limit = data.draw(st.integers(0, len(every)))
     assert [int(row) for row in below(found, limit)] == [row for row in wanted if row < limit]
-
-
-def test_rows_get_other_ids():
-    source, sink = np.arange(5.0), np.zeros(5)
-
-    def write(ids, rows):
-        sink[ids] = rows["values"]
-
-    copy_rows(lambda ids: {"values": source[ids]}, write, [([3, 1], [0, 2]), [4]])
-    assert sink.tolist() == [3, 0, 1, 0, 4]

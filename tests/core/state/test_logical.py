@@ -1,6 +1,5 @@
 """Rows, tables and slots are set, loaded and read, for every placement and dtype."""
 
-import dataclasses
 import functools
 
 import jax
@@ -10,21 +9,18 @@ import numpy as np
 import optax
 import pytest
 from facade_cases import assert_same, mesh
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
 from tpu_embed import optimizers as o
-from tpu_embed.core.rows import host_arrays
 
 SIZES = {"mod": 11, "small": 3, "div": 11, "replicated": 5}
 
 
 def _tables(**options):
     """Return tables of every placement, two of them in one stack, and one with a global slot."""
+    placed = {name: "mod" if name == "small" else name for name in SIZES}
     tables = {
-        name: tpu_embed.TableConfig(
-            size, 2, name=name, placement="mod" if name == "small" else name, **options
-        )
+        name: tpu_embed.TableConfig(size, 2, name=name, placement=placed[name], **options)
         for name, size in SIZES.items()
     }
     tables["optax"] = tpu_embed.TableConfig(7, 2, name="optax", optimizer=optax.adam(0.1))
@@ -44,65 +40,33 @@ def _host(engine, state):
     return jax.tree.map(np.asarray, (engine.tables(state), engine.slots(state)))
 
 
-def _other_numbers(arrays):
-    rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda array: np.asarray(rng.standard_normal(array.shape), np.float32), arrays
-    )
-
-
-CASES = [(1, "float32"), (8, "bfloat16")]
-
-
-@pytest.mark.parametrize(("devices", "dtype"), CASES)
+@pytest.mark.parametrize(("devices", "dtype"), [(1, "float32"), (8, "bfloat16")])
 @pytest.mark.quick(1)
-def test_set_rows(devices, dtype):
-    engine, state = _engine(devices, dtype)
-    tables, slots = _host(engine, state)
-    for name, size in SIZES.items():
-        rows = np.array([size - 1, 0])
-        values = np.array([[1.001, 2], [3, 4]], np.float32)
-        state = engine.set_rows(state, name, rows, values)
-        state = engine.set_rows(state, name, [1], [7], slot="accumulators")
-        tables[name] = tables[name].copy()
-        tables[name][rows] = values.astype(tables[name].dtype)
-        slots[name]["accumulators"] = slots[name]["accumulators"].copy()
-        slots[name]["accumulators"][1] = 7
-    assert_same(_host(engine, state), (tables, slots))
-
-
-@pytest.mark.parametrize(("devices", "dtype"), CASES)
-@pytest.mark.quick(1)
-def test_load_in_blocks(devices, dtype):
-    engine, state = _engine(devices, dtype)
-    tables, slots = _host(engine, state)
-    new, new_slots = _other_numbers((tables, slots))
-    for name in ("mod", "div", "small"):
-        blocks = np.array_split(new[name], [1, 2, 2])
-        state = engine.load(state, name, iter(blocks))
-        tables[name] = new[name].astype(tables[name].dtype)
-    accumulators = new_slots["div"]["accumulators"]
-    state = engine.load(state, "div", np.split(accumulators, [4]), slot="accumulators")
-    slots["div"]["accumulators"] = accumulators
-    assert_same(_host(engine, state), (tables, slots))
-
-
-@pytest.mark.parametrize(("devices", "dtype"), CASES)
-@pytest.mark.quick(1)
-def test_load_arrays_and_host_arrays(devices, dtype):
+def test_rows_are_set_and_loaded(devices, dtype):
     engine, state = _engine(devices, dtype)
     before = _host(engine, state)
-    new_tables, new_slots = _other_numbers(before)
-    new_slots["optax"]["count"] = np.asarray(5, np.int32)
-    loaded = engine.load_arrays(state, new_tables, new_slots)
-    kind = jnp.dtype(dtype)
-    expected = {
-        name: table if name == "optax" else table.astype(kind) for name, table in new_tables.items()
-    }
-    assert_same(_host(engine, loaded), (expected, new_slots))
-    assert_same(host_arrays(loaded, engine.layout), (expected, new_slots))
-    assert_same(_host(engine, state), before)
-    assert loaded.step is state.step
+    tables, slots = jax.tree.map(np.copy, before)
+    rng, first = np.random.default_rng(0), state
+    for name, size in SIZES.items():
+        rows, values = np.array([size - 1, 0]), np.array([[1.001, 2], [3, 4]], np.float32)
+        state = engine.set_rows(state, name, rows, values)
+        state = engine.set_rows(state, name, [1], [7], slot="accumulators")
+        tables[name][rows], slots[name]["accumulators"][1] = values, 7
+    assert_same(_host(engine, state), (tables, slots))
+    for name in ("mod", "div", "small"):  # in blocks
+        new = rng.normal(size=tables[name].shape).astype(np.float32)
+        state = engine.load(state, name, iter(np.array_split(new, [1, 2, 2])))
+        tables[name] = new.astype(tables[name].dtype)
+    sums = slots["div"]["accumulators"] = rng.random(SIZES["div"], np.float32)
+    state = engine.load(state, "div", np.split(sums, [4]), slot="accumulators")
+    assert_same(_host(engine, state), (tables, slots))
+    given = jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), before)
+    given[1]["optax"]["count"] = np.asarray(5, np.int32)
+    loaded = engine.load_arrays(first, *given)
+    expected = jax.tree.map(lambda new, old: new.astype(old.dtype), given, before)
+    assert_same(_host(engine, loaded), expected)
+    assert_same(_host(engine, first), before)
+    assert loaded.step is first.step
 
 
 def test_bfloat16_rounds_to_nearest_even():
@@ -111,8 +75,7 @@ def test_bfloat16_rounds_to_nearest_even():
     state = engine.set_rows(state, "mod", [3, 9], values)
     found = np.asarray(engine.tables(state)["mod"])[[3, 9]]
     assert found.dtype == ml_dtypes.bfloat16
-    expected = [[1.0, 1 + 2 * 2**-7], [1 + 2**-7, -1.0]]
-    assert found.astype(np.float32).tolist() == expected
+    assert found.astype(np.float32).tolist() == [[1.0, 1 + 2 * 2**-7], [1 + 2**-7, -1.0]]
 
 
 def test_rows_set_inside_a_jit_are_written_where_they_exist():
@@ -130,31 +93,6 @@ def test_rows_set_inside_a_jit_are_written_where_they_exist():
     assert_same(new, {**before, "mod": expected})
 
 
-def test_host_arrays_where_rows_are_split_over_one_axis_of_two():
-    devices = Mesh(np.array(jax.devices()).reshape(2, 4), ("x", "y"))
-    tables = {
-        placement: tpu_embed.TableConfig(11, 2, name=placement, placement=placement, shard_axes="y")
-        for placement in ("mod", "div")
-    }
-    features = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
-    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.1), mesh=devices)
-    state = engine.init(jax.random.key(0))
-    expected = _host(engine, state)
-    assert_same(host_arrays(state, engine.layout), expected)
-    anew = jax.device_put(state, NamedSharding(devices, PartitionSpec()))
-    assert_same(host_arrays(anew, engine.layout), expected)
-
-
-def test_host_arrays_of_a_state_that_was_sharded_anew():
-    table = tpu_embed.TableConfig(11, 2, name="t")
-    engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), mesh=mesh(2))
-    state = engine.init(jax.random.key(0))
-    expected = _host(engine, state)
-    anew = jax.device_put(state.tables, NamedSharding(mesh(4), PartitionSpec("d")))  # 3 of 6 rows
-    anew = dataclasses.replace(state, tables=anew)
-    assert_same(host_arrays(anew, engine.layout), expected)
-
-
 def test_a_loaded_global_slot_is_the_callers_own():
     """The state is donated by the next update; what it was loaded from is not."""
     table = tpu_embed.TableConfig(7, 2, name="optax", optimizer=optax.adam(0.1))
@@ -166,12 +104,14 @@ def test_a_loaded_global_slot_is_the_callers_own():
     assert int(count) == 0
 
 
-def test_host_arrays_are_the_callers_own():
-    engine, state = _engine(1)
-    before = jax.tree.map(np.copy, _host(engine, state))
-    for array in jax.tree.leaves(host_arrays(state, engine.layout)):
+def test_what_is_retrieved_is_the_callers_own():
+    features = {name: tpu_embed.FeatureConfig(table) for name, table in _tables().items()}
+    embedding = tpu_embed.TPUEmbedding(features, o.RowWiseAdagrad(0.5), mesh=mesh(1))
+    found = embedding.retrieve()
+    before = jax.tree.map(np.copy, found)
+    for array in jax.tree.leaves(found):
         array[...] = 0
-    assert_same(_host(engine, state), before)
+    assert_same(embedding.retrieve(), before)
 
 
 ROWS = np.array([0, 2])
@@ -201,10 +141,7 @@ def test_wrong_rows(given, options, said):
 
 WRONG_BLOCKS = [
     ([VALUES], r"table 'mod': expected 11 rows in all, got 2"),
-    (
-        [VALUES] * 6,
-        r"'mod': expected blocks .*\(n, 2\) that have 11 rows .*\(2, 2\) from row 10 on",
-    ),
+    ([VALUES] * 6, r"'mod': expected blocks .*\(n, 2\) that have 11 rows .*\(2, 2\) from row 10"),
     ([VALUES[:, :1]], r"'mod': expected blocks of shape \(n, 2\)"),
     ([np.float32(0)], r"'mod': expected blocks of shape \(n, 2\).* got shape \(\) from row 0"),
     ([np.full((11, 2), "a")], r"'mod': expected real numbers, got dtype <U1"),
@@ -220,18 +157,12 @@ def test_wrong_blocks(blocks, said):
         engine.load(state, "optax", [], slot="count")
 
 
-@pytest.mark.parametrize(
-    ("tables", "slots", "said"),
-    [
-        (None, None, "tables: expected a mapping by name, got NoneType"),
-        (np.zeros((11, 2)), None, "tables: expected a mapping by name, got ndarray"),
-        ({}, {"mod": 3}, "slots of table 'mod': expected a mapping by name, got int"),
-    ],
-)
-def test_what_is_no_mapping(tables, slots, said):
+def test_what_is_no_mapping():
     engine, state = _engine(1)
-    with pytest.raises(ValueError, match=said):
-        engine.load_arrays(state, tables, slots)
+    with pytest.raises(ValueError, match="tables: expected a mapping by name, got NoneType"):
+        engine.load_arrays(state, None)
+    with pytest.raises(ValueError, match="slots of table 'mod': expected a mapping by name, got i"):
+        engine.load_arrays(state, {}, {"mod": 3})
 
 
 def test_masked_arrays_are_refused():

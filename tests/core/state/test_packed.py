@@ -9,8 +9,6 @@ import pytest
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 from tpu_embed.core.layout import resolve
-from tpu_embed.core.rows import host_arrays
-from tpu_embed.core.state import table_state
 from tpu_embed.kernels.formats import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -94,9 +92,10 @@ def test_arrays_are_lines_and_the_host_reads_them(monkeypatch):
     engine = engine_of(monkeypatch, *CASES["bfloat16"])
     state = engine.init(jax.random.key(0))
     assert {x.shape[1] for x in state.tables.values()} == {LINE}
-    tables, slots = host_arrays(state, engine.layout)
-    wanted = jax.device_get((engine.tables(state), engine.slots(state)))
-    jax.tree.map(np.testing.assert_array_equal, (tables, slots), wanted)
+    for slot in (None, "accumulators"):
+        array = (engine.slots(state)["item"] | {None: engine.tables(state)["item"]})[slot]
+        found = engine.rows(state, "item", np.arange(VOCABULARY), slot=slot)
+        np.testing.assert_array_equal(found, array)
 
 
 def test_a_plain_state_is_refused(monkeypatch):
@@ -104,4 +103,4 @@ def test_a_plain_state_is_refused(monkeypatch):
     engine = engine_of(monkeypatch, packing, *rest)
     plain = engine_of(monkeypatch, "none", *rest).init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"state: expected stacks \['day\+1@mod8x128#"):
-        table_state.check_state(plain, engine.layout)
+        engine.tables(plain)

@@ -88,7 +88,7 @@ def test_a_state_of_this_layout_is_what_it_was(way, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 1), (1, 8), (4, 2)])
+@pytest.mark.parametrize(("old", "new"), [(8, 1), (1, 8)])
 def test_orbax_refuses_a_template_of_another_layout(old, new, tmp_path):
     names = [next(iter(state_on(n).tables)) for n in (old, new)]
     with ocp.StandardCheckpointer() as checkpointer:
@@ -99,66 +99,46 @@ def test_orbax_refuses_a_template_of_another_layout(old, new, tmp_path):
     assert all(name in str(error.value) for name in names)
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 1), (1, 8), (2, 4)])
-def test_tpu_embedding_refuses_it(old, new):
-    embeddings = {
-        n: tpu_embed.TPUEmbedding(
-            FeatureConfig(TableConfig(V, 2, name="items")), o.Adagrad(0.1), mesh=mesh(n)
-        )
-        for n in (old, new)
-    }
-    mine = embeddings[new].state
-    with pytest.raises(ValueError, match=f"the same tables in {old} shard"):
-        embeddings[new].state = embeddings[old].state
-    assert embeddings[new].state is mine
+def test_tpu_embedding_refuses_it():
+    features = FeatureConfig(TableConfig(V, 2, name="items"))
+    old, new = (tpu_embed.TPUEmbedding(features, o.Adagrad(0.1), mesh=mesh(n)) for n in (8, 1))
+    mine = new.state
+    with pytest.raises(ValueError, match="the same tables in 8 shard"):
+        new.state = old.state
+    assert new.state is mine
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 1), (1, 8), (2, 4)])
-def test_a_layer_refuses_it(old, new):
-    layers = {n: bag_of(o.Adagrad(0.1), devices=n) for n in (old, new)}
-    kept = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, nnx.state(layers[old]))))
-    (theirs,), (ours,) = layers[old].tables, layers[new].tables
+def test_a_layer_refuses_it():
+    old, new = (bag_of(o.Adagrad(0.1), devices=n) for n in (8, 1))
+    kept = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, nnx.state(old))))
+    (theirs,), (ours,) = old.tables, new.tables
     with pytest.raises(ValueError, match=theirs):  # in flax's words
-        nnx.update(layers[new], kept)
+        nnx.update(new, kept)
     # A merge goes by position: the variables still say what they are.
-    merged = nnx.merge(nnx.split(layers[new])[0], kept)
+    merged = nnx.merge(nnx.split(new)[0], kept)
     with pytest.raises(ValueError, match=r"restore with tpu_embed\.io") as error:
         merged(np.array([[0, 1]]))
     assert ours in str(error.value)
     assert theirs in str(error.value)
 
 
-OTHER = {
-    "another table": {"name": "users"},
-    "another vocabulary size": {"size": V - 1},  # padded to the same physical rows
-}
-
-
-@pytest.mark.parametrize("case", OTHER)
-def test_engines_of_like_shapes_refuse_each_others_states_and_batches(case):
-    engine, other = engine_on(8), engine_on(8, **OTHER[case])
-    state = other.init(jax.random.key(0))
+@pytest.mark.parametrize("other", [{"name": "users"}, {"size": V - 1}], ids=str)
+def test_engines_of_like_shapes_refuse_each_others_states(other):
+    """A vocabulary of one row less is padded to the same physical rows."""
+    state = engine_on(8, **other).init(jax.random.key(0))
     shapes = [[leaf.shape for leaf in jax.tree.leaves(s)] for s in (state, state_on(8))]
     assert shapes[0] == shapes[1]
     with pytest.raises(ValueError, match="other tables, or tables of another vocabulary size"):
-        engine.lookup(state, {"x": IDS})
-    with pytest.raises(ValueError, match="a Batch of this engine's place"):
-        engine.lookup(state_on(8), other.place({"x": IDS}))
+        engine_on(8).lookup(state, {"x": IDS})
 
 
 def test_another_stacking_is_refused_by_both():
     tables = [TableConfig(V, 2, name=name) for name in ("a", "b")]
     features = {table.name: FeatureConfig(table) for table in tables}
-    engines = [
-        EmbeddingEngine(features, o.SGD(), stack_tables=stacked) for stacked in (True, False)
-    ]
-    states = [engine.init(jax.random.key(0)) for engine in engines]
-    ids = {"a": IDS, "b": IDS}
-    for engine, state in zip(engines, reversed(states), strict=True):
+    engines = [EmbeddingEngine(features, stack_tables=stacked) for stacked in (True, False)]
+    for engine, other in (engines, engines[::-1]):
         with pytest.raises(ValueError, match=r"state: expected stacks .* tpu_embed\.io"):
-            engine.lookup(state, ids)
-        with pytest.raises(ValueError, match=r"state: expected stacks .* tpu_embed\.io"):
-            engine.update(state, ids, {"a": np.ones((8, 2)), "b": np.ones((8, 2))})
+            engine.lookup(other.init(jax.random.key(0)), {"a": IDS, "b": IDS})
 
 
 def test_names_show_the_layout_and_no_optimizer():

@@ -1,30 +1,16 @@
 """Bad gradients inside a jit, as errors, and through the stateful API."""
 
 import functools
-import re
 
+import guard_cases as cases
 import jax
 import numpy as np
 import pytest
 from facade_cases import assert_same, mesh
-from guard_cases import (
-    BATCH,
-    INFINITY,
-    NAN,
-    D,
-    V,
-    by_feature,
-    counts,
-    draw_ids,
-    engine_of,
-    held_by,
-    make_table,
-    spoil,
-)
 from jax.experimental import checkify
 
 import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig
 from tpu_embed import optimizers as o
 
 # -- inside a jit --------------------------------------------------------------------------------
@@ -36,27 +22,27 @@ def _loss(activations, factor):
 
 def test_inside_a_jit_as_outside():
     """The state is donated, the ids are traced."""
-    names = ["kernel", "sequence", "half"]
-    engine, before, batch, gradients = engine_of(names, 8)
+    names = ["kernel", "sequence", "half", "copies"]
+    engine, before, batch, gradients = cases.engine_of(names, 8)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids, factor):
         activations = engine.lookup(state, ids)
         return engine.update(state, ids, jax.grad(_loss)(activations, factor))
 
-    held = jax.tree.map(np.copy, held_by(before))
+    held = jax.tree.map(np.copy, cases.held_by(before))
     expected = engine.update(before, batch, jax.tree.map(np.ones_like, gradients))
-    after = step(before, draw_ids(names), INFINITY)
-    assert_same(held_by(after), held)
-    assert by_feature(engine, after) == dict.fromkeys(names, 1)
-    after = step(after, draw_ids(names), np.float32(1))
-    assert_same(held_by(after), held_by(expected))
+    after = step(before, cases.draw_ids(names), cases.INFINITY)
+    assert_same(cases.held_by(after), held)
+    assert cases.by_feature(engine, after) == dict.fromkeys(names, 1)
+    after = step(after, cases.draw_ids(names), np.float32(1))
+    assert_same(cases.held_by(after), cases.held_by(expected))
     assert step._cache_size() == 1
 
 
 def test_a_scan_skips_single_steps():
-    engine, state, batch, gradients = engine_of(["kernel"], 2)
-    factors = np.array([1, NAN, 1, INFINITY, 1], np.float32)
+    engine, state, batch, gradients = cases.engine_of(["kernel"], 2)
+    factors = np.array([1, cases.NAN, 1, cases.INFINITY, 1], np.float32)
 
     @jax.jit
     def train(state, factors):
@@ -68,96 +54,57 @@ def test_a_scan_skips_single_steps():
 
     found, steps = train(state, factors)
     assert steps.tolist() == [0, 1, 1, 2, 2]
-    assert counts(found) == [2]
+    assert cases.counts(found) == [2]
     for _ in range(3):
         state = engine.update(state, batch, gradients)
-    assert_same(held_by(found), held_by(state))
-
-
-@pytest.mark.whole
-def test_traced_steps_skip_too():
-    engine, before, batch, gradients = engine_of(["copies"], 2)
-    update = jax.jit(engine.update)
-    after = update(before, draw_ids(["copies"]), spoil(["copies"], ["copies"]))
-    assert_same(held_by(after), held_by(before))
-    after = update(before, draw_ids(["copies"]), gradients)
-    assert_same(held_by(after), held_by(engine.update(before, batch, gradients)))
-
-
-LARGE = 409_600
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "dtype", "devices"),
-    [(o.Adagrad(0.1), "float32", 8), (o.Adam(0.1), "bfloat16", 1)],
-    ids=["8 devices", "one device"],
-)
-@pytest.mark.quick(1)
-def test_nothing_of_a_tables_size_is_copied(optimizer, dtype, devices):
-    features = {"x": FeatureConfig(TableConfig(LARGE, 16, dtype=dtype))}
-    engine = EmbeddingEngine(features, optimizer, mesh=mesh(devices), on_bad_gradient="skip")
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, ids):
-        return engine.update(state, ids, engine.lookup(state, ids))
-
-    state = engine.init(jax.random.key(0))
-    compiled = step.lower(state, {"x": np.zeros((BATCH, 4), np.int32)}).compile()
-    table = next(iter(state.tables.values()))
-    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes // devices // 4
-    shape = ",".join(map(str, table.sharding.shard_shape(table.shape)))
-    hlo = compiled.as_text()
-    assert not re.search(rf"= \w+\[{shape}\][^ ]* (copy|select|conditional)\(", hlo)
-    assert re.search(r"is-finite", hlo)
+    assert_same(cases.held_by(found), cases.held_by(state))
 
 
 # -- "error" -------------------------------------------------------------------------------------
 
 SMALL = {
-    "clicks": {"film": FeatureConfig(make_table("films"))},
-    "user": FeatureConfig(make_table("users")),
+    "clicks": {"film": FeatureConfig(cases.make_table("films"))},
+    "user": FeatureConfig(cases.make_table("users")),
 }
+
+
+NAMED = "feature 'clicks/film' of table 'films': expected finite numbers"
 
 
 @functools.cache
 def _small(policy="error", devices=2):
     """Return an engine, features, and gradients of which one feature's is bad."""
     engine = EmbeddingEngine(SMALL, o.Adagrad(0.1), mesh=mesh(devices), on_bad_gradient=policy)
-    ids = np.arange(BATCH, dtype=np.int32)[:, None] % V
-    bad = np.ones((BATCH, D), np.float32)
-    bad[3, 1] = NAN
+    ids = np.arange(cases.BATCH, dtype=np.int32)[:, None] % cases.V
+    bad = np.ones((cases.BATCH, cases.D), np.float32)
+    bad[3, 1] = cases.NAN
     features = {"clicks": {"film": ids}, "user": ids}
     return engine, features, {"clicks": {"film": bad}, "user": np.ones_like(bad)}
-
-
-def _named(error):
-    return "feature 'clicks/film' of table 'films': expected finite numbers" in str(error.value)
 
 
 @pytest.mark.parametrize("verb", ["update", "update_in_place"])
 def test_error_raises_outside_a_jit_and_changes_nothing(verb):
     engine, features, bad = _small()
     state, batch = engine.init(jax.random.key(0)), engine.place(features)
-    before = held_by(state)
-    with pytest.raises(ValueError) as error:
+    before = cases.held_by(state)
+    with pytest.raises(ValueError, match=NAMED) as error:
         getattr(engine, verb)(state, batch, bad)
-    assert _named(error)
     assert "user" not in str(error.value)
-    assert_same(held_by(state), before)
+    assert_same(cases.held_by(state), before)
     good = jax.tree.map(np.ones_like, bad)
     after = getattr(engine, verb)(state, batch, good)
     assert int(after.step) == 1
-    assert counts(after) == [0, 0]
+    assert cases.counts(after) == [0, 0]
 
 
 def test_error_inside_a_jit_skips_and_counts():
     engine, features, bad = _small()
     state, batch = engine.init(jax.random.key(0)), engine.place(features)
     after = jax.jit(engine.update)(state, batch, bad)
-    assert_same(held_by(after), held_by(state))
-    assert by_feature(engine, after) == {"clicks/film": 1}
+    assert_same(cases.held_by(after), cases.held_by(state))
+    assert cases.by_feature(engine, after) == {"clicks/film": 1}
     constant = jax.jit(lambda: engine.update(state, batch, bad))()
-    assert_same(held_by(constant), held_by(state))
+    assert_same(cases.held_by(constant), cases.held_by(state))
 
 
 def test_error_under_checkify_is_reported():
@@ -179,9 +126,9 @@ def test_another_policy_is_refused():
 def test_a_state_of_an_engine_without_a_guard_begins_to_count():
     (allowed, features, bad), (guarded, _, _) = _small("allow"), _small("skip")
     after = guarded.update(allowed.init(jax.random.key(0)), guarded.place(features), bad)
-    assert by_feature(guarded, after) == {"clicks/film": 1}
+    assert cases.by_feature(guarded, after) == {"clicks/film": 1}
     again = allowed.update(after, allowed.place(features), jax.tree.map(np.ones_like, bad))
-    assert by_feature(allowed, again) == {"clicks/film": 1}
+    assert cases.by_feature(allowed, again) == {"clicks/film": 1}
 
 
 # -- the stateful API ---------------------------------------------------------------------------
@@ -210,18 +157,17 @@ def test_the_stateful_door_goes_on_after_a_skip(pipelined):
     expected, batch = engine.init(jax.random.key(0)), engine.place(features)
     for _ in range(2):
         expected = engine.update(expected, batch, good)
-    assert_same(held_by(embedding.state), held_by(expected))
-    assert by_feature(engine, embedding.state) == {"clicks/film": 2}
+    assert_same(cases.held_by(embedding.state), cases.held_by(expected))
+    assert cases.by_feature(engine, embedding.state) == {"clicks/film": 2}
 
 
 def test_the_stateful_door_raises_and_waits_for_other_gradients():
     embedding, features, bad = _embedding("error")
     embedding.enqueue(features)
     embedding.dequeue()
-    before = held_by(embedding.state)
-    with pytest.raises(ValueError) as error:
+    before = cases.held_by(embedding.state)
+    with pytest.raises(ValueError, match=NAMED):
         embedding.apply_gradients(bad, name="first")
-    assert _named(error)
-    assert_same(held_by(embedding.state), before)
+    assert_same(cases.held_by(embedding.state), before)
     embedding.apply_gradients(jax.tree.map(np.ones_like, bad))
     assert int(embedding.state.step) == 1

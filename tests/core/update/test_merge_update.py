@@ -15,37 +15,24 @@ from tpu_embed.kernels import dispatch
 from tpu_embed.kernels import sparsecore_rules as rules
 
 V, D, B = 40, 20, 16
+ON_THE_WAY, HALF = {"exchange_dtype": "bfloat16"}, {"dtype": "bfloat16"}
 CASES = {
     # devices, rule, options of the table or of the engine, ids inside a jit
     "placed": (4, optimizers.Adagrad(0.1), {}, False),
     "traced": (2, optimizers.Momentum(0.1), {}, True),
     "one device, a step that is skipped": (
-        1,
-        optimizers.RowWiseAdagrad(0.1, clipvalue=0.5),
-        {"on_bad_gradient": "skip"},
-        False,
+        1, optimizers.RowWiseAdagrad(0.1, clipvalue=0.5), {"on_bad_gradient": "skip"}, False,
     ),
     "a table rounded at random": (
-        4,
-        optimizers.Momentum(0.1),
-        {"dtype": "bfloat16", "rounding": "stochastic"},
-        False,
+        4, optimizers.Momentum(0.1), HALF | {"rounding": "stochastic"}, False,
     ),
     "bfloat16 on the way": (
-        4,
-        optimizers.SGD(0.1, weight_decay_factor=0.01),
-        {"exchange_dtype": "bfloat16"},
-        False,
+        4, optimizers.SGD(0.1, weight_decay_factor=0.01), ON_THE_WAY, False,
     ),
-    "one device, bfloat16": (1, optimizers.SGD(0.1), {"exchange_dtype": "bfloat16"}, False),
-    "a table of bfloat16, traced": (2, optimizers.SGD(0.1), {"dtype": "bfloat16"}, True),
-    "two slots, traced, bfloat16": (
-        2,
-        optimizers.Adam(0.1),
-        {"exchange_dtype": "bfloat16"},
-        True,
-    ),
-}
+    "one device, bfloat16": (1, optimizers.SGD(0.1), ON_THE_WAY, False),
+    "a table of bfloat16, traced": (2, optimizers.SGD(0.1), HALF, True),
+    "two slots, traced, bfloat16": (2, optimizers.Adam(0.1), ON_THE_WAY, True),
+}  # fmt: skip
 
 
 def choose(calls, *operands, sparse=None, **others):

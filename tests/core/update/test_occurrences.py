@@ -3,61 +3,44 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from facade_cases import mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_cases import make_stack
 
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.batch import LocalIds
-from tpu_embed.core.state import StackShard
-from tpu_embed.core.update.sharded import CHUNK, apply_each
 
-V, D = 7, 2
+V, D, LARGE = 7, 2, 2000
+ZEROS = jax.nn.initializers.zeros
 
 
 @functools.cache
-def program(optimizer):
-    stack = make_stack([V], 1, dim=D, optimizer=optimizer)
-
-    def apply(table, slots, rows, gradients, rate):
-        held = StackShard(table, slots)
-        return apply_each(held, by_row(rows), gradients, stack, jnp.int32(1), rate)
-
-    return jax.jit(apply)
-
-
-def by_row(rows):
-    """Return occurrences of rows sorted as `apply_each` takes them; each has a bag of its own."""
-    rows = jnp.where(rows < 0, np.iinfo(np.int32).max, rows)
-    order = jnp.argsort(rows, stable=True)
-    return LocalIds(rows[order], order.astype(jnp.int32), None)
-
-
-def run(optimizer, rows, seed=0):
-    """Return (found, expected): the engine's way, and one row after the other."""
-    gradients = np.random.default_rng(seed).normal(size=(len(rows), D)).astype(np.float32)
-    table = np.zeros((V, D), np.float32)
-    slots = {"accumulators": np.full((V, D), 0.1, np.float32)}
-    received = np.array(rows, np.int32), gradients
-    found = program(optimizer)(table, slots, *received, jnp.float32(0.5))
-    table, accumulators = table.astype(float), slots["accumulators"].astype(float)
-    for row, gradient in zip(rows, gradients.astype(float), strict=True):
-        if row >= 0:
-            accumulators[row] += gradient**2
-            table[row] = 0.9 * table[row] - 0.5 * gradient / np.sqrt(accumulators[row])
-    return (found.table, found.slots["accumulators"]), (table, accumulators)
+def start(rule, size=V):
+    """Return an engine of one table of zeros on one device, and its first state."""
+    table = TableConfig(size, D, ZEROS, name="t", combiner="sum")
+    engine = EmbeddingEngine({"x": FeatureConfig(table)}, rule, mesh=mesh(1))
+    return engine, engine.init(jax.random.key(0))
 
 
 ADAGRAD = o.Adagrad(0.5, use_gradient_accumulation=False, weight_decay_factor=0.1)
 
 
 def check(rows, seed=0):
-    for found, expected in zip(*run(ADAGRAD, rows, seed), strict=True):
-        # at most twenty updates of a row, each a few roundings of numbers below ten
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    """Compare with one row after the other, each of a bag of its own."""
+    engine, state = start(ADAGRAD)
+    gradients = np.random.default_rng(seed).normal(size=(len(rows), D)).astype(np.float32)
+    found = engine.update(state, engine.place({"x": np.array(rows)}), {"x": gradients})
+    table, sums = np.zeros((V, D)), np.full((V, D), 0.1)
+    for row, gradient in zip(rows, gradients.astype(float), strict=True):
+        if row >= 0:
+            sums[row] += gradient**2
+            table[row] = 0.9 * table[row] - 0.5 * gradient / np.sqrt(sums[row])
+    # at most twenty updates of a row, each a few roundings of numbers below ten
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(engine.tables(found)["t"], table, **near)
+    np.testing.assert_allclose(engine.slots(found)["t"]["accumulators"], sums, **near)
 
 
 @settings(max_examples=25)
@@ -71,13 +54,11 @@ def test_few_rows_and_one_row(rows):
     check(rows)
 
 
-def test_a_round_larger_than_a_chunk():
-    stack = make_stack([3 * CHUNK], 1, dim=D, optimizer=o.SGD(1.0))
-    rows = np.tile(np.arange(2 * CHUNK + 5, dtype=np.int32), 2)
+def test_a_round_of_many_rows():
+    engine, state = start(o.SGD(1.0, use_gradient_accumulation=False), LARGE)
+    rows = np.tile(np.arange(LARGE - 5), 2)
     values = np.arange(rows.size * D, dtype=np.float32).reshape(-1, D)
-    held = StackShard(jnp.zeros((stack.num_rows, D)), {})
-    ids, values = by_row(jnp.asarray(rows)), jnp.asarray(values)
-    done = apply_each(held, ids, values, stack, jnp.int32(1), jnp.float32(1.0))
-    expected = np.zeros((stack.num_rows, D), np.float32)
+    done = engine.update(state, engine.place({"x": rows}), {"x": values})
+    expected = np.zeros((LARGE, D), np.float32)
     np.add.at(expected, rows, -values)
-    np.testing.assert_array_equal(done.table, expected)
+    np.testing.assert_array_equal(engine.tables(done)["t"], expected)

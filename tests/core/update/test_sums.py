@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import mesh
-from pairs import parametrize_pairs
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
@@ -79,17 +78,6 @@ def draw(batch, other=None):
     return ids, {name: magnitudes((len(ids[name]), D), seed) for seed, name in enumerate(ids)}
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize("placement", ["mod", "replicated"])
-@pytest.mark.quick(2)
-def test_sums_are_taken_in_eight_blocks(devices, placement):
-    ids, gradients = draw(24)
-    expected = in_blocks(ids, gradients, 8)
-    np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)
-    assert not np.array_equal(in_blocks(ids, gradients, 1), expected)
-    assert not np.array_equal(in_blocks(ids, gradients, 4), expected)
-
-
 @pytest.mark.parametrize(("blocks", "devices"), [(1, 1), (4, 2), (4, 4), (16, 8)])
 @pytest.mark.quick(1)
 def test_the_number_of_blocks_is_an_option(blocks, devices):
@@ -98,24 +86,16 @@ def test_the_number_of_blocks_is_an_option(blocks, devices):
     np.testing.assert_array_equal(found, in_blocks(ids, gradients, blocks))
 
 
+BLOCKS = {8: [(24, 24), (8, 24)], 4: [(12, 12), (28, 28), (24, 16), (4, 20), (12, 28)]}
+BLOCKS |= {2: [(10, 10), *BLOCKS[4]], 1: [(5, 5), (9, 9), *BLOCKS[4]]}
+"""Examples of two features by number of devices: no device boundary is inside a block."""
+
+
 @pytest.mark.parametrize("placement", ["mod", "replicated"])
-@pytest.mark.parametrize(("batch", "devices"), [(5, 1), (9, 1), (10, 2), (12, 1), (12, 4), (28, 4)])
-@pytest.mark.quick(3)
-def test_blocks_may_differ_in_size_or_be_empty(batch, devices, placement):
-    """No device boundary is inside a block, also where the blocks don't divide the batch."""
-    ids, gradients = draw(batch)
-    found = train(ids, gradients, devices, placement)
-    np.testing.assert_array_equal(found, in_blocks(ids, gradients, 8))
-
-
-@parametrize_pairs(
-    sizes=[(8, 24), (24, 16), (4, 20), (12, 28)],
-    devices=[1, 2, 4],
-    placement=["mod", "replicated"],
-)
-@pytest.mark.quick(3)
-def test_features_of_their_own_size_are_summed_in_blocks_of_their_own(sizes, devices, placement):
-    """Example e of B is in block e · 8 // B, also where no example ends with a block."""
+@pytest.mark.parametrize(("devices", "sizes"), [(n, two) for n in BLOCKS for two in BLOCKS[n]])
+@pytest.mark.quick(8)
+def test_sums_are_taken_in_eight_blocks(sizes, devices, placement):
+    """Example e of B is in block e · 8 // B, also where blocks differ in size or are empty."""
     ids, gradients = draw(*sizes)
     expected = in_blocks(ids, gradients, 8)
     np.testing.assert_array_equal(train(ids, gradients, devices, placement), expected)
@@ -123,7 +103,9 @@ def test_features_of_their_own_size_are_summed_in_blocks_of_their_own(sizes, dev
     ragged = {name: RaggedIds.from_lists(bags) for name, bags in lists.items()}
     np.testing.assert_array_equal(train(ragged, gradients, devices, placement), expected)
     alone = [in_blocks({name: rows}, gradients, 8) for name, rows in ids.items()]
-    assert not np.array_equal(alone[0] + alone[1], expected)
+    others = in_blocks(ids, gradients, 1), in_blocks(ids, gradients, 4), alone[0] + alone[1]
+    # Of five examples few sums have terms enough to tell orders apart.
+    assert sizes == (5, 5) or not any(np.array_equal(other, expected) for other in others)
 
 
 def test_more_devices_than_blocks_are_the_blocks():
