@@ -18,10 +18,7 @@ from tpu_embed import (
     SparseIds,
     TableConfig,
 )
-from tpu_embed.io import (
-    TouchedRows,
-    export_delta,
-)
+from tpu_embed.io import TouchedRows, export_delta
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH, V = 16, 61

@@ -76,10 +76,7 @@ def test_another_optimizers_slots_are_made_anew(path, rule):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [
-        ("float32", "bfloat16"),
-        pytest.param("bfloat16", "float32", marks=pytest.mark.whole),
-    ],
+    [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.whole)],
 )
 def test_dtypes_are_converted_when_asked(tmp_path, first, second):
     engines = small(dtype=first), small(dtype=second, devices=2)

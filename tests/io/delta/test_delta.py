@@ -17,22 +17,10 @@ from delta_cases import BATCH, IDS, ROOT, V, copied, make_engine, mesh, publishe
 from jax.sharding import AxisType
 from kernel_cases import assert_same_bits
 
-from tpu_embed import (
-    EmbeddingEngine,
-    FeatureConfig,
-    RowIdInitializer,
-    TableConfig,
-)
+from tpu_embed import EmbeddingEngine, FeatureConfig, RowIdInitializer, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import resolve
-from tpu_embed.io import (
-    TouchedRows,
-    Version,
-    apply_delta,
-    export_delta,
-    export_model,
-    load_model,
-)
+from tpu_embed.io import TouchedRows, Version, apply_delta, export_delta, export_model, load_model
 from tpu_embed.io.delta import delta_files
 
 RULES = {

@@ -13,10 +13,7 @@ import pytest
 from delta_cases import IDS, REQUEST, Served, V, copied, files_of, make_engine, published, rewritten
 from kernel_cases import assert_same_bits
 
-from tpu_embed import (
-    FeatureConfig,
-    TableConfig,
-)
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import (
     QuantizedTable,

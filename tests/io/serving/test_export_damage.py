@@ -215,12 +215,7 @@ def test_metadata_cannot_name_another_place(copy, name, directory):
 
 @pytest.mark.parametrize(
     "file",
-    [
-        "a/tables/films.values.npy",
-        "a/model.stablehlo",
-        "a/metadata.json",
-        "k/tables/t.keys.npy",
-    ],
+    ["a/tables/films.values.npy", "a/model.stablehlo", "a/metadata.json", "k/tables/t.keys.npy"],
 )
 def test_a_link_to_outside_is_refused(copy, file, tmp_path):
     path, root = copy / file, copy / file[0]
