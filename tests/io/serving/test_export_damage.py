@@ -1,4 +1,4 @@
-"""Exports and deltas: every byte and place is checked; no file outside is ever read."""
+"""Exports and deltas: every byte, key and place is checked; no file outside is ever read."""
 
 import json
 import re
@@ -16,6 +16,7 @@ from keyed_cases import Keyed, export, table, version, write_delta
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import (
+    FollowingModel,
     TouchedRows,
     apply_delta,
     export_delta,
@@ -24,6 +25,7 @@ from tpu_embed.io import (
     quantize_rows,
 )
 from tpu_embed.io.delta import delta_files
+from tpu_embed.io.files import checksum
 from tpu_embed.io.serving import model_files
 
 # Tables of different seeds are to differ.
@@ -64,7 +66,7 @@ def root(tmp_path_factory):
     return root
 
 
-KEYED = {"t": table("t"), "u": table("u", unseen="shared")}
+KEYED = {"t": table("t"), "u": table("u", unseen="shared", dtype="bfloat16")}
 KEYED_FEATURES = {name: FeatureConfig(one) for name, one in KEYED.items()}
 KEYED_REQUEST = {name: np.array([3, 5, 20, 7]) for name in KEYED}
 
@@ -73,9 +75,10 @@ def export_keyed(root, name, first):
     """Export tables with keys, and a delta."""
     tables = [Keyed(one, range(first, first + 8), first) for one in KEYED.values()]
     export(root / name, tables, KEYED_FEATURES, KEYED_REQUEST)
+    changed = [3 + first, 6 + first, 20]
     changes = {
-        "u": tables[1].change([3 + first, 20], [first, 1 + first], shared=True),
-        "t": tables[0].change([first, 20], [3 + first, 4 + first]),
+        "u": tables[1].change(changed, [first, 1 + first], shared=True),
+        "t": tables[0].change(changed, [1 + first, 2 + first]),
     }
     write_delta(root / f"delta-{name}", version(0), version(1), changes)
 
@@ -90,22 +93,22 @@ def copy(root, tmp_path):
     return Path(shutil.copytree(root, tmp_path / "copy"))
 
 
-def files(root, *names):
-    found = [path for name in names for path in (root / name).rglob("*") if path.is_file()]
-    return sorted(found)
-
-
 def load(path):
     """Read a delta or a model, as the directory's name says."""
     return delta_files.read(path) if "delta" in path.name else load_model(path)
+
+
+def refused(path, said, error=ValueError):
+    return pytest.raises(error, match=re.escape(f"{path}: ") + said)
 
 
 @pytest.mark.parametrize(("name", "count"), [("a", 2 + 5 + 1 + 6), ("k", 2 + 4 + 1 + 8)])
 @pytest.mark.quick(1)
 def test_any_damaged_file_is_refused_by_name(copy, name, count):
     rng = np.random.default_rng(0)
-    assert len(files(copy, name, f"delta-{name}")) == count
-    for path in files(copy, name, f"delta-{name}"):
+    found = [path for one in (name, f"delta-{name}") for path in (copy / one).rglob("*.*")]
+    assert len(found) == count
+    for path in found:
         directory = copy / path.relative_to(copy).parts[0]
         content = path.read_bytes()
         flips = [0, len(content) // 2, len(content) - 1, *rng.integers(0, len(content), 3)]
@@ -113,22 +116,21 @@ def test_any_damaged_file_is_refused_by_name(copy, name, count):
             other = bytearray(content)
             other[at] ^= 1 << int(rng.integers(8))
             path.write_bytes(other)
-            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*expected .* got "):
+            with refused(path, ".*expected .* got "):
                 load(directory)
         for size in (0, 1, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:size])
-            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*; .*copy"):
+            with refused(path, "expected .*; .*copy"):
                 load(directory)
         path.unlink()
-        missing = re.escape(f"{path}: ") + "expected a file, got none; .*copy"
-        with pytest.raises(FileNotFoundError, match=missing):
+        with refused(path, "expected a file, got none; .*copy", FileNotFoundError):
             load(directory)
         path.mkdir()
-        with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*, got "):
+        with refused(path, "expected .*, got "):
             load(directory)
         path.rmdir()
         path.symlink_to(path)
-        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{path}: ")):
+        with refused(path, "", (ValueError, FileNotFoundError)):
             load(directory)
         path.unlink()
         path.write_bytes(content)
@@ -157,7 +159,7 @@ SWAPS = {
 def test_a_table_in_the_place_of_another_is_refused_by_name(copy, case):
     first, second = (npy(copy / one[0], *one[1:]) for one in SWAPS[case])
     swap(first, second)
-    with pytest.raises(ValueError, match=re.escape(f"{first}: ") + "expected checksum .*, got"):
+    with refused(first, "expected (checksum|.* bytes).*, got"):
         load(copy / SWAPS[case][0][0])
 
 
@@ -174,20 +176,19 @@ def test_a_program_or_metadata_of_another_export_is_refused_by_name(copy):
 
 def test_a_server_may_leave_the_tables_bytes_unread(copy, expected):
     """Then only sizes and forms are compared: it says so."""
-    assert_same_bits(
-        load_model(copy / "a", check=False)(REQUEST, EXAMPLE, weights=WEIGHTS), expected
-    )
-    path = npy(copy / "a", "films")
+    model, path = load_model(copy / "a", check=False), npy(copy / "a", "films")
+    assert_same_bits(model(REQUEST, EXAMPLE, weights=WEIGHTS), expected)
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     load_model(copy / "a", check=False)
-    for damaged in (content[:-1], content[:128] + b" " * 16):
+    for damaged, said in (
+        (content[:-1], "expected "),
+        (content[:128] + b" " * 16, "expected "),
+        (b"PK\x03\x04" + content[4:], "expected float32 of shape"),
+        (content[:10] + b"[" * 100 + content[110:], "expected float32 of shape"),
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: expected ")):
-            load_model(copy / "a", check=False)
-    for header in (b"PK\x03\x04" + content[4:], content[:10] + b"[" * 100 + content[110:]):
-        path.write_bytes(header)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: expected float32 of shape")):
+        with refused(path, said):
             load_model(copy / "a", check=False)
 
 
@@ -266,77 +267,134 @@ def test_another_format_is_named(copy, directory, other):
         load(copy / directory)
 
 
-def test_no_byte_of_metadata_can_be_another(copy):
-    path = copy / "a" / "metadata.json"
-    content = path.read_bytes()
-    for at in range(len(content)):
-        other = bytearray(content)
-        other[at] ^= 1
-        path.write_bytes(other)
-        with pytest.raises(ValueError, match=r"metadata\.json"):
-            model_files.read_metadata(copy / "a")
-
-
-def outcomes(directory, read):
-    """Yield what was changed in the metadata, signed anew, and what is read then, or the error."""
-    path = directory / "metadata.json"
+def check_mutations(directory, read, wanted):
+    """Change metadata in every place and sign it anew; return where that changed no number."""
+    path, accepted = directory / "metadata.json", set()
     for place, changed in mutations(json.loads(path.read_text())):
         path.write_text(json.dumps(resigned(changed)))
         try:
-            yield place, read(directory)
+            found = read(directory)
         except (ValueError, FileNotFoundError) as error:
-            yield place, error
+            if not re.search(f"{directory}.*expected .*, got ", str(error)):
+                raise
+        else:
+            accepted.add(place)
+            for name, one in found.items():
+                assert_same_bits(one, wanted[name])
+    return accepted
 
 
 @pytest.mark.whole
-def test_metadata_of_other_types_is_refused_or_harmless(copy, expected):
+@pytest.mark.parametrize("name", "ak")
+def test_metadata_of_other_types_is_refused_or_harmless(copy, name):
     def answer(path):
         model_files.read_metadata(path)
-        return load_model(path)(REQUEST, EXAMPLE, weights=WEIGHTS)
+        if name == "k":
+            return load_model(path)(KEYED_REQUEST)
+        return {"": load_model(path)(REQUEST, EXAMPLE, weights=WEIGHTS)}
 
-    accepted = set()
-    for place, found in outcomes(copy / "a", answer):
-        if isinstance(found, Exception):
-            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
-        else:
-            accepted.add(place[0])
-            assert_same_bits(found, expected)
-    assert accepted == {"outputs", "platforms", "version"}, "what no call depends on"
+    accepted = check_mutations(copy / name, answer, answer(copy / name))
+    assert {place[0] for place in accepted} == {"outputs", "platforms", "version"}
 
 
-def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy):
-    wanted = {
-        name: rows.arrays["values"]
-        for name, rows in delta_files.read(copy / "delta-a").tables.items()
-    }
-    accepted = set()
-    for place, found in outcomes(copy / "delta-a", delta_files.read):
-        if isinstance(found, Exception):
-            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
-        else:
-            accepted.add(place[1:])
-            for name, rows in found.tables.items():
-                assert_same_bits(rows.arrays["values"], wanted[name])
-    assert accepted == {(name, "gone") for name in TABLES}, "a delta of fewer tables"
+@pytest.mark.parametrize("name", ["a", pytest.param("k", marks=pytest.mark.whole)])
+def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy, name):
+    def arrays(path):
+        return {name: one.arrays for name, one in delta_files.read(path).tables.items()}
+
+    delta = copy / f"delta-{name}"
+    accepted = check_mutations(delta, arrays, arrays(delta))
+    tables = KEYED if name == "k" else TABLES
+    assert accepted == {("tables", one, "gone") for one in tables}, "a delta of fewer tables"
 
 
-def test_ids_of_a_delta_are_ascending_and_inside(copy):
-    def other(name, ids):
-        path = npy(copy / "delta-a", name, "ids")
-        np.save(path, np.array(ids, np.int32))
+# -- contents that are signed: a checksum is no signature -----------------------------------------
 
-        def known(metadata):
-            said = metadata["tables"][name]["files"]["ids"]
-            said["crc32"] = model_files.directory.files.checksum(path, "")
 
-        rewrite(copy / "delta-a" / "metadata.json", known)
+def put(directory, name, part, array):
+    """Write another array, and a description that fits it."""
+    path = npy(directory, name, part)
+    np.save(path, array)
 
-    for ids in ([-1, 5, 7], [2, 5, 9], [5, 2, 7], [2, 2, 7]):
-        other("films", ids)
-        with pytest.raises(ValueError, match="table 'films': expected ascending ids from 0 to 8"):
-            delta_files.read(copy / "delta-a")
-    other("films", [2, 5, 7])
-    delta_files.read(copy / "delta-a")
+    def known(metadata):
+        said = metadata["tables"][name]["files"][part]
+        said |= {"crc32": checksum(path, ""), "bytes": path.stat().st_size}
+        said |= {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+    rewrite(directory / "metadata.json", known)
+
+
+def as_keys(*keys):
+    return np.array(keys, np.uint64)
+
+
+@pytest.mark.parametrize("ids", [[-1, 5, 7], [2, 5, 9], [5, 2, 7], [2, 2, 7]])
+def test_ids_of_a_delta_are_ascending_and_inside(copy, ids):
+    put(copy / "delta-a", "films", "ids", np.array(ids, np.int32))
+    with pytest.raises(ValueError, match="table 'films': expected ascending ids from 0 to 8"):
+        delta_files.read(copy / "delta-a")
+
+
+MODELS = {
+    "not ascending": ("t", as_keys(0, 1, 2, 3, 4, 5, 7, 6), "table 't': expected ascending keys"),
+    "twice": ("u", as_keys(0, 1, 2, 3, 4, 5, 6, 6), "table 'u': expected ascending keys"),
+    "signed": ("t", np.arange(8), "table 't': expected .*got .*int64"),
+    "of another rank": ("t", as_keys(*range(8))[None], "table 't': expected"),
+    "more than rows": ("t", as_keys(*range(41)), "table 't': expected"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.quick(2)
+def test_keys_of_a_model_are_ascending_and_have_rows(copy, case):
+    name, keys, text = MODELS[case]
+    put(copy / "k", name, "keys", keys)
+    with pytest.raises(ValueError, match=text):
+        load_model(copy / "k")
+    put(copy / "k", name, "keys", as_keys(2, 4))  # which is believed
+    assert load_model(copy / "k").keys(name)[0].tolist() == [2, 4]
+
+
+WHOLE = "ascending keys, each with a row or lost"
+DELTAS = {
+    "keys that do not ascend": ("t", "keys", as_keys(3, 20, 6), WHOLE),
+    "a key twice": ("u", "keys", as_keys(3, 6, 6), WHOLE),
+    "lost keys that do not ascend": ("t", "lost", as_keys(2, 1), WHOLE),
+    "a lost key twice": ("t", "lost", as_keys(2, 2), WHOLE),
+    "a key that is lost too": ("t", "lost", as_keys(1, 6), WHOLE),
+    "the last key lost too": ("t", "lost", as_keys(20, 21), WHOLE),
+    "the first key lost too": ("t", "lost", as_keys(1, 3), WHOLE),
+    "fewer keys": ("t", "keys", as_keys(3, 6), "table 't': expected .*got"),
+    "signed lost keys": ("t", "lost", np.array([1, 2]), "table 't': expected .*got"),
+    "two shared rows": ("u", "shared", np.zeros((2, 3), np.uint16), "table 'u': expected .*got"),
+    "a shared row of floats": ("u", "shared", np.zeros((1, 3), np.float32), "table 'u': expected"),
+    "a wide shared row": ("u", "shared", np.zeros((1, 4), np.uint16), "table 'u': expected"),
+    "wide rows": ("t", "values", np.zeros((3, 4), np.float32), "table 't': expected .*got"),
+}
+
+
+@pytest.mark.parametrize("case", DELTAS)
+@pytest.mark.quick(3)
+def test_what_a_delta_says_of_keys_is_whole(copy, case):
+    name, part, array, text = DELTAS[case]
+    put(copy / "delta-k", name, part, array)
+    model = load_model(copy / "k")
+    served, before = FollowingModel(model), model(KEYED_REQUEST)
+    for apply in (model.apply, model.apply_in_place, served.apply):
+        with pytest.raises(ValueError, match=text):
+            apply(copy / "delta-k")
+    for one in (model, served):
+        assert_same_bits(one(KEYED_REQUEST), before)
+        assert one.version == version(0)
+
+
+def test_lost_keys_that_are_not_there_are_ignored(copy):
+    put(copy / "delta-k", "t", "lost", as_keys(0, 1, 2**63))
+    put(copy / "delta-k", "u", "keys", as_keys())
+    put(copy / "delta-k", "u", "values", np.zeros((0, 3), np.uint16))
+    model = load_model(copy / "k").apply(copy / "delta-k")
+    assert model.keys("t")[0].tolist() == [2, 3, 4, 5, 6, 7, 20]
+    assert model.keys("u")[0].tolist() == [2, 3, 4, 5, 6, 7]
 
 
 PROGRAMS = {
@@ -363,7 +421,7 @@ def test_a_program_of_another_jax_is_named(copy):
 
     def newer(metadata):
         metadata["jax"] = "9.9"
-        metadata["program"]["crc32"] = model_files.directory.files.checksum(program, "")
+        metadata["program"]["crc32"] = checksum(program, "")
 
     rewrite(copy / "a" / "metadata.json", newer)
     with pytest.raises(ValueError, match=r"a program that JAX .* reads, got one that JAX 9.9"):

@@ -56,25 +56,6 @@ def test_every_form_is_what_the_oracle_says(model):
         np.testing.assert_allclose(found[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
 
 
-@pytest.mark.whole
-def test_dense_forms_are_close_to_these_inside_a_jit(model):
-    """A program rounds the gains of means and weighted bags more often than the host does."""
-    features, ids, weights, tables, activations = model
-    inside = {path: f for path, f in features.items() if path.split(": ")[1] in serving_cases.DENSE}
-
-    def some(nest):
-        return {path: nest[path] for path in inside}
-
-    @jax.jit
-    def run(tables, ids, weights):
-        return serving_lookup(tables, ids, inside, weights)
-
-    found = run(tables, some(ids), some(weights))
-    for path, expected in some(activations).items():
-        # Negative weights make small denominators.
-        np.testing.assert_allclose(found[path], expected, rtol=2e-5, atol=2e-6, err_msg=path)
-
-
 # -- where tables are ------------------------------------------------------------------------------
 
 FILMS = TableConfig(ROWS, DIM, combiner="sum", name="films")
