@@ -8,13 +8,14 @@ import bucket_fixtures
 import jax
 import numpy as np
 import pytest
+from bucket_fixtures import begun
 from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
-from tpu_embed.io.commits import committer, download, find
+from tpu_embed.io.commits import download, find
 from tpu_embed.io.serving.following import publications
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
@@ -151,9 +152,7 @@ def test_faults_between_a_trainer_and_a_server_are_healed_or_named(bucket, tmp_p
 def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(store, "_BLOCK", 2)  # bytes of a file that are in memory at a time
     url, server = bucket
-    how = committer(store.place_of(f"{url}/model"))
-    root = how.root("one")
-    how.begin(root)
+    how, root = begun(f"{url}/model")
     for name in ("a", "b", "c"):
         (root / name).put(5 * name.encode())
     how.finish(root, [root.written])
@@ -178,9 +177,7 @@ def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypa
 @pytest.mark.parametrize("name", ["../a", "/tmp/a", "b/../../a"])
 def test_a_commit_leads_nowhere_else(bucket, name):
     url, _ = bucket
-    how = committer(store.place_of(f"{url}/model"))
-    root = how.root("one")
-    how.begin(root)
+    how, root = begun(f"{url}/model")
     how.finish(root, [{f"{root.key}/{name}": [0, 0]}])
     with pytest.raises(ValueError, match="expected names that lead nowhere else"):
         find(f"{url}/model")
