@@ -196,7 +196,7 @@ def moto_s3():
     with subprocess.Popen(command, **quiet) as server:
         try:
             request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-            for _ in range(200):
+            for _ in range(1200):
                 try:
                     urllib.request.urlopen(request, timeout=10).close()
                     break

@@ -22,19 +22,16 @@ class Trainer:
     """An engine, its state and its record; and all rows at each version."""
 
     def __init__(self, devices=1, capacity=CAPACITY):
-        users = FeatureConfig(TableConfig(8, 2, name="users"))
-        features = {**configs(capacity), "users": users}
-        self.engine = tpu_embed.EmbeddingEngine(
-            features, o.SGD(0.5), mesh=mesh(devices), lookahead=0
-        )
+        features = {**configs(capacity), "users": FeatureConfig(TableConfig(8, 2, name="users"))}
+        options = {"mesh": mesh(devices), "lookahead": 0}
+        self.engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.5), **options)
         self.state = self.engine.init(jax.random.key(0))
         self.touched, self.versions = TouchedRows(self.engine), []
 
     def train(self, steps):
         for _ in range(steps):
             step = int(self.state.step)
-            batch = draw(np.random.default_rng(step), step)
-            batch = {**batch, "users": np.full(4, step % 8)}
+            batch = draw(np.random.default_rng(step), step) | {"users": np.full(4, step % 8)}
             self.state, placed = self.engine.admit(self.state, self.engine.place(batch))
             found = self.engine.lookup(self.state, placed)
             self.state = self.engine.update(self.state, placed, jax.tree.map(np.ones_like, found))
@@ -43,30 +40,39 @@ class Trainer:
             now = rows_by_key(self.engine, self.state)
             self.versions.append((self.touched.version(self.state), now))
 
-    def check(self, versions):
-        """Check what is reported since versions of this run, or of those before it."""
+    def check(self, *versions):
+        """Check what is reported since all versions of this run, and some of those before it."""
         now = rows_by_key(self.engine, self.state)
-        for version, before in versions:
+        for version, before in (*versions, *self.versions):
             check(self.touched, version, before, now)
 
-    def restore(self, path, **options):
-        self.state = io.restore(path, self.engine, touched=self.touched, **options).state
+    def save(self, path):
+        io.save(path, self.engine, self.state, touched=self.touched)
+        return path
+
+    def restore(self, path):
+        self.state = io.restore(path, self.engine, touched=self.touched).state
+
+
+def restored(path, *args):
+    """Return another trainer, which goes on from a checkpoint."""
+    other = Trainer(*args)
+    other.restore(path)
+    return other
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Return a trainer that has saved, and its checkpoint."""
-    path, one = tmp_path_factory.mktemp("record") / "step", Trainer(2)
+    one = Trainer(2)
     one.train(STEPS)
-    io.save(path, one.engine, one.state, touched=one.touched)
-    return one, path
+    return one, one.save(tmp_path_factory.mktemp("record") / "step")
 
 
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.whole
 def test_a_record_goes_on_on_other_devices(saved, devices):
-    (one, path), other = saved, Trainer(devices)
-    other.restore(path)
+    one, other = saved[0], restored(saved[1], devices)
     assert other.touched.never() == one.touched.never()
     for version, _ in one.versions:
         mine, theirs = other.touched.changes(version), one.touched.changes(version)
@@ -79,7 +85,7 @@ def test_a_record_goes_on_on_other_devices(saved, devices):
         # Also by its step alone.
         assert other.touched.known(version.step)[1:] == (version.step, 0, version.keys)
     other.train(3)
-    other.check([*one.versions, *other.versions])
+    other.check(*one.versions)
     run = other.touched.lineage
     assert run.ancestors == (one.versions[-1][0],)
     assert run.run == other.versions[0][0].run != one.versions[0][0].run
@@ -93,34 +99,30 @@ def test_a_record_goes_on_on_other_devices(saved, devices):
 @pytest.mark.whole
 @pytest.mark.parametrize("capacity", [5, 30])
 def test_keys_that_find_no_row_in_a_smaller_table_are_lost(saved, capacity):
-    (one, path), other = saved, Trainer(2, capacity)
-    other.restore(path)
-    other.check(one.versions)
+    one, other = saved[0], restored(saved[1], 2, capacity)
+    other.check(*one.versions)
     now = rows_by_key(other.engine, other.state)["items"]
     gone = set(one.versions[-1][1]["items"]) - set(now)
     assert bool(gone) == (capacity < CAPACITY)
     assert other.touched.changes(one.versions[-1][0])["items"].lost.tolist() == sorted(gone)
     other.train(3)
-    other.check([*one.versions, *other.versions])
+    other.check(*one.versions)
 
 
 @pytest.mark.whole
 def test_a_record_is_restored_more_than_once(saved, tmp_path):
     one, path = saved
     versions = [*one.versions]
-    for n in range(2):
-        other = Trainer(1)
-        other.restore(path)
+    for n in range(3):
+        other = restored(path)
+        other.check(*versions)
+        lineage = other.touched.lineage
         other.train(2)
-        other.check([*versions, *other.versions])
+        other.check(*versions)
         versions += other.versions
-        path = tmp_path / f"{n}"
-        io.save(path, other.engine, other.state, touched=other.touched)
-    other = Trainer(1)
-    other.restore(path)
-    other.check(versions)
-    assert len(other.touched.lineage.ancestors) == 3
-    assert other.touched.lineage.ancestors[0] == one.versions[-1][0]
+        path = other.save(tmp_path / f"{n}")
+    assert len(lineage.ancestors) == 3
+    assert lineage.ancestors[0] == one.versions[-1][0]
 
 
 def test_a_manager_keeps_the_record_of_the_moment_of_the_save(tmp_path, monkeypatch):
@@ -131,7 +133,7 @@ def test_a_manager_keeps_the_record_of_the_moment_of_the_save(tmp_path, monkeypa
         return write(*given)
 
     monkeypatch.setattr(engine_checkpoint, "write_record", waiting)
-    one = Trainer(1)
+    one, other = Trainer(1), Trainer(1)
     one.train(2)
     with io.CheckpointManager(tmp_path, one.engine) as manager:
         assert manager.save(2, one.state, touched=one.touched)
@@ -139,7 +141,6 @@ def test_a_manager_keeps_the_record_of_the_moment_of_the_save(tmp_path, monkeypa
         one.train(3)
         may_write.set()
         manager.wait()
-    other = Trainer(1)
     with io.CheckpointManager(tmp_path, other.engine) as manager:
         other.state = manager.restore(touched=other.touched).state
     assert int(other.state.step) == 2
@@ -147,7 +148,7 @@ def test_a_manager_keeps_the_record_of_the_moment_of_the_save(tmp_path, monkeypa
     for name in NAMES:
         np.testing.assert_array_equal(found[name].keys, saved[name].keys)
     other.train(3)
-    other.check([*one.versions[:2], *other.versions])
+    other.check(*one.versions[:2])
 
 
 def snapshot(trainer):

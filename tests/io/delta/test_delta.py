@@ -6,22 +6,24 @@ import json
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pairs
 import pytest
-from delta_cases import BATCH, ROOT, V, copied, make_engine, mesh, published, trained
+from delta_cases import BATCH, V, copied, make_engine, published, trained
+from facade_cases import mesh
 from jax.sharding import AxisType
 from kernel_cases import assert_same_bits
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RowIdInitializer, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
 from tpu_embed.io import TouchedRows, Version, apply_delta, export_delta
 from tpu_embed.io.delta import delta_files
 
+ROOT = Path(__file__).resolve().parents[3]
 RULES = {
     "SGD": o.SGD(0.1),
     "Adagrad": o.Adagrad(0.1),
@@ -57,26 +59,6 @@ def test_deltas_give_the_live_tables(case, tmp_path):
     assert rows["fixed"].arrays["ids"].size == 0
     every = case["rule"] == "Adam, every row"
     assert (rows["item"].arrays["ids"].size == V) is every
-
-
-@pytest.mark.parametrize(
-    ("packing", "dim", "dtype", "placement", "devices"),
-    [
-        pytest.param("words", 5, "float32", "div", 8, marks=pytest.mark.whole),
-        ("words", 33, "bfloat16", "mod", 2),
-        ("lanes", 16, "float32", "mod", 8),
-        pytest.param("lanes", 7, "bfloat16", "replicated", 2, marks=pytest.mark.whole),
-        pytest.param("lanes", 200, "float32", "div", 2, marks=pytest.mark.whole),
-    ],
-)
-@pytest.mark.quick(1)
-def test_packed_rows_are_read(packing, dim, dtype, placement, devices, tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
-    engine = make_engine(o.Adagrad(0.1), devices, placement, dtype, dim)
-    assert {stack.packing for stack in engine.layout.stacks} == {packing}
-    tables, version, state, paths = published(tmp_path, engine, deltas=1, steps=1)
-    apply_delta(tables, paths[0], version)
-    assert_same_bits(tables, engine.tables(state))
 
 
 def test_every_bit_pattern_travels(tmp_path):
