@@ -5,11 +5,10 @@ import numpy as np
 from facade_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import field, slot_shapes
-from tpu_embed.vocabulary import DynamicVocabulary
 
 STATIC = {"clicks": 21, "tags": 13}
 NEVER = 4

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
+from tpu_embed import FeatureConfig, HostStorage, Jagged, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import rule_slots
-from tpu_embed.storage import HostStorage
 
 RULES = {
     "SGD": o.SGD(0.5),

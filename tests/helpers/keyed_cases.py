@@ -5,10 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import DynamicVocabulary, TableConfig, io
+from tpu_embed import DynamicVocabulary, FixedVocabulary, TableConfig, io
 from tpu_embed.io import Version, directory
 from tpu_embed.io.delta import delta_files
-from tpu_embed.vocabulary import FixedVocabulary
 
 
 def version(step, run="run"):

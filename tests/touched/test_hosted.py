@@ -6,12 +6,11 @@ import pytest
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
 from tpu_embed.touched.record import physical_rows, step_of
 from tpu_embed.touched.table_marks import NEVER, HostedMarks
-from tpu_embed.vocabulary import DynamicVocabulary
 
 V = {"items": 40, "tags": 7}
 

@@ -23,10 +23,9 @@ from living_cases import (
 )
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.vocabulary import DynamicVocabulary
 
 BEFORE, AFTER = 6, 8
 

@@ -12,9 +12,8 @@ from fresh_cases import same
 from keyed_cases import Keyed, export, export_arrays, looked_up, table, version, write_delta
 from living_cases import ids, simple
 
-from tpu_embed import FeatureConfig, TableConfig, hash_ids, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, FixedVocabulary, TableConfig, hash_ids, io
 from tpu_embed.io.serving import served_tables
-from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 KEYS = [3, 5, 2**40, 2**63, 2**64 - 2]
 B = 4
