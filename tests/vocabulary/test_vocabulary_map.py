@@ -179,14 +179,17 @@ def test_parts_of_arrays_are_taken(kernels):
 # -- Refusals --------------------------------------------------------------------------------------
 
 
+NOT_TAKEN = "^VocabularyMap.take: known: expected rows of known keys, got the row "
+
+
 @both
 @pytest.mark.parametrize(
     ("known", "unknown", "said"),
     [
-        ([0, 2], [9], "^VocabularyMap.take: known: expected rows of known keys, got the row 2; "),
-        ([4], [9], "the row 4"),
-        ([-1], [9], "the row -1"),
-        ([2**40], [9], "the row 1099511627776"),
+        ([0, 2], [9], NOT_TAKEN + "2; "),
+        ([4], [9], NOT_TAKEN + "4"),
+        ([-1], [9], NOT_TAKEN + "-1"),
+        ([2**40], [9], NOT_TAKEN + "1099511627776"),
         ([0], [9, 7], "^VocabularyMap.take: unknown: expected keys without a row, got the key 7; "),
     ],
 )

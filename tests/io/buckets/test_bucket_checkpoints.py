@@ -249,27 +249,6 @@ def test_nothing_is_under_way_when_a_file_is_given_up(bucket, monkeypatch):
     assert store.place_of(url).names() == []
 
 
-@pytest.mark.quick(1)
-def test_a_manager_keeps_the_last_ones(bucket):
-    url, _ = bucket
-    made = engine()
-    state = made.init(jax.random.key(0))
-    with io.CheckpointManager(url, made, keep=2) as manager:
-        for step in (1, 2, 3):
-            state = trained(made, state, 1)
-            assert manager.save(step, state, model=MODEL, position=step)
-            manager.wait()
-        assert manager.all_steps() == [2, 3]
-        with pytest.raises(FileNotFoundError, match="one of"):
-            manager.restore(1)
-        assert manager.restore(2, model=MODEL).position == 2
-        manager.remove(3)
-    # Rows at home that did not change since are of step 1.
-    left = [name for name in store.place_of(url).names() if "/home/rows/" not in name]
-    assert sum(name.startswith("2~") for name in left) > 3
-    assert all(name.startswith(("2~", "commits/")) for name in left)
-
-
 def test_modules_are_restored(bucket):
     url, _ = bucket
     make = lambda seed: nnx.Dict(  # noqa: E731
