@@ -3,14 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from checkpoint_cases import (
-    PLACEMENTS,
-    check_moved,
-    contents,
-    engine,
-    never_stopped,
-    saved_state,
-)
+from checkpoint_cases import PLACEMENTS, check_moved, contents, engine, never_stopped, saved_state
 from facade_cases import assert_same, mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
@@ -20,21 +13,14 @@ from tpu_embed.io import restore, save
 
 DEVICES, TURNS = (1, 2, 8), range(len(PLACEMENTS))
 LAYOUTS = [(devices, turn) for devices in DEVICES for turn in TURNS]
-CASES = [(a, b) for a in LAYOUTS for b in LAYOUTS]
 FEW = [(1, 0), (2, 3), (8, 4)]
-IN_CI = [(a, b) for a in FEW for b in FEW]
-"""All pairs of devices and placements, before and after, with three engines."""
+"""Between these some table moves from each placement to each other one."""
+CASES = [(a, b) for layouts in (LAYOUTS, FEW) for a in layouts for b in layouts]
 
 
-@pytest.mark.parametrize(("source", "target"), IN_CI)
+@pytest.mark.parametrize(("source", "target"), CASES)
 @pytest.mark.quick(1)
 def test_any_layout_goes_on_from_any_other(tmp_path, source, target):
-    check_moved(tmp_path / "saved", source, target)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("source", "target"), CASES)
-def test_every_layout_goes_on_from_every_other(tmp_path, source, target):
     check_moved(tmp_path / "saved", source, target)
 
 

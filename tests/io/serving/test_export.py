@@ -12,17 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from export_cases import (
-    DENSE,
-    FEATURES,
-    IDS,
-    ROOT,
-    WEIGHTS,
-    Trained,
-    batch,
-    export_one,
-    network,
-)
+from export_cases import DENSE, FEATURES, IDS, ROOT, WEIGHTS, Trained, batch, export_one, network
 from facade_cases import mesh
 from kernel_cases import assert_same_bits
 

@@ -12,13 +12,7 @@ from kernel_cases import assert_same_bits
 from keyed_cases import Keyed, changed_rows, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig
-from tpu_embed.io import (
-    FollowingModel,
-    apply_delta,
-    export_model,
-    load_model,
-    quantize_rows,
-)
+from tpu_embed.io import FollowingModel, apply_delta, export_model, load_model, quantize_rows
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.files import checksum
 from tpu_embed.io.serving import model_files

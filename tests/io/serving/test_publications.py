@@ -146,7 +146,7 @@ def test_bad_exports_are_refused_and_nothing_is_published(tmp_path):
     for export, options, error, said in (
         (lambda path, _: trainer.export(path, old), {}, ValueError, "a model of Version"),
         (lambda path, version: None, {}, FileNotFoundError, "00000000-full"),
-        (lambda path, version: 1 // 0, {}, ZeroDivisionError, ""),
+        (lambda path, version: 1 // 0, {}, ZeroDivisionError, "zero"),
         (trainer.export, {"deltas": -1}, ValueError, "deltas: expected"),
         (trainer.export, {"keep": 0}, ValueError, "keep: expected"),
         (trainer.export, {"touched": other.touched}, ValueError, "the record of this engine"),

@@ -100,10 +100,7 @@ REFUSED = {
     "a longer array": ({"bag": np.zeros((2, 4), int)}, r"'bag': .*\[B, 3\], got \[2, 4\]; .* cut"),
     "a longer row": ({"bag": [[1, 2, 3, 4], [5]]}, r"'bag': expected shape \[B, 3\], got \[2, 4\]"),
     "a wider shape": ({"bag": SparseIds([[0, 0]], [3], (2, 5))}, r"\[B, 3\], got \[2, 5\]"),
-    "a longer sequence": (
-        {"seen": [[1] * 5, []]},
-        r"'seen': expected shape \[B, 4\], got \[2, 5\]",
-    ),
+    "a longer sequence": ({"seen": [[1] * 5, []]}, r"'seen': .*\[B, 4\], got \[2, 5\]"),
     "a row for one id": ({"one": [[1], [2]]}, r"'one': expected shape \[B\], got \[2, 1\]"),
     "one id for a row": ({"bag": [1, 2]}, r"'bag': expected shape \[B, 3\], got \[2\]"),
     "another size": ({"one": ["red"] * 3}, "'one': expected a positive batch size, 2 .* got 3"),
