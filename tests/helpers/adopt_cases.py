@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import field, slot_shapes
-from tpu_embed.vocabulary import DynamicVocabulary
 
 STATIC = {"clicks": 21, "tags": 13}
 NEVER = 4
@@ -48,15 +47,9 @@ def features(capacity=16, placement="auto", on_host=(), device_rows=24, living=L
 
 def engine(devices=1, stack_tables=True, lookahead=0, on_bad_gradient="allow", **options):
     """Return an engine of these tables."""
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("d",))
-    options = {"placement": "mod"} | options
-    return tpu_embed.EmbeddingEngine(
-        features(**options),
-        mesh=mesh,
-        stack_tables=stack_tables,
-        lookahead=lookahead,
-        on_bad_gradient=on_bad_gradient,
-    )
+    given = {"stack_tables": stack_tables, "lookahead": lookahead}
+    given |= {"mesh": mesh(devices), "on_bad_gradient": on_bad_gradient}
+    return tpu_embed.EmbeddingEngine(features(**{"placement": "mod", **options}), **given)
 
 
 def draw(rng, keys=20, size=8):
@@ -98,22 +91,19 @@ def contents(made, state):
                 values = made.rows(state, name, rows, slot=slot)
             else:
                 values = (whole[0][name] if slot is None else whole[1][name][slot])[rows]
-            bits = [row.tobytes() for row in values]
-            found |= {(name, slot, x): bits[i] for i, x in enumerate(names)}
+            found |= {(name, slot, x): row.tobytes() for x, row in zip(names, values, strict=True)}
     return found
 
 
 def map_contents(made):
     """Return what the maps of keys hold, by table: of each key its scores; and the rest."""
-    states = made.vocabularies.states()
-    found = {}
+    states, found = made.vocabularies.states(), {}
     for name in ("items", "words"):
         one = (dict(states.maps) | dict(states.ids))[name]
         scores = zip(one.last_seen.tolist(), one.batches_seen.tolist(), strict=True)
-        waiting = zip(one.waiting_keys.tolist(), one.waiting_counts.tolist(), strict=True)
         found[name] = {
             "keys": dict(zip(one.keys.tolist(), scores, strict=True)),
-            "waiting": list(waiting),
+            "waiting": [one.waiting_keys.tolist(), one.waiting_counts.tolist()],
             "step": int(one.step),
             "counters": one.counters.tolist(),
         }

@@ -6,6 +6,7 @@ import pytest
 from bucket_servers import fake_gcs, moto_s3, proxy, set_environment
 
 from tpu_embed.io import store
+from tpu_embed.io.commits import committer
 
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
@@ -28,3 +29,16 @@ def bucket(upstream, monkeypatch, tmp_path, request):
         set_environment(monkeypatch, scheme, server.server_address)
         yield f"{scheme}://bucket/{abs(hash(request.node.name))}/run", server
     assert not os.listdir(tmp_path)  # nothing is ever written elsewhere
+
+
+def begun(url, name="one"):
+    """Return a committer, and a root that it has begun."""
+    how = committer(store.place_of(url))
+    root = how.root(name)
+    how.begin(root)
+    return how, root
+
+
+def roots(url):
+    """Return the names of what is at a place: of its commits and of their parts."""
+    return {name.partition("/")[0].partition("~")[0] for name in store.place_of(url).names()}

@@ -25,14 +25,15 @@ class Handler(BaseHTTPRequestHandler):
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
-    def answer(self, status, body=b"", headers=()):
+    def answer(self, status, body=b"", headers=(), sent=None):
+        """Answer with a body, of which only the first `sent` bytes arrive if that is given."""
         self.send_response(status)
         for name, value in dict(headers).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:sent])
 
     def log_message(self, *_):
         pass
@@ -137,12 +138,7 @@ class Proxy(Handler):
         if fault == "flip" and data:
             data = data[:-1] + bytes([data[-1] ^ 1])
         if fault == "cut" and data:
-            self.send_response(found.status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data[: len(data) // 2])
+            self.answer(found.status, data, headers, sent=len(data) // 2)
             self.hang_up()
             return
         self.answer(found.status, data, headers)
@@ -196,7 +192,7 @@ def moto_s3():
     with subprocess.Popen(command, **quiet) as server:
         try:
             request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-            for _ in range(200):
+            for _ in range(1200):
                 try:
                     urllib.request.urlopen(request, timeout=10).close()
                     break

@@ -36,12 +36,11 @@ def placement_of(table, turn):
     return PLACEMENTS[(table * (1 + turn // 3) + turn) % 3]
 
 
-def features(turn=0, **changes):
+def features(turn):
     """Return one feature per table; each turn gives every table another placement."""
     found = {}
     for i, (name, (rows, dim, dtype, optimizer)) in enumerate(TABLES.items()):
-        placement = placement_of(i % 5, turn)
-        options = {"dtype": dtype, "optimizer": optimizer, "placement": placement, **changes}
+        options = {"dtype": dtype, "optimizer": optimizer, "placement": placement_of(i % 5, turn)}
         found[name] = FeatureConfig(TableConfig(rows, dim, combiner="sum", name=name, **options))
     return found
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
+from facade_cases import mesh
 
 from tpu_embed import (
     BatchSpec,
@@ -18,29 +17,20 @@ from tpu_embed import (
     SparseIds,
     TableConfig,
 )
-from tpu_embed.io import (
-    TouchedRows,
-    export_delta,
-)
+from tpu_embed.io import TouchedRows, export_delta
 
-ROOT = Path(__file__).resolve().parents[2]
 BATCH, V = 16, 61
 
 
-def mesh(devices):
-    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-
-
-def make_engine(optimizer, devices=8, placement="mod", dtype="float32", dim=5):
+def make_engine(optimizer, devices=8, placement="mod", dtype="float32"):
     """Return an engine of two stacked tables, one of whose rows are few, and one that is fixed."""
     kind = {"dtype": dtype, "placement": placement, "initializer": RowIdInitializer()}
-    item = TableConfig(V, dim, name="item", combiner="sum", **kind)
-    day = TableConfig(7, dim, name="day.of/week", **kind)
+    item = FeatureConfig(TableConfig(V, 5, name="item", combiner="sum", **kind), on_bad_id="drop")
     fixed = TableConfig(9, 3, RowIdInitializer(), name="fixed", trainable=False)
     features = {
-        "item": FeatureConfig(item, on_bad_id="drop"),
-        "seen": FeatureConfig(item, max_sequence_length=2, on_bad_id="clip"),
-        "tags": FeatureConfig(day),
+        "item": item,
+        "seen": FeatureConfig(item.table, max_sequence_length=2, on_bad_id="clip"),
+        "tags": FeatureConfig(TableConfig(7, 5, name="day.of/week", **kind)),
         "fixed": FeatureConfig(fixed),
     }
     return EmbeddingEngine(features, optimizer, mesh=mesh(devices))
@@ -61,12 +51,10 @@ def draw(step):
 def trained(engine, state, touched, steps):
     """Return the state after some updates, recorded as batches and as features."""
     spec = BatchSpec.union(*(engine.place(draw(step)).spec for step in range(1, 5)))
-    for _ in range(steps):
-        step = int(state.step) + 1
-        batch = engine.place(draw(step), spec=spec)
+    for step in range(int(state.step) + 1, int(state.step) + steps + 1):
+        batch, rng = engine.place(draw(step), spec=spec), np.random.default_rng(step)
         touched.record(batch if step % 2 else draw(step), step)
         shapes = jax.eval_shape(engine.lookup, state, batch)
-        rng = np.random.default_rng(step)
         gradients = jax.tree.map(lambda a, r=rng: r.normal(size=a.shape).astype(a.dtype), shapes)
         state = engine.update_in_place(state, batch, gradients)
     return state
@@ -99,24 +87,3 @@ def published(tmp_path, engine, change=rewritten, *, deltas=2, steps=2):
         paths.append(tmp_path / f"delta-{n}")
         last = export_delta(paths[-1], engine, state, touched, since=last)
     return tables, version, state, paths
-
-
-class Served(NamedTuple):
-    engine: EmbeddingEngine
-    features: dict
-    root: Path
-    deltas: list[Path]
-    live: dict[str, np.ndarray]
-
-
-REQUEST = {
-    name: np.random.default_rng(0).integers(-1, size, (4, 3))
-    for name, size in {"item": V, "day.of/week": 7, "fixed": 9}.items()
-}
-
-
-def files_of(root):
-    return {f: f.read_bytes() for f in root.rglob("*") if f.is_file()}
-
-
-IDS = {"x": np.zeros(8, np.int32)}

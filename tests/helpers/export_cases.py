@@ -18,10 +18,7 @@ USERS = TableConfig(20, 8, name="users.v1/eu", dtype="bfloat16")
 SMALL = TableConfig(20, 4, name="small")
 FEATURES = {
     "user": FeatureConfig(USERS),
-    "films": [
-        FeatureConfig(FILMS),
-        FeatureConfig(FILMS, max_sequence_length=3, on_bad_id="clip"),
-    ],
+    "films": [FeatureConfig(FILMS), FeatureConfig(FILMS, max_sequence_length=3, on_bad_id="clip")],
     "small": FeatureConfig(SMALL, on_bad_id="drop"),
 }
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import DynamicVocabulary, TableConfig, io
-from tpu_embed.io import directory
+from tpu_embed import DynamicVocabulary, FixedVocabulary, TableConfig, io
+from tpu_embed.io import Version, directory
 from tpu_embed.io.delta import delta_files
-from tpu_embed.touched import Version
-from tpu_embed.vocabulary import FixedVocabulary
 
 
 def version(step, run="run"):
@@ -92,14 +90,19 @@ def write_delta(path, first, last, tables, ancestors=()):
     return path
 
 
-def export(path, tables, features, examples, **options):
-    """Export the activations of tables with keys, and of others, `arrays`; return the model."""
-    trained = {one.config.name: one.trained() for one in tables}
-    arrays, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
-    options = {"platforms": "cpu", "version": version(0), "arrays": {}} | options
-    arrays |= options.pop("arrays")
-    io.export_model(path, lambda a: a, arrays, features, examples, vocabularies=maps, **options)
+def export_arrays(path, arrays, features, examples, **options):
+    """Export the activations of arrays; return the model."""
+    options = {"platforms": "cpu"} | options
+    io.export_model(path, lambda a: a, arrays, features, examples, **options)
     return io.load_model(path)
+
+
+def export(path, tables, features, examples, *, arrays=(), **options):
+    """Export the activations of tables with keys, and of other arrays; return the model."""
+    trained = {one.config.name: one.trained() for one in tables}
+    mine, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
+    options = {"version": version(0), "vocabularies": maps} | options
+    return export_arrays(path, {**mine, **dict(arrays)}, features, examples, **options)
 
 
 def looked_up(tables, features, given, weights=None):

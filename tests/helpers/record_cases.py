@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
-from tpu_embed.vocabulary import DynamicVocabulary
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 
 NAMES = ("items", "tags", "far")
 SPREAD = 14

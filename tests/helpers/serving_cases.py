@@ -68,18 +68,12 @@ def declared(forms):
     for combiner in ("sum", "mean", "sqrtn"):
         for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
             kind = combiner if quantization is None else f"{combiner} quantized"
-            dtype = "bfloat16" if combiner == "mean" else "float32"
-            table = TableConfig(
-                ROWS,
-                DIM,
-                combiner=combiner,
-                name=kind,
-                dtype=dtype,
-                quantization_config=quantization,
-            )
-            for name, (given, scales, options) in forms.items():
+            options = {"combiner": combiner, "quantization_config": quantization}
+            options["dtype"] = "bfloat16" if combiner == "mean" else "float32"
+            table = TableConfig(ROWS, DIM, name=kind, **options)
+            for name, (given, scales, rest) in forms.items():
                 path = f"{kind}: {name}"
-                features[path] = FeatureConfig(table, **options)
+                features[path] = FeatureConfig(table, **rest)
                 ids[path], weights[path] = given, scales
     return features, ids, weights
 

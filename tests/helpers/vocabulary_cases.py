@@ -33,9 +33,12 @@ def take(vocabulary_map, keys, at_once=False):
 
 def check_step(vocabulary_map, oracle, keys, at_once=False):
     """Take a batch with the map and with the oracle; all they tell must be the same."""
+    key_of = {row: key for key, row in oracle.row_of.items()}
     taken = take(vocabulary_map, keys, at_once)
     rows_after = vocabulary_map.find(np.array(keys, np.uint64))
     check_taken(taken, rows_after, oracle, keys, at_once)
+    assert taken.evicted_keys.dtype == np.uint64
+    assert taken.evicted_keys.tolist() == [key_of[row] for row in taken.evicted_rows.tolist()]
     assert vocabulary_map.step == taken.step == oracle.step
     assert vocabulary_map.counters == oracle.counters
     assert len(vocabulary_map) == len(oracle.row_of)

@@ -40,11 +40,8 @@ def test_names_are_file_names_of_their_own_whatever_the_case(names, more):
 
 
 def test_plain_names_stay_and_others_can_be_read():
-    assert [files.file_name(name) for name in ("films", "user_7-b", "0")] == [
-        "films",
-        "user_7-b",
-        "0",
-    ]
+    plain = ["films", "user_7-b", "0"]
+    assert [files.file_name(name) for name in plain] == plain
     assert re.fullmatch("films-eu~[0-9a-f]{16}", files.file_name("Films.EU"))
 
 
@@ -63,21 +60,16 @@ def assert_short(root):
 
 
 @pytest.mark.whole
-def test_tables_of_any_name_are_saved_and_restored(odd, tmp_path):
+def test_tables_of_any_name_are_saved_exported_and_changed(odd, tmp_path):
     state = odd.init(jax.random.key(0))
     save(tmp_path / "saved", odd, state)
-    assert_short(tmp_path)
-    assert_same(contents(odd, restore(tmp_path / "saved", odd).state), contents(odd, state))
     assert {path.name for path in tmp_path.iterdir()} == {"saved"}
-
-
-@pytest.mark.whole
-def test_tables_of_any_name_are_exported_and_changed(odd, tmp_path):
+    assert_same(contents(odd, restore(tmp_path / "saved", odd).state), contents(odd, state))
     features = {f"{i}": FeatureConfig(odd.table_configs[name]) for i, name in enumerate(ODD)}
     request = {path: np.zeros((1, 1), np.int32) for path in features}
     old, new = (contents(odd, odd.init(jax.random.key(seed)))[0] for seed in (0, 1))
     touched = TouchedRows(odd)
-    first = touched.version(odd.init(jax.random.key(0)))
+    first = touched.version(state)
     options = {"platforms": "cpu", "version": first}
     export_model(tmp_path / "m", lambda a: a, old, features, request, **options)
     for name in ODD:
@@ -126,28 +118,18 @@ def _by_others(path):
     return path.name in notes or path.name.startswith("c.")
 
 
-MODEL = {"w": np.arange(3.0, dtype=np.float32)}
-
-
-def test_a_checkpoint_is_on_the_disk_before_it_appears(tmp_path, monkeypatch):
-    path = tmp_path / "new" / "saved"
+@pytest.mark.parametrize("in_background", [None, True, False], ids=["save", "behind", "waiting"])
+def test_a_checkpoint_is_on_the_disk_before_it_appears(tmp_path, monkeypatch, in_background):
+    path = tmp_path / "new" / "7"
     disk = Disk(path, monkeypatch)
-    save(path, small_engine(), small_state(), model=MODEL, position=1)
+    given = {"model": {"w": np.arange(3.0, dtype=np.float32)}, "position": 1}
+    if in_background is None:
+        save(path, small_engine(), small_state(), **given)
+    else:
+        with CheckpointManager(path.parent, small_engine(), in_background=in_background) as manager:
+            manager.save(7, small_state(), **given)
     assert disk.missing() == set()
     assert tmp_path.stat().st_ino in disk.before  # where "new" was made
-
-
-@pytest.mark.parametrize("in_background", [True, False], ids=["in background", "waiting"])
-def test_a_numbered_checkpoint_is_on_the_disk_before_it_appears(
-    tmp_path, monkeypatch, in_background
-):
-    path = tmp_path / "run" / "7"
-    disk = Disk(path, monkeypatch)
-    with CheckpointManager(path.parent, small_engine(), in_background=in_background) as manager:
-        manager.save(7, small_state(), model=MODEL, position=1)
-        manager.wait()
-        assert disk.missing() == set()
-        assert tmp_path.stat().st_ino in disk.before
 
 
 def test_an_export_and_a_delta_are_on_the_disk_before_they_appear(tmp_path, monkeypatch):

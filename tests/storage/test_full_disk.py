@@ -1,11 +1,11 @@
 """A disk without room: the training stops, says why, and goes on from its last checkpoint."""
 
 import contextlib
-import resource
 
 import jax
 import numpy as np
 import pytest
+from random_rows import no_file_beyond
 
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
@@ -36,24 +36,11 @@ def train(engine, state, steps):
     return state
 
 
-@contextlib.contextmanager
-def no_file_beyond(size):
-    """Let no file of this process grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def flushed(engine):
     """Return whether all displaced rows have arrived at home."""
-    try:
+    with contextlib.suppress(RuntimeError):
         engine.storage.flush()
-    except RuntimeError:
-        return False
-    return True
+        return True
 
 
 def save_in_background(path, engine, state):

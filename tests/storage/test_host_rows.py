@@ -5,11 +5,11 @@ import errno
 import math
 import mmap
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from random_rows import FIELDS, Model, check_random_rows, draw_ids, draw_rows
+from random_rows import FIELDS, Model, check_random_rows, draw_ids, draw_rows, no_file_beyond
 
 from tpu_embed.kernels import host_native, row_store_reference
 from tpu_embed.storage import HostRows, RowField
@@ -62,29 +62,25 @@ def test_a_store_begins_small_and_doubles(row_bytes, in_file, tmp_path):
     full = max(4096 * row_bytes, 1 << 24)  # a full segment has no more
     # Segments of a file are whole pages; the least power of two of such rows fills some.
     page = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes) * row_bytes if in_file else 1
-    first = max(1 << 16, page)
+    stores, count, found = [], 0, []
     with contextlib.ExitStack() as files:
-        stores = []
         for kernels in KERNELS.values():
             file = files.enter_context(tempfile.TemporaryFile(dir=tmp_path)) if in_file else None
             stores.append(kernels.RowStore([row_bytes], file))
-        count, found = 0, []
         for more in (1, 2, 97, 1000, 900, 5000, 3000):
             ids = np.arange(count, count + more, dtype=np.uint64)
             rows = np.random.default_rng(more).integers(0, 256, (more, row_bytes), np.uint8)
             for store in stores:
                 store.write(ids, [rows], 1)
             count += more
-            taken = {store.numbers.row_bytes for store in stores}
-            assert len(taken) == 1
-            found.append(taken.pop())
+            (taken,) = {store.numbers.row_bytes for store in stores}
+            found.append(taken)
             used = count * row_bytes
-            assert used <= found[-1] <= max(first, min(2 * used, used + full))
+            assert used <= taken <= max(1 << 16, page, min(2 * used, used + full))
         assert len(set(found)) > 3
         read = [np.empty((count, row_bytes), np.uint8) for _ in stores]
-        every = np.arange(count, dtype=np.uint64)
         for store, one in zip(stores, read, strict=True):
-            assert store.read(every, [one]).all()
+            assert store.read(np.arange(count, dtype=np.uint64), [one]).all()
         np.testing.assert_array_equal(*read)
         np.testing.assert_array_equal(read[0][-more:], rows)
 
@@ -105,30 +101,23 @@ def test_both_stores_list_ids_in_the_same_order():
 
 def test_threads_read_while_others_write(kernels):
     # Each thread has ids of its own, the store grows meanwhile, and nobody waits for the other.
-    store, errors = HostRows(FIELDS), []
+    store = HostRows(FIELDS)
 
     def work(number):
         rng, model = np.random.default_rng(number), Model()
-        try:
-            for _ in range(6):
-                ids = draw_ids(rng, 1000, 3000) + np.uint64(number)
-                rows = draw_rows(rng, ids.size)
-                store.write(ids, rows)
-                model.write(ids, rows)
-                model.check(store, ids[::7])
-                dropped = ids[rng.random(ids.size) < 0.3]
-                model.remove(dropped)
-                store.remove(dropped)
-            model.check(store, np.array(sorted(model.rows), np.uint64))
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(6):
+            ids = draw_ids(rng, 1000, 3000) + np.uint64(number)
+            rows = draw_rows(rng, ids.size)
+            store.write(ids, rows)
+            model.write(ids, rows)
+            model.check(store, ids[::7])
+            dropped = ids[rng.random(ids.size) < 0.3]
+            model.remove(dropped)
+            store.remove(dropped)
+        model.check(store, np.array(sorted(model.rows), np.uint64))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
 
 
 @pytest.mark.parametrize("row_bytes", [512, 128])
@@ -144,22 +133,14 @@ def test_the_index_takes_little_beside_the_rows(row_bytes):
         assert numbers.index_bytes <= 20.5 * numbers.size + segment + 256 * 64
 
 
-def test_a_full_disk_is_told_and_nothing_changes(kernels, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_nothing_changes(kernels, tmp_path):
     store, rng = HostRows(FIELDS, tmp_path), np.random.default_rng(0)
     ids, rows = draw_ids(rng, 1000, 1000), draw_rows(rng, 1000)
     store.write(ids, rows)
-    # The file cannot grow beyond what this process may write.
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     more = np.arange(10**9, 10**9 + 2_000_000, dtype=np.uint64)
     zeros = {name: np.zeros((more.size, *f.shape), f.dtype) for name, f in FIELDS.items()}
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 25, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as raised:
-            store.write(more, zeros)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with no_file_beyond(1 << 25), pytest.raises(OSError, match="File too large") as raised:
+        store.write(more, zeros)
     assert raised.value.errno == errno.EFBIG
     assert len(store) == 1000
     read, found = store.read(ids)
@@ -169,16 +150,16 @@ def test_a_full_disk_is_told_and_nothing_changes(kernels, tmp_path, monkeypatch)
 
 
 def test_messages(tmp_path):
-    with pytest.raises(ValueError, match="expected fields of some bytes, got no field"):
-        HostRows({})
-    with pytest.raises(ValueError, match="expected fields of some bytes, got none in \\['a'\\]"):
-        HostRows({"a": RowField((0,), np.dtype(np.float32))})
-    with pytest.raises(ValueError, match=r"expected a folder, got '.*nowhere'; make the folder"):
-        HostRows(FIELDS, tmp_path / "nowhere")
-    store, ids = HostRows(FIELDS), np.arange(2, dtype=np.uint64)
-    rows = draw_rows(np.random.default_rng(0), 2)
-    with pytest.raises(ValueError, match=r"expected rows of \[.*\], got rows of \['values'\]"):
-        store.write(ids, {"values": rows["values"]})
-    with pytest.raises(ValueError, match=r"values: expected float32\[2, 3\], got float64\[2, 3\]"):
-        store.write(ids, {**rows, "values": rows["values"].astype(np.float64)})
+    rows, ids = draw_rows(np.random.default_rng(0), 2), np.arange(2, dtype=np.uint64)
+    store = HostRows(FIELDS)
+    nothing, doubles = RowField((0,), np.dtype(np.float32)), rows["values"].astype(np.float64)
+    for call, said in (
+        (lambda: HostRows({}), "expected fields of some bytes, got no field"),
+        (lambda: HostRows({"a": nothing}), r"expected fields of some bytes, got none in \['a'\]"),
+        (lambda: HostRows(FIELDS, tmp_path / "nowhere"), r"got '.*nowhere'; make the folder"),
+        (lambda: store.write(ids, {"values": rows["values"]}), r"got rows of \['values'\]"),
+        (lambda: store.write(ids, {**rows, "values": doubles}), r"float32\[2, 3\], got float64\["),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
     assert len(store) == 0

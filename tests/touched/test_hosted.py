@@ -6,12 +6,11 @@ import pytest
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
 from tpu_embed.touched.record import physical_rows, step_of
 from tpu_embed.touched.table_marks import NEVER, HostedMarks
-from tpu_embed.vocabulary import DynamicVocabulary
 
 V = {"items": 40, "tags": 7}
 
@@ -23,11 +22,9 @@ def engine(devices):
     living = DynamicVocabulary(unseen="shared", ttl=4)
     tags = TableConfig(V["tags"], 2, name="tags", vocabulary=living, storage=storage)
     users = TableConfig(9, 2, name="users")
-    tables = {"item": items, "tag": tags, "user": users}
-    return tpu_embed.EmbeddingEngine(
-        {name: FeatureConfig(table) for name, table in tables.items()},
-        o.SGD(1.0), mesh=mesh(devices), lookahead=0,
-    )  # fmt: skip
+    features = {"item": items, "tag": tags, "user": users}
+    features = {name: FeatureConfig(table) for name, table in features.items()}
+    return tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), lookahead=0)
 
 
 class Run:
@@ -96,22 +93,21 @@ class Run:
 @pytest.mark.parametrize(("devices", "seed"), [(1, 0), (2, 1)])
 @pytest.mark.quick(1)
 def test_a_batch_touches_the_ids_that_it_looked_up(devices, seed):
-    run, later, update = Run(devices, seed), [], 0
-    for _ in range(40):
-        one = run.place()
-        update += 1
+    run, later = Run(devices, seed), []
+    for update in range(1, 41):
+        batch, ids = run.place()
         when = run.rng.integers(4)
         if when == 0:  # before it is admitted, and then it may be thrown away
-            run.record(*one, update)
+            run.record(batch, ids, update)
             if run.rng.random() < 0.3:
                 run.maps.rewind(run.state)
                 run.check()
                 continue
-        run.admit(one[0])
+        run.admit(batch)
         if when == 1:
-            run.record(*one, update)
+            run.record(batch, ids, update)
         elif when > 1:  # some batches later
-            later.append((*one, update))
+            later.append((batch, ids, update))
         while later and run.rng.random() < 0.3:
             run.record(*later.pop(int(run.rng.integers(len(later)))))
         run.check()
@@ -121,18 +117,16 @@ def test_a_batch_touches_the_ids_that_it_looked_up(devices, seed):
 def test_a_batch_admitted_long_ago_is_refused(monkeypatch):
     monkeypatch.setattr("tpu_embed.touched.table_marks._REMEMBERED", 4)
     run = Run(1, 2)
-    batches = []
-    for _ in range(7):
-        batches.append(run.place())
-        run.admit(batches[-1][0])
+    batches = [run.place() for _ in range(7)]
+    for batch, _ in batches:
+        run.admit(batch)
     # 3 batches were admitted before recording began.
     text = "at most 4 admitted batches old, got one of step 5, 5 before the newest; record each"
-    for n, (batch, ids) in enumerate(batches):
-        if n < 2:
-            with pytest.raises(ValueError, match=text if n == 1 else "record: expected"):
-                run.record(batch, ids, n + 1)
-        else:
-            run.record(batch, ids, n + 1)
+    for n, said in enumerate(["record: expected", text]):
+        with pytest.raises(ValueError, match=said):
+            run.record(*batches[n], n + 1)
+    for n in range(2, 7):
+        run.record(*batches[n], n + 1)
     run.check()
 
 

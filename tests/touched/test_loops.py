@@ -9,12 +9,11 @@ import pytest
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import TouchedRows, export_delta
 from tpu_embed.io.delta import delta_files
-from tpu_embed.vocabulary import DynamicVocabulary
 
 STEPS = 6
 LIVING = {
@@ -25,13 +24,11 @@ LIVING = {
 
 def configs():
     """Return features of two living tables, of the same two on the host, and of two of ids."""
-    tables = [TableConfig(6, 2, name=name, vocabulary=one) for name, one in LIVING.items()]
-    home = HostStorage(device_rows=9)
-    tables += [
-        TableConfig(6, 2, name=f"{name} home", vocabulary=one, storage=home)
-        for name, one in LIVING.items()
-    ]
-    tables += [TableConfig(2**40, 2, name="ids home", storage=home), TableConfig(16, 2, name="ids")]
+    home, tables = {"storage": HostStorage(device_rows=9)}, []
+    for name, one in LIVING.items():
+        tables.append(TableConfig(6, 2, name=name, vocabulary=one))
+        tables.append(TableConfig(6, 2, name=f"{name} home", vocabulary=one, **home))
+    tables += [TableConfig(2**40, 2, name="ids home", **home), TableConfig(16, 2, name="ids")]
     return {table.name: FeatureConfig(table) for table in tables}
 
 
@@ -77,13 +74,13 @@ class Server:
 
     def live(self, state):
         """Return the bits of all rows that the trainer has, by table, then by key or id."""
-        found, maps = {}, self.engine.vocabularies
+        found = {}
         for name, config in self.engine.table_configs.items():
             keys = rows = np.arange(16)  # all ids that batches have
             if config.vocabulary is not None:
-                keys, rows = maps.keys(name)
-            if config.vocabulary is not None and config.vocabulary.unseen == "shared":
-                keys, rows = [*keys, "shared"], np.append(rows, config.vocabulary_size - 1)
+                keys, rows = self.engine.vocabularies.keys(name)
+                if config.vocabulary.unseen == "shared":
+                    keys, rows = [*keys, "shared"], np.append(rows, config.vocabulary_size - 1)
             values = self.engine.rows(state, name, rows)
             found[name] = {key: row.tobytes() for key, row in zip(keys, values, strict=True)}
         return found
@@ -148,14 +145,9 @@ def fitted(root):
     def loss(activations):
         return sum((jnp.sin(one) ** 2).sum() for one in activations.values())
 
-    tpu_embed.fit(
-        engine,
-        loss,
-        (server.record(draw(step), step) for step in range(1, STEPS + 1)),
-        report_every=1,
-        callback=lambda report: server.follow(report.state),
-        progress=False,
-    )
+    source = (server.record(draw(step), step) for step in range(1, STEPS + 1))
+    report = {"report_every": 1, "callback": lambda report: server.follow(report.state)}
+    tpu_embed.fit(engine, loss, source, **report, progress=False)
     return engine
 
 

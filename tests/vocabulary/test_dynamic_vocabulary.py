@@ -37,11 +37,6 @@ def test_values_that_are_refused(options, said):
         DynamicVocabulary(**options)
 
 
-def test_positions_mean_nothing():
-    with pytest.raises(TypeError):
-        DynamicVocabulary(1)  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("options", "capacity", "lookahead", "said"),
     [

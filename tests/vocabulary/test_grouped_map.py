@@ -20,10 +20,8 @@ class Loops:
     def take(self, ids):
         """Return the rows of a batch of distinct ids, those that are on the devices first."""
         self.step += 1
-        for one in ids:
-            if one in self.row_of:
-                self.seen[one] = self.step
         evicted = {}
+        self.seen |= {one: self.step for one in ids if one in self.row_of}
         for one in ids:
             if one not in self.row_of:
                 self.bring(one, evicted)
@@ -33,17 +31,15 @@ class Loops:
         group = int(self.groups.of(np.array([one], np.uint64))[0])
         rows = self.groups.rows[group].tolist()
         free = sorted(set(rows) - set(self.row_of.values()))
-        if free:
-            row = free[0]
-        else:
+        if not free:
             mine = [x for x, row in self.row_of.items() if row in rows]
             old = [x for x in mine if self.seen[x] < self.step - self.lookahead]
             if not old:
                 return
             lost = min(old, key=lambda x: (self.seen[x], self.row_of[x]))
-            row = self.row_of.pop(lost)
-            evicted[lost] = row
-        self.row_of[one], self.seen[one] = row, self.step
+            free = [self.row_of.pop(lost)]
+            evicted[lost] = free[0]
+        self.row_of[one], self.seen[one] = free[0], self.step
 
 
 CASES = {

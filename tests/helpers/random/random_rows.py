@@ -1,5 +1,8 @@
 """A store of rows beside a dictionary that does the same, on random calls."""
 
+import contextlib
+import resource
+
 import numpy as np
 
 from tpu_embed.storage import RowField
@@ -63,6 +66,17 @@ def draw_ids(rng, n, space):
     # Small numbers, so that many are known, spread over all 64 bits.
     ids = rng.choice(space, size=min(n, space), replace=False).astype(np.uint64)
     return ids * np.uint64(0x9E3779B97F4A7C15)
+
+
+@contextlib.contextmanager
+def no_file_beyond(size):
+    """Let no file of this process grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def check_random_rows(rng, store, calls):

@@ -8,63 +8,75 @@ import bucket_fixtures
 import jax
 import numpy as np
 import pytest
+from bucket_fixtures import begun
 from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.io import store
-from tpu_embed.io.commits import committer, download, find
+from tpu_embed.io.commits import download, find
 from tpu_embed.io.serving.following import publications
 
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
+class Trainer:
+    """An engine of one table, its state and the record of it."""
+
+    def __init__(self, **options):
+        self.config = FeatureConfig(TableConfig(40, 3, name="t", **options))
+        self.engine = tpu_embed.EmbeddingEngine(self.config, o.SGD(0.5), mesh=mesh(2))
+        self.state = self.engine.init(jax.random.key(0))
+        self.touched = io.TouchedRows(self.engine)
+
+    def train(self, ids):
+        self.state, batch = self.engine.admit(self.state, self.engine.place(ids))
+        self.touched.record(batch, int(self.state.step) + 1)
+        ones = np.ones_like(self.engine.lookup(self.state, batch))
+        self.state = self.engine.update(self.state, batch, ones)
+
+    def export(self, path, version):
+        options = {"version": version, "vocabularies": self.engine.vocabularies}
+        options["platforms"] = "cpu"
+        tables = self.engine.tables(self.state)
+        io.export_model(path, lambda rows: rows, tables, self.config, np.arange(8), **options)
+
+    def check(self, served):
+        """Check that a model has the rows of now."""
+        assert served.version == self.touched.version(self.state)
+        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
+        wanted = io.serving_lookup(tables, np.arange(13), self.config, vocabularies=maps)
+        np.testing.assert_array_equal(served(np.arange(13)), wanted)
+
+
 @pytest.mark.parametrize("keys", [False, True])
 def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
     url, server = bucket
-    living = {"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}
-    config = FeatureConfig(TableConfig(40, 3, name="t", **living))
-    made = tpu_embed.EmbeddingEngine(config, o.SGD(0.5), mesh=mesh(2))
-    state, touched = made.init(jax.random.key(0)), io.TouchedRows(made)
-
-    def train(state, ids):
-        state, batch = made.admit(state, made.place(ids))
-        touched.record(batch, int(state.step) + 1)
-        ones = np.ones_like(made.lookup(state, batch))
-        return made.update(state, batch, ones)
-
-    def table(state):
-        name = made.table_configs["t"] if not keys else "t"
-        return {name: made.tables(state)["t"]}
-
-    state = train(state, np.arange(8))
-    version = touched.version(state)
-    cache = tmp_path_factory.mktemp("cache")
-    options = {"version": version, "vocabularies": made.vocabularies}
-    model = lambda rows: rows  # noqa: E731
-    io.export_model(f"{url}/model", model, table(state), config, np.arange(8), **options)
+    one = Trainer(**({"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}))
+    one.train(np.arange(8))
+    version, cache = one.touched.version(one.state), tmp_path_factory.mktemp("cache")
+    one.export(f"{url}/model", version)
     with pytest.raises(FileExistsError):
-        io.export_model(f"{url}/model", model, table(state), config, np.arange(8), **options)
+        one.export(f"{url}/model", version)
     with pytest.raises(ValueError, match="cache: expected a folder, for a URL"):
         io.load_model(f"{url}/model")
     served = io.FollowingModel(io.load_model(f"{url}/model", cache=cache))
     server.seen.clear()
     io.load_model(f"{url}/model", cache=cache)
     assert len(server.seen) < 4  # it is there already
+    rows = {"t": np.array(one.engine.tables(one.state)["t"])}
     for step in range(2):
-        state = train(state, np.arange(4 + step, 12 + step))
-        version = io.export_delta(f"{url}/delta-{step}", made, state, touched, since=version)
-        served.apply(f"{url}/delta-{step}")
-    ids = np.arange(13)
-    wanted = io.serving_lookup(table(state), ids, config, vocabularies=made.vocabularies)
-    np.testing.assert_array_equal(served(ids), wanted)
+        one.train(np.arange(4 + step, 12 + step))
+        delta = f"{url}/delta-{step}"
+        last = io.export_delta(delta, one.engine, one.state, one.touched, since=version)
+        served.apply(delta)
+        if not keys:
+            assert io.apply_delta(rows, delta, version) == last
+        version = last
+    one.check(served)
     if not keys:
-        whole, found = np.array(made.tables(state)["t"]), np.array(made.tables(state)["t"])
-        found[4:13] = 0
-        first = io.Version(version.run, 1, 0, 0)
-        io.apply_delta({"t": found}, f"{url}/delta-0", first)
-        assert not np.array_equal(whole, found)
+        np.testing.assert_array_equal(rows["t"], one.engine.tables(one.state)["t"])
     server.rule = lambda method, path, body: "flip" if "values" in path else None
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         served.apply(f"{url}/delta-0")
@@ -96,64 +108,49 @@ def test_large_files_are_written_in_pieces(bucket, tmp_path_factory, monkeypatch
 
 def test_faults_between_a_trainer_and_a_server_are_healed_or_named(bucket, tmp_path_factory):
     url, server = bucket
-    config = FeatureConfig(TableConfig(40, 3, name="t"))
-    made = tpu_embed.EmbeddingEngine(config, o.SGD(0.5), mesh=mesh(2))
-    state, touched = made.init(jax.random.key(0)), io.TouchedRows(made)
-    cache = tmp_path_factory.mktemp("cache")
+    one = Trainer()
 
-    def train(state):
-        touched.record(batch := made.place(np.arange(8) + 3 * state.step), int(state.step) + 1)
-        return made.update(state, batch, np.ones_like(made.lookup(state, batch)))
+    def publish():
+        io.publish(url, one.engine, one.state, one.touched, one.export, deltas=2, keep=1)
 
-    def publish(state):
-        def export(path, version):
-            options = {"version": version, "platforms": "cpu"}
-            io.export_model(path, lambda rows: rows, made.tables(state), config, ids, **options)
+    def published():
+        return [each.name for each in publications(store.place_of(url))]
 
-        return io.publish(url, made, state, touched, export, deltas=2, keep=1)
-
-    def check(served):
-        assert served.version == touched.version(state)
-        np.testing.assert_array_equal(served(ids), made.tables(state)["t"][:8])
-
-    ids = np.arange(8)
     faults = itertools.cycle(["reset", "delay", "cut", "lose", 429, 503])
     server.rule = lambda method, path, body: next(faults) if len(server.seen) % 5 == 3 else None
-    publish(state)
-    check(served := io.follow(url, cache=cache))
-    state = train(state)
-    publish(state)
+    publish()
+    one.check(served := io.follow(url, cache=tmp_path_factory.mktemp("cache")))
+    one.train(np.arange(8))
+    publish()
     served.poll()
-    check(served)
-    there, forbid = publications(store.place_of(url)), lambda *_: 403
-    state, server.rule = train(state), forbid
-    for action in (lambda: publish(state), served.poll):
+    one.check(served)
+    there = published()
+    one.train(np.arange(8) + 3)
+    server.rule = lambda *_: 403
+    for action in (publish, served.poll):
         with pytest.raises(OSError, match=r"://bucket/.*expected an answer"):
             action()
     server.rule = lambda method, path, body: 403 if method in ("PUT", "POST") else None
     with pytest.raises(OSError, match=r"://bucket/.*(403|PERMISSION|denied)"):
-        publish(state)
+        publish()
     server.rule = lambda *_: None
-    assert publications(store.place_of(url)) == there
-    assert served.poll() == served.version != touched.version(state)
-    publish(state)
+    assert published() == there
+    assert served.poll() == served.version != one.touched.version(one.state)
+    publish()
     server.rule = lambda method, path, body: "flip" if "values" in path else None
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         served.poll()
     server.rule = lambda *_: None
     served.poll()
-    check(served)
-    names = [one.name for one in publications(store.place_of(url))]
-    assert names == ["00000003-full"]  # and all that it makes superfluous is gone
+    one.check(served)
+    assert published() == ["00000003-full"]  # and all that it makes superfluous is gone
     assert all("00000003" in name for name in store.place_of(url).names())
 
 
 def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(store, "_BLOCK", 2)  # bytes of a file that are in memory at a time
     url, server = bucket
-    how = committer(store.place_of(f"{url}/model"))
-    root = how.root("one")
-    how.begin(root)
+    how, root = begun(f"{url}/model")
     for name in ("a", "b", "c"):
         (root / name).put(5 * name.encode())
     how.finish(root, [root.written])
@@ -178,9 +175,7 @@ def test_a_model_is_downloaded_once_at_a_time(bucket, tmp_path_factory, monkeypa
 @pytest.mark.parametrize("name", ["../a", "/tmp/a", "b/../../a"])
 def test_a_commit_leads_nowhere_else(bucket, name):
     url, _ = bucket
-    how = committer(store.place_of(f"{url}/model"))
-    root = how.root("one")
-    how.begin(root)
+    how, root = begun(f"{url}/model")
     how.finish(root, [{f"{root.key}/{name}": [0, 0]}])
     with pytest.raises(ValueError, match="expected names that lead nowhere else"):
         find(f"{url}/model")

@@ -27,23 +27,16 @@ DENSE = optax.adam(0.01)
 
 
 def features():
-    item = tpu_embed.TableConfig(ROWS, DIM, name="item", optimizer=o.Adagrad(0.5))
-    user = tpu_embed.TableConfig(
-        ROWS // 2, DIM, name="user", optimizer=o.Adam(0.1), dtype="bfloat16", placement="div"
-    )
+    given = {"item": (ROWS, {}), "user": (ROWS // 2, {"dtype": "bfloat16", "placement": "div"})}
     living = tpu_embed.DynamicVocabulary(admit_after=2, ttl=2, waiting=150)
-    query = tpu_embed.TableConfig(
-        KEYS // 7, DIM, name="query", optimizer=o.Adagrad(0.5), vocabulary=living
-    )
-    far = tpu_embed.TableConfig(
-        FAR,
-        DIM,
-        name="far",
-        optimizer=o.Adagrad(0.5),
-        storage=tpu_embed.HostStorage(device_rows=100),
-    )
-    tables = {"item": item, "user": user, "query": query, "far": far}
-    return {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    given["query"] = KEYS // 7, {"vocabulary": living}
+    given["far"] = FAR, {"storage": tpu_embed.HostStorage(device_rows=100)}
+    found = {}
+    for name, (rows, options) in given.items():
+        rule = o.Adam(0.1) if name == "user" else o.Adagrad(0.5)
+        table = tpu_embed.TableConfig(rows, DIM, name=name, optimizer=rule, **options)
+        found[name] = tpu_embed.FeatureConfig(table)
+    return found
 
 
 def step_of(engine):

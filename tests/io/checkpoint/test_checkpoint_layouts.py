@@ -1,19 +1,9 @@
 """A checkpoint of any layout is restored on any other; training continues with the same bits."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
-from checkpoint_cases import (
-    PLACEMENTS,
-    check_moved,
-    contents,
-    engine,
-    never_stopped,
-    placement_of,
-    saved_state,
-)
+from checkpoint_cases import PLACEMENTS, check_moved, contents, engine, never_stopped, saved_state
 from facade_cases import assert_same, mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
@@ -23,44 +13,15 @@ from tpu_embed.io import restore, save
 
 DEVICES, TURNS = (1, 2, 8), range(len(PLACEMENTS))
 LAYOUTS = [(devices, turn) for devices in DEVICES for turn in TURNS]
-CASES = [(a, b) for a in LAYOUTS for b in LAYOUTS]
 FEW = [(1, 0), (2, 3), (8, 4)]
-IN_CI = [(a, b) for a in FEW for b in FEW]
-"""An all-pairs design of devices and placements, before and after, that takes three engines."""
+"""Between these some table moves from each placement to each other one."""
+CASES = [(a, b) for layouts in (LAYOUTS, FEW) for a in layouts for b in layouts]
 
 
-@pytest.mark.parametrize(("source", "target"), IN_CI)
+@pytest.mark.parametrize(("source", "target"), CASES)
 @pytest.mark.quick(1)
 def test_any_layout_goes_on_from_any_other(tmp_path, source, target):
     check_moved(tmp_path / "saved", source, target)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("source", "target"), CASES)
-def test_every_layout_goes_on_from_every_other(tmp_path, source, target):
-    check_moved(tmp_path / "saved", source, target)
-
-
-def test_layouts_are_what_they_say():
-    found = {
-        (table["placement"], table["shards"])
-        for layout in FEW
-        for table in engine(*layout).describe()["tables"].values()
-    }
-    sharded = {(p, n) for p in ("mod", "div") for n in DEVICES}
-    assert found == sharded | {("replicated", 1)}
-
-
-def test_design_has_all_pairs():
-    moves = [
-        (a[0], placement_of(i, a[1]), b[0], placement_of(i, b[1]))
-        for a, b in IN_CI
-        for i in range(5)
-    ]
-    levels = [DEVICES, PLACEMENTS, DEVICES, PLACEMENTS]
-    for first, second in itertools.combinations(range(4), 2):
-        met = {(move[first], move[second]) for move in moves}
-        assert met == set(itertools.product(levels[first], levels[second]))
 
 
 def test_a_state_that_was_sharded_anew_is_saved_as_it_is(tmp_path):

@@ -23,10 +23,9 @@ from living_cases import (
 )
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.vocabulary import DynamicVocabulary
 
 BEFORE, AFTER = 6, 8
 
@@ -84,14 +83,15 @@ def test_batches_placed_before_a_restore_are_refused(saved):
     looked = made.place(draw(3), training=False)
     made.lookup(restored, looked)
     again = io.restore(saved[0], made).state
-    with pytest.raises(ValueError, match="placed since the maps were loaded"):
-        made.lookup(again, looked)
+    for call, said in (
+        (lambda: made.lookup(again, looked), "placed since the maps were loaded"),
+        (lambda: made.vocabularies.rewind(restored), "or from before a load"),
+        (lambda: io.save(saved[0].parent / "old", made, restored), "one from before they were"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
     step = jax.jit(lambda state, batch: made.lookup(state, batch)["user"])
     assert np.isnan(step(again, looked)).all()
-    with pytest.raises(ValueError, match="or from before a load"):
-        made.vocabularies.rewind(restored)
-    with pytest.raises(ValueError, match="one from before they were loaded"):
-        io.save(saved[0].parent / "old", made, restored)
 
 
 def test_a_state_that_was_given_up_is_not_saved(tmp_path):
@@ -129,32 +129,32 @@ def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
     made = engine(4, features=configs(items))
     state = io.restore(path, made).state
     found = whole(made, state)
-    for field in ("keys", "last_seen"):
-        assert len(found[f"map items/{field}"]) <= items
-    order = np.lexsort([at_save["map items/rows"], at_save["map items/last_seen"]])[-items:]
-    kept = set(at_save["map items/keys"][order].tolist())
-    assert set(found["map items/keys"].tolist()) == kept
-    row_before = dict(
-        zip(at_save["map items/keys"].tolist(), at_save["map items/rows"].tolist(), strict=True)
-    )
+    old = {part: at_save[f"map items/{part}"] for part in ("keys", "rows", "last_seen")}
+    order = np.lexsort([old["rows"], old["last_seen"]])[-items:]
     keys, rows = made.vocabularies.keys("items")
-    for key, row in zip(keys.tolist(), rows.tolist(), strict=True):
-        for name in ("table items", "slot items/momenta", "slot items/velocities"):
-            np.testing.assert_array_equal(found[name][row], at_save[name][row_before[key]])
+    assert set(keys.tolist()) == set(old["keys"][order].tolist())
+    row_before = dict(zip(old["keys"].tolist(), old["rows"].tolist(), strict=True))
+    before = [row_before[key] for key in keys.tolist()]
+    for name in ("table items", "slot items/momenta", "slot items/velocities"):
+        np.testing.assert_array_equal(found[name][rows], at_save[name][before])
     assert_same(found, at_save, [name for name in found if "tags" in name or "users" in name])
     train(made, state, 2, first=BEFORE)
 
 
-def test_the_shared_row_stays_the_last_one(saved):
+@pytest.mark.parametrize(("more", "unseen"), [(5, "shared"), (0, "zero")])
+def test_the_shared_row_stays_the_last_one_or_becomes_an_ordinary_one(saved, more, unseen):
     features = configs()
     table = features["one"].table
-    features["one"] = FeatureConfig(dataclasses.replace(table, vocabulary_size=TAGS + 5))
-    made = engine(2, features=features)
-    found = whole(made, io.restore(saved[0], made).state)
-    np.testing.assert_array_equal(found["table tags"][-1], saved[1]["table tags"][-1])
-    np.testing.assert_array_equal(
-        found["slot tags/accumulators"][-1], saved[1]["slot tags/accumulators"][-1]
-    )
+    living = dataclasses.replace(table.vocabulary, unseen=unseen)
+    table = dataclasses.replace(table, vocabulary_size=TAGS + more, vocabulary=living)
+    made = engine(2, features=features | {"one": FeatureConfig(table)})
+    found, before = whole(made, io.restore(saved[0], made).state), saved[1]
+    np.testing.assert_array_equal(found["map tags/keys"], before["map tags/keys"])
+    rows, rows_before = found["map tags/rows"], before["map tags/rows"]
+    if unseen == "shared":
+        rows, rows_before = np.append(rows, -1), np.append(rows_before, -1)
+    for name in ("table tags", "slot tags/accumulators"):
+        np.testing.assert_array_equal(found[name][rows], before[name][rows_before])
 
 
 @pytest.mark.parametrize("more", [0, 5])
@@ -162,17 +162,6 @@ def test_a_shared_row_that_nobody_has_trained_is_refused(saved, more):
     features = configs(34 + more, unseen="shared")
     with pytest.raises(ValueError, match="'items': unseen: expected 'shared', got 'zero'"):
         io.restore(saved[0], engine(1, features=features))
-
-
-def test_a_shared_row_becomes_an_ordinary_one(saved):
-    features = configs()
-    living = dataclasses.replace(features["one"].table.vocabulary, unseen="zero")
-    features["one"] = FeatureConfig(dataclasses.replace(features["one"].table, vocabulary=living))
-    made = engine(2, features=features)
-    found = whole(made, io.restore(saved[0], made).state)
-    rows = found["map tags/rows"]
-    np.testing.assert_array_equal(found["map tags/keys"], saved[1]["map tags/keys"])
-    np.testing.assert_array_equal(found["table tags"][rows], saved[1]["table tags"][rows])
 
 
 def test_new_keys_are_drawn_with_the_key_of_the_checkpoint(saved):
@@ -211,31 +200,19 @@ def test_a_new_living_table_begins_without_keys(saved, tmp_path):
     io.restore(saved[0], left, leave_out=("items", "tags"))
 
 
-def test_an_empty_map_is_kept(tmp_path):
-    made = engine(1)
-    state = made.init(jax.random.key(KEY))
-    io.save(tmp_path / "empty", made, state)
-    state = io.restore(tmp_path / "empty", made).state
-    assert state.vocabulary["map_version"].tolist() == [*made.vocabularies.now, 0, 0]
-    assert made.vocabularies.admitted == 0
-
-
 @pytest.mark.parametrize("damage", ["array", "missing", "other"])
 def test_a_damaged_map_is_refused_and_changes_nothing(saved, tmp_path, damage):
-    path = tmp_path / "copy"
-    shutil.copytree(saved[0], path)
-    directory = path / "tables" / "items" / "map"
+    path = shutil.copytree(saved[0], tmp_path / "copy") / "tables"
+    chunk, file = path / "items" / "map" / "rows" / "c.0.0", path / "vocabularies.json"
     if damage == "array":
-        chunk = directory / "rows" / "c.0.0"
         chunk.write_bytes(chunk.read_bytes()[:-1] + b"\0")
     elif damage == "missing":
-        (path / "tables" / "vocabularies.json").unlink()
+        file.unlink()
     else:
-        file = path / "tables" / "vocabularies.json"
         file.write_text(file.read_text().replace('"step"', '"stop"'))
     made = engine(2)
     made.place(draw(0))
     before = made.vocabularies.counters
     with pytest.raises(ValueError, match=r"items|vocabularies\.json"):
-        io.restore(path, made)
+        io.restore(tmp_path / "copy", made)
     assert made.vocabularies.counters == before

@@ -6,6 +6,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from facade_cases import mesh
 from host_table_cases import ITEMS, RULES, TAGS, TwoEngines, declared, draw_batch, engines
 
 import tpu_embed
@@ -13,14 +14,10 @@ from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import slot_shapes
 from tpu_embed.io.checkpoint.host_rows import described_by
-from tpu_embed.storage import HostRows, RowField
+from tpu_embed.storage import HostRows
 
 SHARED = DynamicVocabulary(ttl=3, unseen="shared")
 NORMAL = jax.nn.initializers.normal()
-
-
-def mesh_of(devices):
-    return jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
 
 
 def every_row(engine, state):
@@ -43,6 +40,13 @@ def check_equal(found, expected):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.fixture
+def two_batches():
+    """Return an engine, and its state after two batches that fill its rows on the devices twice."""
+    engine = small()
+    return engine, train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("rule", "devices", "restored_on", "options"),
@@ -58,45 +62,33 @@ def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
 ):
     """Every restore is into another engine: other devices, `device_rows`, on the host or not."""
     run = TwoEngines(*engines(devices, rule, **options), seed=4)
-    made, linked = {what: options.get(what) for what in ("dtype", "living") if what in options}, 0
-    others = [
-        declared(RULES[rule], storage, **made)
-        for storage in (HostStorage(device_rows=96, evict="lfu", path=tmp_path), None)
-    ]
-    resident = tpu_embed.EmbeddingEngine(others[1], mesh=mesh_of(2))
+    made, linked = {what: options[what] for what in ("dtype", "living") if what in options}, 0
+    resident = tpu_embed.EmbeddingEngine(declared(RULES[rule], None, **made), mesh=mesh(2))
     for number in range(4):
         run.run(30)
         path = tmp_path / f"{number}"
         io.save(path, run.hosted, run.states[0], position=number)
         linked += sum(file.stat().st_nlink > 1 for file in path.rglob("c.*"))
-        expected = every_row(*pair_of(run, 1))
-        check_equal(every_row(*pair_of(run, 0)), expected)
+        expected = every_row(run.resident, run.states[1])
+        check_equal(every_row(run.hosted, run.states[0]), expected)
         check_equal(every_row(resident, io.restore(path, resident).state), expected)
         if number % 2:
             # The restored engine takes the place of the one that was saved.
             last = run.hosted
-            again = declared(RULES[rule], HostStorage(device_rows=110), **made)
-            run.hosted = tpu_embed.EmbeddingEngine(
-                again if number == 1 else others[0],
-                mesh=mesh_of(restored_on),
-                lookahead=last.vocabularies.lookahead,
-            )
+            storage = {1: {"device_rows": 110}, 3: {"device_rows": 96, "evict": "lfu"}}[number]
+            again = declared(RULES[rule], HostStorage(**storage, path=tmp_path), **made)
+            ahead = last.vocabularies.lookahead
+            run.hosted = tpu_embed.EmbeddingEngine(again, mesh=mesh(restored_on), lookahead=ahead)
             restored = io.restore(path, run.hosted)
             assert restored.position == number
-            run.states[0] = restored.state
-            run.kept = []
-            touched = [engine.touched("items") for engine in (last, run.hosted)]
-            np.testing.assert_array_equal(*touched)
+            run.states[0], run.kept = restored.state, []
+            np.testing.assert_array_equal(last.touched("items"), run.hosted.touched("items"))
     assert linked > 0
     # The files of the last one are whole without the others.
     for number in range(3):
         os.rename(tmp_path / f"{number}", tmp_path / f"gone {number}")
     check_equal(every_row(resident, io.restore(tmp_path / "3", resident).state), expected)
     assert run.counts["updates"] > 15
-
-
-def pair_of(run, which):
-    return (run.hosted, run.resident)[which], run.states[which]
 
 
 def test_tables_on_the_devices_move_to_the_host_with_a_checkpoint(tmp_path):
@@ -127,40 +119,19 @@ def train(engine, state, *batches):
 
 def test_a_save_in_the_background_has_the_rows_of_its_step(tmp_path, monkeypatch):
     """Rows that go home while it is written are saved as they were."""
-    engine = small()
-    rng, state = np.random.default_rng(0), engine.init(jax.random.key(0))
-    state = train(engine, state, *(rng.integers(0, 200, 16) for _ in range(20)))
-    ids = np.arange(200)
+    engine, rng, ids = small(), np.random.default_rng(0), np.arange(200)
+    state, expected = engine.init(jax.random.key(0)), {}
+    state = train(engine, state, *rng.integers(0, 200, (20, 16)))
     monkeypatch.setattr("tpu_embed.io.checkpoint.row_files.BLOCK", 7 * 32)  # 7 rows a block
     with io.CheckpointManager(tmp_path, engine, keep=None) as manager:
-        expected = {}
         for step in range(4):
             expected[step] = engine.rows(state, "items", ids)
             manager.save(step, state)
-            state = train(engine, state, *(rng.integers(0, 200, 16) for _ in range(6)))
+            state = train(engine, state, *rng.integers(0, 200, (6, 16)))
     for step, rows in expected.items():
         other = small(rows=24)
         found = io.restore(tmp_path / f"{step}", other).state
         np.testing.assert_array_equal(other.rows(found, "items", ids), rows)
-
-
-def test_a_snapshot_is_not_changed_by_what_is_written_later():
-    fields = {"values": RowField((2,), np.dtype(np.float32))}
-    rng = np.random.default_rng(0)
-    for _ in range(30):
-        store, ids = HostRows(fields), np.arange(0, 60, 2, dtype=np.uint64)
-        store.write(ids, {"values": rng.random((30, 2), np.float32)})
-        before, taken = store.read(ids)[0]["values"], rng.random(30) < 0.7
-        snapshot, found = store.snapshot(ids[taken]), []
-        for block_ids, rows in snapshot.blocks(4):
-            found.append((block_ids, rows["values"]))
-            some = rng.permutation(70)[: rng.integers(0, 20)].astype(np.uint64)
-            if rng.random() < 0.3:
-                store.remove(some)
-            else:
-                store.write(some, {"values": rng.random((some.size, 2), np.float32)})
-        np.testing.assert_array_equal(np.concatenate([i for i, _ in found]), ids[taken])
-        np.testing.assert_array_equal(np.concatenate([r for _, r in found]), before[taken])
 
 
 @pytest.mark.whole
@@ -186,25 +157,25 @@ def test_a_lacking_slot_is_made_with_the_key(tmp_path):
 
 
 @pytest.mark.whole
-def test_a_table_comes_to_the_devices_beside_new_tables(tmp_path):
+def test_a_table_comes_to_the_devices_beside_new_tables(tmp_path, two_batches):
     """Its first values are those of the key that it had; what is new has the other key."""
-    engine = small()
-    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
+    engine, state = two_batches
     io.save(tmp_path / "one", engine, state)
-    adagrad, key, ids = o.Adagrad(0.5), jax.random.key(7), np.arange(60)
-    new = TableConfig(60, 4, name="new", initializer=NORMAL)
-    far = TableConfig(60, 4, name="far", storage=HostStorage(device_rows=16))
-    tables = {"items": TableConfig(200, 4, NORMAL, name="items"), "new": new, "far": far}
-    other = tpu_embed.EmbeddingEngine({n: FeatureConfig(t) for n, t in tables.items()}, adagrad)
+    key, ids = jax.random.key(7), np.arange(60)
+    tables = [
+        TableConfig(200, 4, NORMAL, name="items"),
+        TableConfig(60, 4, NORMAL, name="new"),
+        TableConfig(60, 4, name="far", storage=HostStorage(device_rows=16)),
+    ]
+    features = {table.name: FeatureConfig(table) for table in tables}
+    other = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5))
     with pytest.raises(ValueError, match="key="):
         io.restore(tmp_path / "one", other)
-    found = io.restore(tmp_path / "one", other, key=key).state
-    np.testing.assert_array_equal(other.rows(found, "items", ids), engine.rows(state, "items", ids))
     made = other.init(key)
-    other.vocabularies.rewind(made)
     expected = other.rows(made, "new", ids)
     assert np.unique(expected).size > 100  # it is drawn
     found = io.restore(tmp_path / "one", other, key=key).state
+    np.testing.assert_array_equal(other.rows(found, "items", ids), engine.rows(state, "items", ids))
     np.testing.assert_array_equal(other.rows(found, "new", ids), expected)
 
 
@@ -244,23 +215,20 @@ def test_a_batch_that_is_updated_after_a_save_is_in_the_next_one(tmp_path):
     check_saved(tmp_path / "1", engine, state)
 
 
-def test_a_save_waits_for_rows_on_their_way_home(tmp_path, monkeypatch):
-    engine, write = small(), HostRows.write
+def test_a_save_waits_for_rows_on_their_way_home(tmp_path, monkeypatch, request):
+    write = HostRows.write
 
     def late(*args):
         time.sleep(0.2)
         write(*args)
 
     monkeypatch.setattr(HostRows, "write", late)
-    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
-    check_saved(tmp_path / "0", engine, state)
+    check_saved(tmp_path / "0", *request.getfixturevalue("two_batches"))
 
 
 @pytest.mark.whole
-def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path):
-    engine = small()
-    state = train(engine, engine.init(jax.random.key(0)), np.arange(16), np.arange(16, 32))
-    io.save(tmp_path / "0", engine, state)
+def test_a_run_does_not_go_on_from_rows_of_another_dtype(tmp_path, two_batches):
+    io.save(tmp_path / "0", *two_batches)
     rounded = small(dtype="bfloat16")
     found = io.restore(tmp_path / "0", rounded, convert=True).state
     other, found = check_saved(tmp_path / "1", rounded, found, dtype="bfloat16")
@@ -294,15 +262,10 @@ def test_an_old_state_and_damaged_files_are_refused(tmp_path):
 
 def living(size, rows=None):
     """Return an engine of one living table, on the host if it has `rows` on the devices."""
-    table = TableConfig(
-        size,
-        4,
-        NORMAL,
-        name="tags",
-        vocabulary=DynamicVocabulary(unseen="shared", admit_after=2),
-        storage=None if rows is None else HostStorage(device_rows=rows),
-    )
-    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh_of(1))
+    options = {"vocabulary": DynamicVocabulary(unseen="shared", admit_after=2)}
+    options["storage"] = rows and HostStorage(device_rows=rows)
+    table = TableConfig(size, 4, NORMAL, name="tags", **options)
+    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), mesh=mesh(1))
 
 
 @pytest.mark.whole

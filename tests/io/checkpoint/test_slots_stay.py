@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from checkpoint_cases import small
 from facade_cases import mesh
-from flax import nnx
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, nn
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.io import CheckpointManager, restore, restore_modules, save, save_modules
+from tpu_embed.io import CheckpointManager, restore, save
 
 KEY, DRAWN = jax.random.key(7), jax.nn.initializers.uniform(1.0)
 TABLES = {
@@ -80,19 +79,3 @@ def test_what_has_no_slots_goes_on_under_any_rule_without(tmp_path):
     save(tmp_path / "saved", first, state := first.init(KEY))
     found = restore(tmp_path / "saved", other).state
     np.testing.assert_array_equal(rows_of(other, found), rows_of(first, state))
-
-
-def test_a_layer_is_refused_and_unchanged(tmp_path):
-    def model_of(rule, seed):
-        return nnx.Dict(films=nn.Embed(5, 2, name="item", optimizer=rule, rngs=nnx.Rngs(seed)))
-
-    first, plain, serving = (model_of(rule, n) for n, rule in enumerate((o.Adam(), o.SGD(), None)))
-    save_modules(tmp_path / "saved", {"model": first})
-    with pytest.raises(ValueError, match="layer 'model/films/rows': " + LOST.format("SGD")):
-        restore_modules(tmp_path / "saved", {"model": plain})
-    before = np.asarray(plain.films.embedding)
-    restore_modules(tmp_path / "saved", {"model": serving})
-    np.testing.assert_array_equal(serving.films.embedding, first.films.embedding)
-    np.testing.assert_array_equal(plain.films.embedding, before)
-    restore_modules(tmp_path / "saved", {"model": plain}, key=KEY)
-    np.testing.assert_array_equal(plain.films.embedding, first.films.embedding)

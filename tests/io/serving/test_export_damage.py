@@ -1,88 +1,67 @@
-"""Exports and deltas: every byte and place is checked; no file outside is ever read."""
+"""Exports and deltas: every byte, key and place is checked; no file outside is ever read."""
 
 import json
 import re
 import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from facade_cases import mesh
 from file_cases import DEEP, mutations, resigned, rewrite, swap
 from kernel_cases import assert_same_bits
-from keyed_cases import Keyed, export, table, version, write_delta
+from keyed_cases import Keyed, changed_rows, table, version, write_delta
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
-from tpu_embed.io import (
-    TouchedRows,
-    apply_delta,
-    export_delta,
-    export_model,
-    load_model,
-    quantize_rows,
-)
+from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed.io import FollowingModel, apply_delta, export_model, load_model, quantize_rows
 from tpu_embed.io.delta import delta_files
+from tpu_embed.io.files import checksum
 from tpu_embed.io.serving import model_files
 
 # Tables of different seeds are to differ.
-pytestmark = pytest.mark.default_rows
 
-TABLES = {name: TableConfig(9, 4, name=name) for name in ("films", "users", "days")}
-FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
-REQUEST = {name: np.array([[1, 2], [8, -1]]) for name in TABLES}
+KEYED = {"t": table("t", dim=4), "u": table("u", dim=4, unseen="shared", dtype="bfloat16")}
+ROWS = {name: TableConfig(6, 4, name=name) for name in ("films", "users", "days")}
+FEATURES = {name: FeatureConfig(table) for name, table in {**ROWS, **KEYED}.items()}
+REQUEST = dict.fromkeys(ROWS, np.array([[1, 2], [5, -1]]))
+REQUEST |= dict.fromkeys(KEYED, np.array([[3, 5], [20, 7]]))
 EXAMPLE = np.ones((2, 3), np.float32)
-WEIGHTS = {"films": np.ones((2, 2), np.float32), "users": None, "days": None}
+WEIGHTS = dict.fromkeys(FEATURES) | {"films": np.ones((2, 2), np.float32)}
 
 
 def model(activations, dense):
-    return sum(a.sum(1) for a in activations.values()) + dense.sum(1)
+    return activations | {"dense": dense.sum(1)}
+
+
+def answer(served):
+    return served(REQUEST, EXAMPLE, weights=WEIGHTS)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Two exports of one form, `a` and `b`, with a quantized table; a delta of each.
-
-    And two of tables with keys, `k` and `l`; a delta of each.
-    """
+    """Two exports of one form, `a` and `b`, with rows, int8 and keys; and a delta of each."""
     root = tmp_path_factory.mktemp("exports")
-    for i, name in enumerate("kl"):
-        export_keyed(root, name, 10 * i)
-    engine = EmbeddingEngine(FEATURES, o.SGD(0.5), mesh=mesh(1))
-    for i, name in enumerate("ab"):
-        state, touched = engine.init(jax.random.key(i)), TouchedRows(engine)
-        tables = {name: np.array(table) for name, table in engine.tables(state).items()}
+    for name, first in (("a", 0), ("b", 10)):
+        rng, maps = np.random.default_rng(first), {}
+        keyed = {n: Keyed(one, range(first, first + 8), first) for n, one in KEYED.items()}
+        tables = {one: rng.normal(size=(6, 4)).astype(np.float32) for one in ROWS}
         tables["days"] = quantize_rows(tables["days"])
-        options = {"inputs": (EXAMPLE,), "version": touched.version(state), "platforms": "cpu"}
-        arguments = model, tables, FEATURES, REQUEST
-        export_model(root / name, *arguments, weights=WEIGHTS, **options)
-        for n, one in enumerate(TABLES):
-            state = engine.set_rows(state, one, [2, 5, 7], np.full((3, 4), 3.0 + i + 2 * n))
-            touched.record_rows(one, [2, 5, 7], 0)
-        export_delta(root / f"delta-{name}", engine, state, touched, since=0)
+        for one in KEYED:
+            tables[one], maps[one] = keyed[one].trained()
+        options = {"inputs": (EXAMPLE,), "weights": WEIGHTS, "platforms": "cpu"}
+        options |= {"version": version(0), "vocabularies": maps}
+        export_model(root / name, model, tables, FEATURES, REQUEST, **options)
+        changes = {one: changed_rows([1, 3, 5], rng.normal(size=(3, 4))) for one in ROWS}
+        for one, lost in (("u", 0), ("t", 1)):
+            changed = [3 + first, 6 + first, 20]
+            lost = [lost + first, lost + first + 1]
+            changes[one] = keyed[one].change(changed, lost, shared=one == "u")
+        write_delta(root / f"delta-{name}", version(0), version(1), changes)
     return root
-
-
-KEYED = {"t": table("t"), "u": table("u", unseen="shared")}
-KEYED_FEATURES = {name: FeatureConfig(one) for name, one in KEYED.items()}
-KEYED_REQUEST = {name: np.array([3, 5, 20, 7]) for name in KEYED}
-
-
-def export_keyed(root, name, first):
-    """Export tables with keys, and a delta."""
-    tables = [Keyed(one, range(first, first + 8), first) for one in KEYED.values()]
-    export(root / name, tables, KEYED_FEATURES, KEYED_REQUEST)
-    changes = {
-        "u": tables[1].change([3 + first, 20], [first, 1 + first], shared=True),
-        "t": tables[0].change([first, 20], [3 + first, 4 + first]),
-    }
-    write_delta(root / f"delta-{name}", version(0), version(1), changes)
 
 
 @pytest.fixture(scope="module")
 def expected(root):
-    return load_model(root / "a")(REQUEST, EXAMPLE, weights=WEIGHTS)
+    return answer(load_model(root / "a"))
 
 
 @pytest.fixture
@@ -90,22 +69,20 @@ def copy(root, tmp_path):
     return Path(shutil.copytree(root, tmp_path / "copy"))
 
 
-def files(root, *names):
-    found = [path for name in names for path in (root / name).rglob("*") if path.is_file()]
-    return sorted(found)
-
-
 def load(path):
     """Read a delta or a model, as the directory's name says."""
     return delta_files.read(path) if "delta" in path.name else load_model(path)
 
 
-@pytest.mark.parametrize(("name", "count"), [("a", 2 + 5 + 1 + 6), ("k", 2 + 4 + 1 + 8)])
-@pytest.mark.quick(1)
-def test_any_damaged_file_is_refused_by_name(copy, name, count):
+def refused(path, said, error=ValueError):
+    return pytest.raises(error, match=re.escape(f"{path}: ") + said)
+
+
+def test_any_damaged_file_is_refused_by_name(copy):
     rng = np.random.default_rng(0)
-    assert len(files(copy, name, f"delta-{name}")) == count
-    for path in files(copy, name, f"delta-{name}"):
+    found = [path for one in ("a", "delta-a") for path in (copy / one).rglob("*.*")]
+    assert len(found) == 2 + 5 + 4 + 1 + 6 + 8
+    for path in found:
         directory = copy / path.relative_to(copy).parts[0]
         content = path.read_bytes()
         flips = [0, len(content) // 2, len(content) - 1, *rng.integers(0, len(content), 3)]
@@ -113,22 +90,21 @@ def test_any_damaged_file_is_refused_by_name(copy, name, count):
             other = bytearray(content)
             other[at] ^= 1 << int(rng.integers(8))
             path.write_bytes(other)
-            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + ".*expected .* got "):
+            with refused(path, ".*expected .* got "):
                 load(directory)
         for size in (0, 1, len(content) // 2, len(content) - 1):
             path.write_bytes(content[:size])
-            with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*; .*copy"):
+            with refused(path, "expected .*; .*copy"):
                 load(directory)
         path.unlink()
-        missing = re.escape(f"{path}: ") + "expected a file, got none; .*copy"
-        with pytest.raises(FileNotFoundError, match=missing):
+        with refused(path, "expected a file, got none; .*copy", FileNotFoundError):
             load(directory)
         path.mkdir()
-        with pytest.raises(ValueError, match=re.escape(f"{path}: ") + "expected .*, got "):
+        with refused(path, "expected .*, got "):
             load(directory)
         path.rmdir()
         path.symlink_to(path)
-        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(f"{path}: ")):
+        with refused(path, "", (ValueError, FileNotFoundError)):
             load(directory)
         path.unlink()
         path.write_bytes(content)
@@ -145,11 +121,11 @@ SWAPS = {
     "two parts": (("a", "days", "scale"), ("a", "days", "offset")),
     "two exports": (("a", "films", "values"), ("b", "films", "values")),
     "two deltas": (("delta-a", "films", "values"), ("delta-b", "films", "values")),
-    "two exports of keys": (("k", "t", "keys"), ("l", "t", "keys")),
-    "rows of two exports of keys": (("k", "t", "values"), ("l", "t", "values")),
-    "keys and lost ones": (("delta-k", "t", "keys"), ("delta-k", "t", "lost")),
-    "lost keys of two tables": (("delta-k", "u", "lost"), ("delta-k", "t", "lost")),
-    "two shared rows": (("delta-k", "u", "shared"), ("delta-l", "u", "shared")),
+    "keys of two exports": (("a", "t", "keys"), ("b", "t", "keys")),
+    "rows of keys of two exports": (("a", "t", "values"), ("b", "t", "values")),
+    "keys and lost ones": (("delta-a", "t", "keys"), ("delta-a", "t", "lost")),
+    "lost keys of two tables": (("delta-a", "u", "lost"), ("delta-a", "t", "lost")),
+    "two shared rows": (("delta-a", "u", "shared"), ("delta-b", "u", "shared")),
 }
 
 
@@ -157,7 +133,7 @@ SWAPS = {
 def test_a_table_in_the_place_of_another_is_refused_by_name(copy, case):
     first, second = (npy(copy / one[0], *one[1:]) for one in SWAPS[case])
     swap(first, second)
-    with pytest.raises(ValueError, match=re.escape(f"{first}: ") + "expected checksum .*, got"):
+    with refused(first, "expected (checksum|.* bytes).*, got"):
         load(copy / SWAPS[case][0][0])
 
 
@@ -174,20 +150,19 @@ def test_a_program_or_metadata_of_another_export_is_refused_by_name(copy):
 
 def test_a_server_may_leave_the_tables_bytes_unread(copy, expected):
     """Then only sizes and forms are compared: it says so."""
-    assert_same_bits(
-        load_model(copy / "a", check=False)(REQUEST, EXAMPLE, weights=WEIGHTS), expected
-    )
-    path = npy(copy / "a", "films")
+    model, path = load_model(copy / "a", check=False), npy(copy / "a", "films")
+    assert_same_bits(answer(model), expected)
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     load_model(copy / "a", check=False)
-    for damaged in (content[:-1], content[:128] + b" " * 16):
+    for damaged, said in (
+        (content[:-1], "expected "),
+        (content[:128] + b" " * 16, "expected "),
+        (b"PK\x03\x04" + content[4:], "expected float32 of shape"),
+        (content[:10] + b"[" * 100 + content[110:], "expected float32 of shape"),
+    ):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: expected ")):
-            load_model(copy / "a", check=False)
-    for header in (b"PK\x03\x04" + content[4:], content[:10] + b"[" * 100 + content[110:]):
-        path.write_bytes(header)
-        with pytest.raises(ValueError, match=re.escape(f"{path}: expected float32 of shape")):
+        with refused(path, said):
             load_model(copy / "a", check=False)
 
 
@@ -214,16 +189,11 @@ def test_metadata_cannot_name_another_place(copy, name, directory):
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        "a/tables/films.values.npy",
-        "a/model.stablehlo",
-        "a/metadata.json",
-        "k/tables/t.keys.npy",
-    ],
+    "file", ["tables/films.values.npy", "model.stablehlo", "metadata.json", "tables/t.keys.npy"]
 )
 def test_a_link_to_outside_is_refused(copy, file, tmp_path):
-    path, root = copy / file, copy / file[0]
+    root = copy / "a"
+    path = root / file
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
     expected = re.escape(f"{path}: expected a file inside {root}, got a link to ")
@@ -237,7 +207,7 @@ def test_a_link_to_outside_is_refused(copy, file, tmp_path):
 
 def test_a_link_to_the_whole_directory_is_followed(copy, expected):
     (copy / "current").symlink_to(copy / "a")
-    assert_same_bits(load_model(copy / "current")(REQUEST, EXAMPLE, weights=WEIGHTS), expected)
+    assert_same_bits(answer(load_model(copy / "current")), expected)
 
 
 # -- JSON -----------------------------------------------------------------------------------------
@@ -271,77 +241,128 @@ def test_another_format_is_named(copy, directory, other):
         load(copy / directory)
 
 
-def test_no_byte_of_metadata_can_be_another(copy):
-    path = copy / "a" / "metadata.json"
-    content = path.read_bytes()
-    for at in range(len(content)):
-        other = bytearray(content)
-        other[at] ^= 1
-        path.write_bytes(other)
-        with pytest.raises(ValueError, match=r"metadata\.json"):
-            model_files.read_metadata(copy / "a")
-
-
-def outcomes(directory, read):
-    """Yield what was changed in the metadata, signed anew, and what is read then, or the error."""
-    path = directory / "metadata.json"
+def check_mutations(directory, read, wanted):
+    """Change metadata in every place and sign it anew; return where that changed no number."""
+    path, accepted = directory / "metadata.json", set()
     for place, changed in mutations(json.loads(path.read_text())):
         path.write_text(json.dumps(resigned(changed)))
         try:
-            yield place, read(directory)
+            found = read(directory)
         except (ValueError, FileNotFoundError) as error:
-            yield place, error
+            if not re.search(f"{directory}.*expected .*, got ", str(error)):
+                raise
+        else:
+            accepted.add(place)
+            for name, one in found.items():
+                assert_same_bits(one, wanted[name])
+    return accepted
 
 
 @pytest.mark.whole
 def test_metadata_of_other_types_is_refused_or_harmless(copy, expected):
-    def answer(path):
+    def read(path):
         model_files.read_metadata(path)
-        return load_model(path)(REQUEST, EXAMPLE, weights=WEIGHTS)
+        return answer(load_model(path))
 
-    accepted = set()
-    for place, found in outcomes(copy / "a", answer):
-        if isinstance(found, Exception):
-            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
-        else:
-            accepted.add(place[0])
-            assert_same_bits(found, expected)
-    assert accepted == {"outputs", "platforms", "version"}, "what no call depends on"
+    accepted = check_mutations(copy / "a", read, expected)
+    assert {place[0] for place in accepted} == {"outputs", "platforms", "version"}
 
 
 def test_metadata_of_a_delta_of_other_types_is_refused_or_harmless(copy):
-    wanted = {
-        name: rows.arrays["values"]
-        for name, rows in delta_files.read(copy / "delta-a").tables.items()
-    }
-    accepted = set()
-    for place, found in outcomes(copy / "delta-a", delta_files.read):
-        if isinstance(found, Exception):
-            assert re.search(f"{copy}.*expected .*, got ", str(found)), (place, found)
-        else:
-            accepted.add(place[1:])
-            for name, rows in found.tables.items():
-                assert_same_bits(rows.arrays["values"], wanted[name])
-    assert accepted == {(name, "gone") for name in TABLES}, "a delta of fewer tables"
+    def arrays(path):
+        return {name: one.arrays for name, one in delta_files.read(path).tables.items()}
+
+    accepted = check_mutations(copy / "delta-a", arrays, arrays(copy / "delta-a"))
+    assert accepted == {("tables", one, "gone") for one in FEATURES}, "a delta of fewer tables"
 
 
-def test_ids_of_a_delta_are_ascending_and_inside(copy):
-    def other(name, ids):
-        path = npy(copy / "delta-a", name, "ids")
-        np.save(path, np.array(ids, np.int32))
+# -- contents that are signed: a checksum is no signature -----------------------------------------
 
-        def known(metadata):
-            said = metadata["tables"][name]["files"]["ids"]
-            said["crc32"] = model_files.directory.files.checksum(path, "")
 
-        rewrite(copy / "delta-a" / "metadata.json", known)
+def put(directory, name, part, array):
+    """Write another array, and a description that fits it."""
+    path = npy(directory, name, part)
+    np.save(path, array)
 
-    for ids in ([-1, 5, 7], [2, 5, 9], [5, 2, 7], [2, 2, 7]):
-        other("films", ids)
-        with pytest.raises(ValueError, match="table 'films': expected ascending ids from 0 to 8"):
-            delta_files.read(copy / "delta-a")
-    other("films", [2, 5, 7])
-    delta_files.read(copy / "delta-a")
+    def known(metadata):
+        said = metadata["tables"][name]["files"][part]
+        said |= {"crc32": checksum(path, ""), "bytes": path.stat().st_size}
+        said |= {"shape": list(array.shape), "dtype": str(array.dtype)}
+
+    rewrite(directory / "metadata.json", known)
+
+
+def as_keys(*keys):
+    return np.array(keys, np.uint64)
+
+
+@pytest.mark.parametrize("ids", [[-1, 3, 5], [1, 3, 6], [3, 1, 5], [1, 1, 5]])
+def test_ids_of_a_delta_are_ascending_and_inside(copy, ids):
+    put(copy / "delta-a", "films", "ids", np.array(ids, np.int32))
+    with pytest.raises(ValueError, match="table 'films': expected ascending ids from 0 to 5"):
+        delta_files.read(copy / "delta-a")
+
+
+MODELS = {
+    "not ascending": ("t", as_keys(0, 1, 2, 3, 4, 5, 7, 6), "table 't': expected ascending keys"),
+    "twice": ("u", as_keys(0, 1, 2, 3, 4, 5, 6, 6), "table 'u': expected ascending keys"),
+    "signed": ("t", np.arange(8), "table 't': expected .*got .*int64"),
+    "of another rank": ("t", as_keys(*range(8))[None], "table 't': expected"),
+    "more than rows": ("t", as_keys(*range(41)), "table 't': expected"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.quick(2)
+def test_keys_of_a_model_are_ascending_and_have_rows(copy, case):
+    name, keys, text = MODELS[case]
+    put(copy / "a", name, "keys", keys)
+    with pytest.raises(ValueError, match=text):
+        load_model(copy / "a")
+    put(copy / "a", name, "keys", as_keys(2, 4))  # which is believed
+    assert load_model(copy / "a").keys(name)[0].tolist() == [2, 4]
+
+
+WHOLE = "ascending keys, each with a row or lost"
+DELTAS = {
+    "keys that do not ascend": ("t", "keys", as_keys(3, 20, 6), WHOLE),
+    "a key twice": ("u", "keys", as_keys(3, 6, 6), WHOLE),
+    "lost keys that do not ascend": ("t", "lost", as_keys(2, 1), WHOLE),
+    "a lost key twice": ("t", "lost", as_keys(2, 2), WHOLE),
+    "a key that is lost too": ("t", "lost", as_keys(1, 6), WHOLE),
+    "the last key lost too": ("t", "lost", as_keys(20, 21), WHOLE),
+    "the first key lost too": ("t", "lost", as_keys(1, 3), WHOLE),
+    "fewer keys": ("t", "keys", as_keys(3, 6), "table 't': expected .*got"),
+    "signed lost keys": ("t", "lost", np.array([1, 2]), "table 't': expected .*got"),
+    "two shared rows": ("u", "shared", np.zeros((2, 4), np.uint16), "table 'u': expected .*got"),
+    "a shared row of floats": ("u", "shared", np.zeros((1, 4), np.float32), "table 'u': expected"),
+    "a wide shared row": ("u", "shared", np.zeros((1, 5), np.uint16), "table 'u': expected"),
+    "wide rows": ("t", "values", np.zeros((3, 5), np.float32), "table 't': expected .*got"),
+}
+
+
+@pytest.mark.parametrize("case", DELTAS)
+@pytest.mark.quick(3)
+def test_what_a_delta_says_of_keys_is_whole(copy, case):
+    name, part, array, text = DELTAS[case]
+    put(copy / "delta-a", name, part, array)
+    model = load_model(copy / "a")
+    served, before = FollowingModel(model), answer(model)
+    for apply in (model.apply, model.apply_in_place, served.apply):
+        with pytest.raises(ValueError, match=text):
+            apply(copy / "delta-a")
+    for one in (model, served):
+        assert_same_bits(answer(one), before)
+        assert one.version == version(0)
+
+
+def test_lost_keys_that_are_not_there_are_ignored(copy):
+    put(copy / "delta-a", "t", "lost", as_keys(0, 1, 2**63))
+    put(copy / "delta-a", "u", "keys", as_keys())
+    put(copy / "delta-a", "u", "values", np.zeros((0, 4), np.uint16))
+    model = load_model(copy / "a").apply(copy / "delta-a")
+    assert model.keys("t")[0].tolist() == [2, 3, 4, 5, 6, 7, 20]
+    assert model.keys("u")[0].tolist() == [2, 3, 4, 5, 6, 7]
 
 
 PROGRAMS = {
@@ -368,7 +389,7 @@ def test_a_program_of_another_jax_is_named(copy):
 
     def newer(metadata):
         metadata["jax"] = "9.9"
-        metadata["program"]["crc32"] = model_files.directory.files.checksum(program, "")
+        metadata["program"]["crc32"] = checksum(program, "")
 
     rewrite(copy / "a" / "metadata.json", newer)
     with pytest.raises(ValueError, match=r"a program that JAX .* reads, got one that JAX 9.9"):
@@ -378,7 +399,7 @@ def test_a_program_of_another_jax_is_named(copy):
 def test_a_delta_in_the_place_of_another_is_refused_before_a_row_is_set(copy):
     served = load_model(copy / "a")
     swap(npy(copy / "delta-a", "films"), npy(copy / "delta-b", "films"))
-    tables = {"films": np.ones((9, 4), np.float32)}
+    tables = {"films": np.ones((6, 4), np.float32)}
     for apply in (served.apply, lambda path: apply_delta(tables, path, served.version)):
         with pytest.raises(ValueError, match=r"films\.values\.npy: expected checksum"):
             apply(copy / "delta-a")

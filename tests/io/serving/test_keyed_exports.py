@@ -9,12 +9,11 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 from fresh_cases import same
-from keyed_cases import Keyed, export, looked_up, table, version, write_delta
+from keyed_cases import Keyed, export, export_arrays, looked_up, table, version, write_delta
 from living_cases import ids, simple
 
-from tpu_embed import FeatureConfig, TableConfig, hash_ids, io
+from tpu_embed import DynamicVocabulary, FeatureConfig, FixedVocabulary, TableConfig, hash_ids, io
 from tpu_embed.io.serving import served_tables
-from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary
 
 KEYS = [3, 5, 2**40, 2**63, 2**64 - 2]
 B = 4
@@ -106,23 +105,21 @@ def test_an_export_answers_as_training_would(tmp_path, form):
 @pytest.mark.quick(1)
 def test_a_quantized_table_has_keys(tmp_path, unseen):
     one = Keyed(table("t", unseen=unseen), KEYS, 1)
-    array, vocabulary = one.trained()
     features, given = {"x": FeatureConfig(one.config)}, {"x": drawn(1, (B, 3))}
-    maps = {"t": vocabulary}
-    arrays = {"t": io.quantize_rows(array)}
-    path, example = tmp_path / "model", {"x": np.zeros((B, 3), np.uint64)}
-    io.export_model(
-        path, lambda a: a, arrays, features, example, vocabularies=maps, version=version(0),
-        platforms="cpu",
-    )  # fmt: skip
-    model = io.load_model(path)
-    same(model(given), io.serving_lookup(arrays, given, features, vocabularies=maps))
+
+    def quantized():
+        array, vocabulary = one.trained()
+        return {"t": io.quantize_rows(array)}, {"t": vocabulary}
 
     def check(model):
-        array, vocabulary = one.trained()
-        arrays, maps = {"t": io.quantize_rows(array)}, {"t": vocabulary}
+        arrays, maps = quantized()
         same(model(given), io.serving_lookup(arrays, given, features, vocabularies=maps))
 
+    arrays, maps = quantized()
+    example = {"x": np.zeros((B, 3), np.uint64)}
+    options = {"vocabularies": maps, "version": version(0)}
+    model = export_arrays(tmp_path / "model", arrays, features, example, **options)
+    check(model)
     follow(tmp_path, model, [one], check)
 
 
@@ -178,14 +175,9 @@ STRINGS = {
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
     """Return a table whose keys are those of strings, its features and its model."""
-    one = Keyed(table("t"), hash_ids(NAMES[:3], None), 3)
+    one, path = Keyed(table("t"), hash_ids(NAMES[:3], None), 3), tmp_path_factory.mktemp("named")
     features = {"x": FeatureConfig(one.config)}
-    example = {"x": np.array(NAMES)}
-    return (
-        one,
-        features,
-        export(tmp_path_factory.mktemp("named") / "model", [one], features, example),
-    )
+    return one, features, export(path / "model", [one], features, {"x": np.array(NAMES)})
 
 
 @pytest.mark.parametrize("form", STRINGS)
@@ -252,13 +244,11 @@ def test_what_is_no_key_is_refused(named, case):
 
 
 def test_strings_are_no_row_numbers(tmp_path):
-    plain = TableConfig(4, 2, name="plain")
-    arrays, path = {"plain": np.ones((4, 2), np.float32)}, tmp_path / "model"
-    features = {"x": FeatureConfig(plain)}
+    arrays = {"plain": np.ones((4, 2), np.float32)}
+    features = {"x": FeatureConfig(TableConfig(4, 2, name="plain"))}
     with pytest.raises(TypeError, match="feature 'x': expected ids of an integer dtype, got <U3"):
-        io.export_model(path, lambda a: a, arrays, features, {"x": np.array(["red"] * 3)})
-    io.export_model(path, lambda a: a, arrays, features, {"x": np.zeros(3, int)}, platforms="cpu")
-    model = io.load_model(path)
+        export_arrays(tmp_path / "model", arrays, features, {"x": np.array(["red"] * 3)})
+    model = export_arrays(tmp_path / "model", arrays, features, {"x": np.zeros(3, int)})
     for given in (np.array(["red"] * 3), pd.Series(["red"] * 3)):
         with pytest.raises(TypeError, match="feature 'x': expected"):
             model({"x": given})
@@ -270,14 +260,15 @@ def test_a_fixed_batch_has_keys(tmp_path):
     one = Keyed(table("t"), KEYS, 0)
     features = {"x": FeatureConfig(one.config, output_shape=(B,))}
     given = {"x": drawn(3, (B, 1))}
+
+    def check(model):
+        same(model(given), looked_up([one], features, given))
+
     model = export(tmp_path / "model", [one], features, given, batch=B)
-    same(model(given), looked_up([one], features, given))
+    check(model)
     with pytest.raises(ValueError, match="feature 'x': expected shape"):
         model({"x": np.zeros((2, 1), int)})
-    follow(
-        tmp_path, model, [one],
-        lambda model: same(model(given), looked_up([one], features, given)), changes=1,
-    )  # fmt: skip
+    follow(tmp_path, model, [one], check, changes=1)
 
 
 # -- what is exported ------------------------------------------------------------------------------
@@ -305,12 +296,9 @@ WRONG = {
 def test_what_cannot_be_exported_leaves_nothing(tmp_path, case):
     changed, error, text = WRONG[case]
     given = {"vocabularies": {"t": FIXED}, "features": {"x": np.zeros(B, int)}} | changed
-    examples = given.pop("features")
+    examples, features = given.pop("features"), {"x": FeatureConfig(ONE)}
     with pytest.raises(error, match=text):
-        io.export_model(
-            tmp_path / "model", lambda a: a, {"t": ARRAY}, {"x": FeatureConfig(ONE)}, examples,
-            platforms="cpu", **given,
-        )  # fmt: skip
+        export_arrays(tmp_path / "model", {"t": ARRAY}, features, examples, **given)
     assert not [*tmp_path.iterdir()]
 
 
@@ -319,11 +307,9 @@ def test_an_export_is_of_one_moment(tmp_path):
     touched, features = io.TouchedRows(engine), {"x": FeatureConfig(engine.table_configs["t"])}
 
     def exported(name, version):
-        tables = {n: np.asarray(one) for n, one in engine.tables(state).items()}
-        io.export_model(
-            tmp_path / name, lambda a: a, tables, features, {"x": np.zeros(2, int)},
-            vocabularies=engine.vocabularies, version=version, platforms="cpu",
-        )  # fmt: skip
+        options = {"vocabularies": engine.vocabularies, "version": version}
+        given = {"x": np.zeros(2, int)}
+        return export_arrays(tmp_path / name, engine.tables(state), features, given, **options)
 
     first = touched.version(state)
     state, _ = engine.admit(state, engine.place(ids(7, 8)))
@@ -331,28 +317,13 @@ def test_an_export_is_of_one_moment(tmp_path):
     with pytest.raises(ValueError, match=text):
         exported("old", first)
     engine.place(ids(9, 10))  # what is placed ahead is served to nobody
-    exported("new", touched.version(state))
-    assert io.load_model(tmp_path / "new").keys("t")[0].tolist() == [7, 8]
-
-
-def test_an_export_needs_a_path_where_nothing_is(tmp_path):
-    (tmp_path / "model").write_text("mine")
-    with pytest.raises(FileExistsError, match="model: expected nothing, got a file; remove it"):
-        export(tmp_path / "model", [Keyed(ONE)], {"x": FeatureConfig(ONE)}, {"x": np.zeros(B, int)})
-    assert (tmp_path / "model").read_text() == "mine"
+    assert exported("new", touched.version(state)).keys("t")[0].tolist() == [7, 8]
 
 
 def test_a_table_without_a_name_is_named_by_its_config(tmp_path):
     one = TableConfig(6, 3, vocabulary=DynamicVocabulary())
-    features, path = {"x": FeatureConfig(one)}, tmp_path / "model"
-    io.export_model(
-        path, lambda a: a, {one: ARRAY}, features, {"x": np.zeros(B, int)},
-        vocabularies={one: FIXED}, platforms="cpu",
-    )  # fmt: skip
-    model = io.load_model(path)
+    features, example, maps = {"x": FeatureConfig(one)}, {"x": np.zeros(B, int)}, {one: FIXED}
+    model = export_arrays(tmp_path / "m", {one: ARRAY}, features, example, vocabularies=maps)
     assert model.keys("table_0")[0].tolist() == [1, 2]
-    assert np.asarray(model({"x": np.array([1, 2, 3])})["x"]).any(axis=1).tolist() == [
-        True,
-        True,
-        False,
-    ]
+    found = np.asarray(model({"x": np.array([1, 2, 3])})["x"])
+    assert found.any(axis=1).tolist() == [True, True, False]

@@ -1,6 +1,7 @@
 """A trainer publishes in one place, a server follows it: deltas, whole models, restarts."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -135,53 +136,53 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path):
 
 
 def test_bad_exports_are_refused_and_nothing_is_published(tmp_path):
-    trainer = Trainer(tmp_path)
+    trainer, other = Trainer(tmp_path), Trainer(tmp_path / "other")
     trainer.fit(1)
-    arguments = trainer.place, trainer.engine, trainer.state, trainer.touched
     old = trainer.touched.version(trainer.state)._replace(step=0)
-    with pytest.raises(ValueError, match="export: expected a model of Version"):
-        io.publish(*arguments, lambda path, version: trainer.export(path, old))
-    with pytest.raises(FileNotFoundError, match="00000000-full"):
-        io.publish(*arguments, lambda path, version: None)
-    with pytest.raises(ZeroDivisionError):
-        io.publish(*arguments, lambda path, version: 1 // 0)
-    assert trainer.names() == []
-    with pytest.raises(ValueError, match="deltas: expected"):
-        trainer.publish(deltas=-1)
-    with pytest.raises(ValueError, match="keep: expected"):
-        trainer.publish(keep=0)
-    other = Trainer(tmp_path / "other")
-    with pytest.raises(ValueError, match="touched: expected the record of this engine"):
-        io.publish(trainer.place, trainer.engine, trainer.state, other.touched, trainer.export)
+
+    def publish(export, touched=trainer.touched, **options):
+        io.publish(trainer.place, trainer.engine, trainer.state, touched, export, **options)
+
+    for export, options, error, said in (
+        (lambda path, _: trainer.export(path, old), {}, ValueError, "a model of Version"),
+        (lambda path, version: None, {}, FileNotFoundError, "00000000-full"),
+        (lambda path, version: 1 // 0, {}, ZeroDivisionError, "zero"),
+        (trainer.export, {"deltas": -1}, ValueError, "deltas: expected"),
+        (trainer.export, {"keep": 0}, ValueError, "keep: expected"),
+        (trainer.export, {"touched": other.touched}, ValueError, "the record of this engine"),
+    ):
+        with pytest.raises(error, match=said):
+            publish(export, **options)
+        assert trainer.names() == []
     trainer.publish()
     model = io.FollowingModel(io.load_model(f"{trainer.place}/00000000-full"))
     with pytest.raises(ValueError, match=r"poll: expected a model of io\.follow"):
         model.poll()
-    with pytest.raises(ValueError, match="place"):
-        io.follow("ftp://host/place")
 
 
 def test_answers_stay_whole_while_a_whole_model_is_taken(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.fit(1, at=(1,))
-    served, ended, found = io.follow(trainer.place), threading.Event(), []
+    served, ended = io.follow(trainer.place), threading.Event()
+
+    def answer():
+        return np.asarray(served({"x": IDS})).tobytes()
 
     def ask():
+        found = set()
         while not ended.is_set():
-            found.append(np.asarray(served({"x": IDS})))
+            found.add(answer())
+        return found
 
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    wanted = [found.append(np.asarray(served({"x": IDS}))) or found[-1]]
-    for thread in threads:
-        thread.start()
-    try:
-        for step in range(2, 5):
-            trainer.fit(step, at=(step,), deltas=0)
-            served.poll()
-            wanted.append(np.asarray(served({"x": IDS})))
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-    assert all(any(np.array_equal(one, each) for each in wanted) for one in found)
-    assert len({one.tobytes() for one in wanted}) == 4
+    wanted = {answer()}
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            for step in range(2, 5):
+                trainer.fit(step, at=(step,), deltas=0)
+                served.poll()
+                wanted.add(answer())
+        finally:
+            ended.set()
+        assert all(one.result() <= wanted for one in asking)
+    assert len(wanted) == 4

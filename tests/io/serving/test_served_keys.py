@@ -8,9 +8,8 @@ import pytest
 from living_cases import KEY, configs, draw, engine, keys_in_order, oracles, train
 
 import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, TableConfig, io, metrics, planning
+from tpu_embed import FeatureConfig, FixedVocabulary, RaggedIds, TableConfig, io, metrics, planning
 from tpu_embed import optimizers as o
-from tpu_embed.vocabulary import FixedVocabulary
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +17,10 @@ def served():
     """Return an engine, its tables on the host, and activations that it looks up."""
     made = engine()
     state, _ = train(made, made.init(jax.random.key(KEY)), 5)
-    ahead = made.place(draw(6))  # what is placed ahead is served to nobody
+    made.place(draw(6))  # what is placed ahead is served to nobody
     batch = {**draw(7), "one": draw(3)["one"]}
     looked = made.lookup(state, made.place(batch, training=False))
     tables = {name: np.asarray(table) for name, table in made.tables(state).items()}
-    del ahead
     return made, state, tables, batch, looked
 
 
@@ -30,21 +28,14 @@ def served():
 @pytest.mark.quick(1)
 def test_keys_are_served_with_the_rows_that_they_have(served, fixed):
     made, _, tables, batch, looked = served
-    maps = made.vocabularies
+    features, maps = configs(), made.vocabularies
     if fixed:
         maps = {name: FixedVocabulary(*maps.keys(name)) for name in ("items", "tags")}
         maps = pickle.loads(pickle.dumps(maps))
-    found = io.serving_lookup(tables, batch, configs(), vocabularies=maps)
+        maps[features["one"].table] = maps.pop("tags")
+    found = io.serving_lookup(tables, batch, features, vocabularies=maps)
     jax.tree.map(np.testing.assert_array_equal, found, looked)
     assert not np.asarray(found["bags"]).all(axis=1).all()  # some keys are unseen
-
-
-def test_configs_name_fixed_vocabularies_too(served):
-    made, _, tables, batch, looked = served
-    features = configs()
-    fixed = {features["one"].table: FixedVocabulary(*made.vocabularies.keys("tags"))}
-    found = io.serving_lookup(tables, {"one": batch["one"]}, features, vocabularies=fixed)
-    np.testing.assert_array_equal(found["one"], looked["one"])
 
 
 def test_fixed_vocabularies_find_every_kind_of_key():
@@ -53,29 +44,29 @@ def test_fixed_vocabularies_find_every_kind_of_key():
     assert keys.find(odd).tolist() == [3, 0, -1]
     assert FixedVocabulary([], []).find(odd).tolist() == [-1] * 3
     assert len(keys) == 2
-    for arrays, text in (
-        (([1, 1], [0, 1]), "key 1 twice"),
-        (([9, 3, 7, 7], [0, 1, 2, 3]), "key 7 twice"),
-        (([1, 2], [0]), "expected 2 rows, got 1"),
-        (([1.5], [0]), "integers of shape"),
-        (([1, 2], [0, -1]), r"FixedVocabulary\.rows: expected at least 0, got -1"),
+    for given, rows, text in (
+        ([1, 1], [0, 1], "key 1 twice"),
+        ([9, 3, 7, 7], [0, 1, 2, 3], "key 7 twice"),
+        ([1, 2], [0], "expected 2 rows, got 1"),
+        ([1.5], [0], "integers of shape"),
+        ([1, 2], [0, -1], r"FixedVocabulary\.rows: expected at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=text):
-            FixedVocabulary(*arrays)
+            FixedVocabulary(given, rows)
 
 
 def test_serving_without_the_vocabularies_is_refused(served):
     _, _, tables, batch, _ = served
     empty = FixedVocabulary([], [])
-    with pytest.raises(ValueError, match=r"give vocabularies=engine\.vocabularies"):
-        io.serving_lookup(tables, batch, configs())
-    with pytest.raises(ValueError, match="none of \\['tags'\\]"):
-        io.serving_lookup(tables, batch, configs(), vocabularies={"items": empty})
-    with pytest.raises(ValueError, match="tables with a dynamic vocabulary, got users"):
-        io.serving_lookup(tables, batch, configs(), vocabularies={"users": empty})
-    for wrong in (3, {"items": [1]}):
-        with pytest.raises(TypeError, match="vocabularies"):
-            io.serving_lookup(tables, batch, configs(), vocabularies=wrong)
+    for given, error, said in (
+        (None, ValueError, r"give vocabularies=engine\.vocabularies"),
+        ({"items": empty}, ValueError, r"none of \['tags'\]"),
+        ({"users": empty}, ValueError, "tables with a dynamic vocabulary, got users"),
+        (3, TypeError, "vocabularies"),
+        ({"items": [1]}, TypeError, "vocabularies"),
+    ):
+        with pytest.raises(error, match=said):
+            io.serving_lookup(tables, batch, configs(), vocabularies=given)
     with pytest.raises(ValueError, match="look up outside the jit"):
         jax.jit(lambda one: io.serving_lookup(tables, {"one": one}, configs()))(np.arange(4))
 
@@ -84,26 +75,16 @@ def test_serving_without_the_vocabularies_is_refused(served):
 def test_a_vocabulary_of_other_tables_is_refused(served, on_host):
     made, _, tables, batch, _ = served
     arrays = tables if on_host else jax.tree.map(jax.numpy.asarray, tables)
-    smaller, features = {"items": arrays["items"][:20]}, {"bags": configs(20)["bags"]}
-    bags, keys = {"bags": batch["bags"]}, FixedVocabulary(*made.vocabularies.keys("items"))
-    for given, text in (
-        (made.vocabularies, "vocabularies: items: expected 20 rows, got 34"),
-        ({"items": keys}, r"vocabularies: items: expected rows below 20, got row \d+"),
+    keys = FixedVocabulary(*made.vocabularies.keys("items"))
+    for feature, table, rows, given, text in (
+        ("bags", "items", 20, made.vocabularies, "vocabularies: items: expected 20 rows, got 34"),
+        ("bags", "items", 20, {"items": keys}, r"items: expected rows below 20, got row \d+"),
+        # The last row of this table is no key's: unseen keys share it.
+        ("one", "tags", 6, {"tags": FixedVocabulary([3], [5])}, "rows below 5, got row 5"),
     ):
+        some, features = {table: arrays[table][:rows]}, {feature: configs(20)[feature]}
         with pytest.raises(ValueError, match=text):
-            io.serving_lookup(smaller, bags, features, vocabularies=given)
-    # The last row of this table is no key's: unseen keys share it.
-    one, shared = {"one": batch["one"]}, {"one": configs()["one"]}
-    given = {"tags": FixedVocabulary([3], [5])}
-    with pytest.raises(ValueError, match="tags: expected rows below 5, got row 5"):
-        io.serving_lookup({"tags": arrays["tags"]}, one, shared, vocabularies=given)
-
-
-def test_what_knows_rows_by_number_only_refuses_keys(served, tmp_path):
-    _, _, tables, batch, _ = served
-    dense = {**batch, "bags": np.zeros((16, 2), np.int64)}
-    with pytest.raises(ValueError, match="none of \\['items', 'tags'\\]; give vocabularies="):
-        io.export_model(tmp_path / "model", lambda a: a, tables, configs(), dense)
+            io.serving_lookup(some, {feature: batch[feature]}, features, vocabularies=given)
 
 
 def test_metrics_tell_of_keys(served):

@@ -5,47 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, Jagged, RaggedIds, TableConfig
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed.io import export_model, load_model, serving_lookup
-from tpu_embed.optimizers import SGD
 
 ITEM = TableConfig(30, 4, name="item")
 FEATURES = {
     "history": FeatureConfig(ITEM, 5, jagged=True, on_bad_id="drop"),
     "bag": FeatureConfig(ITEM),
 }
-
-
-@pytest.mark.parametrize("kind", [np.asarray, jax.numpy.asarray])
-@pytest.mark.quick(1)
-def test_serving_has_the_bits_of_a_lookup(kind):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=mesh)
-    state, rng = engine.init(jax.random.key(0)), np.random.default_rng(0)
-    lengths = rng.integers(0, 8, 12)
-    splits = np.concatenate([[0], np.cumsum(lengths)])
-    weights = rng.normal(size=splits[-1]).astype(np.float32)
-    ids = {
-        "history": RaggedIds(rng.integers(0, 33, splits[-1]), splits, weights),
-        "bag": rng.integers(-1, 30, (12, 3)),
-    }
-    tables = {"item": kind(engine.tables(state)["item"])}
-    served = serving_lookup(tables, ids, FEATURES)
-    looked_up = engine.lookup(state, engine.place(ids))
-    np.testing.assert_array_equal(served["bag"], looked_up["bag"])
-    one, other = served["history"].to_padded(5), looked_up["history"].to_padded(5)
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_ids_inside_a_jit_are_served():
-    tables = {"item": np.random.default_rng(0).normal(size=(30, 4)).astype(np.float32)}
-    ids = {"history": np.array([[3, -1, 4], [-1, -1, -1]]), "bag": np.array([[1], [2]])}
-    served = jax.jit(lambda tables, ids: serving_lookup(tables, ids, FEATURES))(tables, ids)
-    values = np.asarray(served["history"].values)[0]
-    assert np.asarray(served["history"].row_splits).tolist() == [[0, 3, 3]]
-    np.testing.assert_array_equal(values[[0, 2]], tables["item"][[3, 4]])
-    np.testing.assert_array_equal(values[[1, 3, 4, 5]], 0)
 
 
 def score(found):
@@ -79,53 +46,6 @@ def test_one_users_history_beside_many_candidates_in_one_call(tmp_path):
     examples = dense | {"bag": items[:7]}
     export_model(tmp_path / "m", score, tables, FEATURES, examples)
     np.testing.assert_allclose(load_model(tmp_path / "m")(dense), expected, rtol=1e-4, atol=1e-5)
-
-
-def padded_ids(size, seed=0):
-    """Return histories of 7 ids, some of them bad, absent or missing at the end; and bags."""
-    rng = np.random.default_rng(seed)
-    history = rng.integers(-1, 33, (size, 7))
-    history[np.arange(7) >= rng.integers(0, 8, (size, 1))] = -1
-    history[0] = [4, -1, 31, -1, -1, -1, -1]  # ends with a bad id, which is dropped
-    return {"history": history, "bag": rng.integers(-1, 30, (size, 3))}
-
-
-@pytest.mark.parametrize("batch", [None, pytest.param(12, marks=pytest.mark.whole)])
-@pytest.mark.whole
-def test_an_exported_model_has_the_bits_of_a_lookup(batch, tmp_path):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-    engine = EmbeddingEngine(FEATURES, SGD(0.1), mesh=mesh)
-    state, ids = engine.init(jax.random.key(0)), padded_ids(12)
-    weights = {"history": np.random.default_rng(1).normal(size=(12, 7)).astype(np.float32)}
-    weights["bag"] = None
-
-    def model(found, times):
-        history = found["history"]
-        replicas, capacity = history.values.shape[:2]
-        times = Jagged.from_padded(times, history.lengths.reshape(-1), replicas, capacity)
-        last = jax.vmap(lambda x, t: x.with_values(x.values * t.values[:, None]))(history, times)
-        return {**found, "last": last.sums(), "first": history.to_padded(1)[0]}
-
-    # Powers of two, so that a product has no rounding that XLA might fuse with that of the sum.
-    times = (2.0 ** np.random.default_rng(2).integers(-2, 3, (12, 5))).astype(np.float32)
-    tables, given = engine.tables(state), {"weights": weights, "inputs": (times,)}
-    export_model(tmp_path / "m", model, tables, FEATURES, ids, batch=batch, **given)
-    served = load_model(tmp_path / "m")
-    for size in (12, 3, 1) if batch is None else (batch,):
-        some = {name: array[:size] for name, array in ids.items()}
-        scales = {"history": weights["history"][:size], "bag": None}
-        found = served(some, times[:size], weights=scales)
-        looked_up = engine.lookup(state, engine.place(some, scales))
-        expected = jax.jit(model)(looked_up, times[:size])
-        assert isinstance(found["history"], Jagged)
-        lengths = found["history"].lengths
-        np.testing.assert_array_equal(lengths, expected["history"].lengths)
-        for name in ("last", "first", "bag"):
-            np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
-        both = [found["history"].to_padded(5)[0], expected["history"].to_padded(5)[0]]
-        np.testing.assert_array_equal(*both)
-        used = int(np.asarray(lengths).sum())
-        np.testing.assert_array_equal(found["history"].values[0, used:], 0)
 
 
 def test_a_jagged_result_is_one_and_bad_ids_are_named(tmp_path):
