@@ -163,36 +163,29 @@ def _weights(step, f):
 
 
 def choose_seeds(count=8000, tries=3000):
-    """Return seeds below `count` whose cases have every trait together and compile quickly.
+    """Return seeds below `count` whose cases have every trait together, and few programs.
 
-    The cheapest of many tries is taken. Each try draws some hundred seeds at random and takes the
-    one with the most new traits per cost, until no trait is missing. Cases for one device alone
-    are left out.
+    Each try draws some hundred seeds at random and takes the one with the most new traits per
+    cost, until no trait is missing; the cheapest try wins. Cases for one device are left out.
     """
-    cases = {seed: draw_case(seed) for seed in range(count)}
-    cases = {seed: case for seed, case in cases.items() if len(case.arrangements) > 1}
+    cases = {seed: case for seed in range(count) if (case := draw_case(seed)).arrangements[1:]}
     met = {seed: traits(case) for seed, case in cases.items()}
-    costs = {seed: _cost(case) for seed, case in cases.items()}
-    rng = np.random.default_rng(0)
-
-    def one_try():
+    # Roughly the seconds that the programs take to compile: by what is trained and looked up.
+    costs = {
+        seed: 1 + sum(table.trainable for table in case.tables.values()) + len(case.features) / 4
+        for seed, case in cases.items()
+    }
+    rng, found = np.random.default_rng(0), []
+    for _ in range(tries):
         chosen, missing = [], EVERY
         while missing:
-            drawn = rng.choice(list(met), 300)
-            best = max(drawn, key=lambda seed: len(met[seed] & missing) / costs[seed])
-            chosen.append(int(best))
-            missing = missing - met[best]
-        return chosen
-
-    return min((one_try() for _ in range(tries)), key=lambda each: sum(costs[s] for s in each))
-
-
-def _cost(case):
-    """Return roughly the seconds that the programs of a case take to compile on an idle core."""
-    trained = sum(case.optimizer_of(table) is not None for table in case.tables.values())
-    drawn = any(table.initializer is None for table in case.tables.values())
-    runs = len({case.arrangements[0], case.arrangements[-1]})
-    return runs * (2 + 2 * trained + 0.5 * len(case.features) + 1.5 * drawn)
+            drawn = rng.choice(list(met), 300).tolist()
+            chosen.append(
+                max(drawn, key=lambda seed, missing=missing: len(met[seed] & missing) / costs[seed])
+            )
+            missing = missing - met[chosen[-1]]
+        found.append(chosen)
+    return min(found, key=lambda each: sum(costs[seed] for seed in each))
 
 
 if __name__ == "__main__":
