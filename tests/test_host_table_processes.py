@@ -1,19 +1,13 @@
 """Several processes keep the rows of their own shards, with the bits of one process."""
 
-import functools
-
 import delta_processes
 import host_table_processes as cases
-import jax
 import numpy as np
 import pytest
+from process_cases import assert_same
 from process_runs import run
 
 pytestmark = pytest.mark.whole
-
-
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +37,10 @@ def two(one, directory):
         (cases.shapes_sent,),
         (cases.lose_a_row,),
         (cases.by_key,),
-        (functools.partial(cases.by_key, hosted=False),),
+        (cases.by_key, False),
         (delta_processes.publish, "hosted", str(directory)),
         (delta_processes.go_on, "hosted", one[0], "by two"),
         (cases.adopt,),
-        (cases.train_layers,),
         (cases.fail_to_set,),
     ]
     return run(2, directory, calls)
@@ -79,7 +72,7 @@ def test_processes_adopt_the_states_of_engines_together(two, on_devices):
 
 
 def test_rows_by_key_are_those_of_one_process_or_refused_in_all(two):
-    (refused,), expected = cases.by_key(hosted=False)
+    (refused,), expected = cases.by_key(False)
     assert "each key once" in refused
     for found in two:
         for errors, rows in found[9:11]:
@@ -107,10 +100,9 @@ def test_checkpoints_pass_between_one_process_and_two(one, two, directory):
         assert_same(cases.restore(str(directory), hosted=hosted), one[1])
 
 
-def test_a_process_that_holds_all_shards_has_all_rows_at_home(two):
-    expected = cases.with_all_shards()
+def test_a_process_that_holds_all_shards_has_all_rows_at_home(two, on_devices):
     for found in two:
-        assert_same(found[5][0], expected)
+        assert_same(found[5][0], on_devices[1])
     assert_same(two[0][5][1], two[1][5][1])
     assert two[0][5][1].size > 30
     touched = two[0][1][1].size  # of the same batches
@@ -128,7 +120,7 @@ def test_a_row_that_one_process_has_lost_stops_all(two):
 
 def test_rows_that_one_process_cannot_set_are_set_in_none(two):
     for found in two:
-        errors, before, after = found[15]
+        errors, before, after = found[14]
         assert len(errors) == 2
         assert all("No space left" in one for one in errors)
         assert_same(after, before)
@@ -149,13 +141,3 @@ def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
 def test_deltas_and_records_of_two_processes_are_those_of_one(one, two, directory):
     deltas, later = ([found[n] for found in two] for n in (11, 12))
     delta_processes.check(one[0], directory, "hosted", one[2], deltas, later)
-
-
-def test_layers_of_two_processes_have_the_bits_of_one(two):
-    seen, rows = cases.train_layers(hosted=False)
-    for found in two:
-        assert_same(found[14][1], rows)
-    for i, expected in enumerate(seen):
-        halves = [found[14][0][i] for found in two]
-        whole = {name: np.concatenate([one[name] for one in halves]) for name in expected}
-        assert_same(whole, expected)
