@@ -1,7 +1,4 @@
-"""Hashing: the formula, its stability, that keys spread evenly, and keys in columns and bags."""
-
-import subprocess
-import sys
+"""Hashing: the formula and its stability, and keys in columns and bags."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,15 +38,6 @@ def test_golden_values_never_change():
     assert hash_ids(strings, 10**9).tolist() == golden
     golden = [773569330625, 759174143445, 730658713157]
     assert hash_ids([0, -1, 2**63], 10**12, seed=7).tolist() == golden
-
-
-def test_another_process_agrees():
-    keys = ["user", "item", ""]
-    code = f"from tpu_embed.hashing import hash_ids; print(hash_ids({keys}, 1 << 30).tolist())"
-    environment = {"PYTHONHASHSEED": "123", "PYTHONPATH": ":".join(sys.path)}
-    environment["JAX_PLATFORMS"] = "cpu"
-    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert out.strip() == str(hash_ids(keys, 1 << 30).tolist())
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
@@ -92,24 +80,6 @@ def test_shape_and_dtype():
     assert hash_ids(keys[:, 0], V).tolist() == hash_ids(["a", "delta"], V).tolist()
     assert hash_ids(keys.astype(np.dtypes.StringDType()), V).tolist() == hash_ids(keys, V).tolist()
     assert hash_ids(["\ud800"], V) == hash_ids(np.array(["\ud800"]), V)
-
-
-@pytest.mark.parametrize("kind", ["strings", "integers"])
-@pytest.mark.parametrize("size", [64, 100])
-def test_ids_are_uniform(kind, size):
-    n = 64_000
-    keys = np.arange(n) * 1000
-    ids = hash_ids(keys.astype("U") if kind == "strings" else keys, size)
-    counts = np.bincount(ids, minlength=size)
-    chi2 = ((counts - n / size) ** 2 / (n / size)).sum()
-    # χ² with size - 1 degrees of freedom: mean size - 1, standard deviation √(2(size - 1)).
-    assert abs(chi2 - (size - 1)) < 5 * np.sqrt(2 * (size - 1))
-
-
-def test_seeds_are_independent():
-    keys = np.arange(50_000)
-    same = (hash_ids(keys, 100) == hash_ids(keys, 100, seed=1)).mean()
-    assert abs(same - 0.01) < 5 * np.sqrt(0.01 * 0.99 / keys.size)
 
 
 NOTHING = [None, float("nan"), pd.NA, pd.NaT, np.datetime64("NaT")]
@@ -235,10 +205,6 @@ def test_without_a_vocabulary_size_ids_have_63_bits():
     assert ids.tolist() == [_formula("a", 2**63), -1, _formula("b", 2**63)]
     assert hash_ids(keys, None, missing=2**63 - 1)[1] == 2**63 - 1
     assert hash_ids(keys, 10, missing=10)[1] == 10  # of a table of 11 rows
-    many = hash_ids(np.arange(10_000), None)
-    assert many.min() >= 0
-    assert many.max() > 2**62
-    assert len(np.unique(many)) == 10_000
 
 
 @pytest.mark.parametrize("missing", [-2, 2**31, 0.5, None])

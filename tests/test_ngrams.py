@@ -73,17 +73,6 @@ def test_tokens_of_all_integer_types_are_the_same():
     np.testing.assert_array_equal(ngram_ids(large, (2,), **options), traced)
 
 
-def test_columns_have_rows_of_their_own_and_fill_them():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, 2**31, (4, 5_000))
-    ids = ngram_ids(tokens, (1, 2), heads=2, vocabulary_size=2_000).reshape(-1, 4)
-    used = [np.unique(column[column >= 0]) for column in ids.T]
-    assert all(is_prime(one.size) for one in used)
-    taken = np.concatenate(used)
-    np.testing.assert_array_equal(taken, np.arange(taken.size))  # without a gap
-    assert taken.size <= 2_000
-
-
 def test_a_masked_token_is_padding_and_no_place_gives_no_ids():
     options = {"heads": 2, "vocabulary_size": 100}
     masked = np.ma.masked_array(np.uint32([[5, 6, 7, 8]]), mask=[[0, 1, 0, 0]])

@@ -75,12 +75,9 @@ def test_interval_is_narrow_where_a_rule_is_smooth_and_wide_where_it_jumps():
 
 
 def test_row_is_rounded_as_it_is_stored_after_each_update():
-    row, _ = updated("SGD", given([0.001, 0.0]), dtype="bfloat16", lr=1.0)
-    assert (row.low.tolist(), row.high.tolist()) == ([1.0, 0.5], [1.0, 0.5])
-    row, _ = updated("SGD", given(*[[0.001, 0.0]] * 8), dtype="bfloat16", lr=1.0)
-    assert (row.low.tolist(), row.high.tolist()) == ([1.0, 0.5], [1.0, 0.5])
-    row, _ = updated("SGD", given([0.008, 0.0]), dtype="bfloat16", lr=1.0)
-    assert (row.low.tolist(), row.high.tolist()) == ([0.9921875, 0.5], [0.9921875, 0.5])
+    for step, count, expected in ((0.001, 1, 1.0), (0.001, 8, 1.0), (0.008, 1, 0.9921875)):
+        row, _ = updated("SGD", given(*[[step, 0.0]] * count), dtype="bfloat16", lr=1.0)
+        assert row.low.tolist() == row.high.tolist() == [expected, 0.5]
 
 
 def test_roots_that_cancel_widen_ftrl():

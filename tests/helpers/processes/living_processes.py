@@ -159,15 +159,15 @@ def evaluate_layers(rows, steps):
 
 def layer_bits(rows):
     """Return all of the layer's rows and maps, on this host."""
-    maps, ids = rows.engine.vocabularies, {"users": np.arange(USERS)}
-    ids |= {name: maps.keys(name)[1] for name in ("films", "tags")}
+    maps = rows.engine.vocabularies
+    keys = {name: (maps.keys(name), maps.counters[name]) for name in ("films", "tags")}
+    ids = {"users": np.arange(USERS), **{name: keys[name][0][1] for name in keys}}
     found = [
         rows.engine.rows(rows.state, name, some, slot=slot)
         for name, some in ids.items()
         for slot in (None, "accumulators")
     ]
-    states = {name: maps.state().maps[name]._asdict() for name in ("films", "tags")}
-    return found, int(rows.state.step), states, maps.placed, maps.admitted
+    return found, int(rows.state.step), keys, maps.placed, maps.admitted
 
 
 def refusals():

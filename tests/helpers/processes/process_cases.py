@@ -22,11 +22,11 @@ from interrupt_cases import interrupt_the_wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
+from tpu_embed.io.checkpoint import tables, trees
 from tpu_embed.processes import departures
-from tpu_embed.touched import TouchedRows
 
 DEVICES, BATCH, STEPS = 8, 16, 3
 
@@ -150,7 +150,7 @@ def train_weighted(devices):
     config = {f"{t.name}{end}": FeatureConfig(t) for t in tables for end in ("", " once")}
     engine = tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=mesh(devices))
     assert engine.layout.blocks_per_device([BATCH // engine.layout.axes.replicas]) > 1
-    state, seen = engine.init(jax.random.key(0)), (TouchedRows(engine), TouchedRows(engine))
+    state, seen = engine.init(jax.random.key(0)), (io.TouchedRows(engine), io.TouchedRows(engine))
     for step in range(1, STEPS + 1):
         ids, weights = draw_weighted(tables, step)
         batch = engine.place(ids, weights)
@@ -240,8 +240,6 @@ def leave(leaver, how, where, directory):
       where: the others wait: "place", "admit", "save" or "device".
       directory: for files.
     """
-    from tpu_embed.io.checkpoint import save
-
     engine = make_engine(8, "mod")
     state = engine.init(jax.random.key(0))
     living = TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
@@ -263,7 +261,7 @@ def leave(leaver, how, where, directory):
     elif where == "admit":
         made.admit(first, made.place(keys + 1))
     elif where == "save":
-        save(f"{directory}/saved", engine, state)
+        io.save(f"{directory}/saved", engine, state)
     ones = of_all(engine, np.ones(jax.local_device_count(), np.float32))
     jax.jit(jnp.sum)(ones).block_until_ready()
 
@@ -306,12 +304,10 @@ def guarded(devices):
 
 def save_all(directory, devices, placements):
     """Save a state after three steps, for every number of devices and placement."""
-    from tpu_embed.io.checkpoint import save
-
     for n, placement in itertools.product(devices, placements):
         engine = make_engine(n, placement)
         state = trained(engine, engine.init(jax.random.key(0)), steps=3)
-        save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
+        io.save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
 
 
 def trained(engine, state, *, steps):
@@ -344,8 +340,6 @@ def fixed(engine, shapes, step):
 
 def faults(directory):
     """Return what every process raises when files fail in the last one; then save and restore."""
-    from tpu_embed.io import CheckpointManager, save
-    from tpu_embed.io.checkpoint import tables, trees
 
     def fails(module, name, error):
         failing = mock.Mock(side_effect=error)
@@ -357,9 +351,9 @@ def faults(directory):
     full, damaged, seen = OSError("no space left"), ValueError("damaged"), []
     for module, name in ((tables, "write_rows"), (tables, "prepare"), (trees, "_write_leaves")):
         with fails(module, name, full):
-            seen.append(told(save, root / "one", engine, state, model=model))
+            seen.append(told(io.save, root / "one", engine, state, model=model))
         assert last or not list(root.glob("one*"))
-    with CheckpointManager(root / "run", engine) as manager:
+    with io.CheckpointManager(root / "run", engine) as manager:
         for module, name in ((tables, "write_rows"), (trees, "_write_leaves")):
             with fails(module, name, full):
                 manager.save(1, state, model=model)
@@ -367,7 +361,7 @@ def faults(directory):
         left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
         assert manager.save(2, state, model=model)
         manager.wait()
-        with fails(CheckpointManager, "all_steps", full):  # as of a bucket without an answer
+        with fails(io.CheckpointManager, "all_steps", full):  # as of a bucket without an answer
             seen += [told(manager.save, 4, state), told(manager.restore)]
         for module, name in ((tables._Restore, "fill"), (trees, "_check_sums")):
             with fails(module, name, damaged):
@@ -376,34 +370,30 @@ def faults(directory):
         manager.save(3, state, model=model)
         manager.remove(2)
         assert manager.all_steps() == [3]
-    seen.append(told(save, root / f"other {jax.process_index()}", engine, state))
-    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [3]):
-        seen.append(told(CheckpointManager, root / "run", engine))
+    seen.append(told(io.save, root / f"other {jax.process_index()}", engine, state))
+    with mock.patch.object(io.CheckpointManager, "all_steps", return_value=[1] if last else [3]):
+        seen.append(told(io.CheckpointManager, root / "run", engine))
     return seen, left, at_once, arrays(engine, state)
 
 
 def unequal(directory):
     """Save where the last process has fewer shards; return what 8 devices restore, and this."""
-    from tpu_embed.io import restore, save
-
     config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
     six, eight = (
         tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=Mesh(jax.devices()[:n], ("d",)))
         for n in (6, 8)
     )
     state = six.init(jax.random.key(0))
-    save(f"{directory}/six", six, state)
-    return arrays(eight, restore(f"{directory}/six", eight).state), arrays(six, state)
+    io.save(f"{directory}/six", six, state)
+    return arrays(eight, io.restore(f"{directory}/six", eight).state), arrays(six, state)
 
 
 def restore_all(directory, names, devices, placements, steps=10):
     """Restore every checkpoint on every number of devices and placement, and train some steps."""
-    from tpu_embed.io.checkpoint import restore
-
     found = {}
     for n, placement, name in itertools.product(devices, placements, names):
         engine = make_engine(n, placement)
-        state = restore(f"{directory}/{name}", engine).state
+        state = io.restore(f"{directory}/{name}", engine).state
         at_once = arrays(engine, state)
         later = arrays(engine, trained(engine, state, steps=steps))
         found[name, n, placement] = at_once, later
