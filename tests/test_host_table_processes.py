@@ -33,7 +33,6 @@ def two(one, directory):
         (cases.restore, str(directory)),
         (cases.restore, one[0]),
         (cases.with_all_shards, str(directory)),
-        (cases.train_embedding,),
         (cases.shapes_sent,),
         (cases.lose_a_row,),
         (cases.by_key,),
@@ -64,18 +63,18 @@ def test_two_processes_have_the_bits_of_tables_on_the_devices_of_one(two, on_dev
 
 def test_processes_adopt_the_states_of_engines_together(two, on_devices):
     for found in two:
-        rows, errors = found[13]
+        rows, errors = found[12]
         assert_same(rows, on_devices[1])
         assert "expected no batch placed ahead, got 1" in errors[0]
         assert "adopt: mesh: expected devices of all 2 processes, got of [" in errors[1]
-    assert two[0][13][1][0].startswith("adopt .: process 1 failed: adopt: the other engine")
+    assert two[0][12][1][0].startswith("adopt .: process 1 failed: adopt: the other engine")
 
 
 def test_rows_by_key_are_those_of_one_process_or_refused_in_all(two):
     (refused,), expected = cases.by_key(False)
     assert "each key once" in refused
     for found in two:
-        for errors, rows in found[9:11]:
+        for errors, rows in found[8:10]:
             assert_same(rows, expected)
             assert "each key once" in errors[0]
             assert "the same keys and values in every process, got others" in errors[1]
@@ -110,7 +109,7 @@ def test_a_process_that_holds_all_shards_has_all_rows_at_home(two, on_devices):
 
 
 def test_a_row_that_one_process_has_lost_stops_all(two):
-    (first, placed), (second, also) = (found[8] for found in two)
+    (first, placed), (second, also) = (found[7] for found in two)
     assert len(first) == 2
     assert "No space left" in first[0]
     assert "process 0 refused its part" in second[-1]
@@ -120,24 +119,18 @@ def test_a_row_that_one_process_has_lost_stops_all(two):
 
 def test_rows_that_one_process_cannot_set_are_set_in_none(two):
     for found in two:
-        errors, before, after = found[14]
+        errors, before, after = found[13]
         assert len(errors) == 2
         assert all("No space left" in one for one in errors)
         assert_same(after, before)
 
 
 def test_all_processes_run_programs_of_the_same_shapes(two):
-    shapes, others = (found[7] for found in two)
+    shapes, others = (found[6] for found in two)
     assert shapes == others
     assert len({repr(some) for some in shapes}) > 8
 
 
-def test_the_stateful_api_has_the_same_rows_in_two_processes(two):
-    expected = cases.train_embedding(hosted=False)
-    for found in two:
-        assert_same(found[6], expected)
-
-
 def test_deltas_and_records_of_two_processes_are_those_of_one(one, two, directory):
-    deltas, later = ([found[n] for found in two] for n in (11, 12))
+    deltas, later = ([found[n] for found in two] for n in (10, 11))
     delta_processes.check(one[0], directory, "hosted", one[2], deltas, later)

@@ -126,10 +126,7 @@ def test_two_unnamed_tables_are_two():
             (lambda key=key: small().init(key), r"init: expected a jax PRNG key.*key\(0\)")
             for key in (0, np.int64(0), np.float32([1, 2]))
         ),
-        (
-            lambda: data.Prefetcher(MADE, []),
-            r"an EmbeddingEngine, got TPUEmbedding; .*\.engine",
-        ),
+        (lambda: data.Prefetcher(MADE, []), r"an EmbeddingEngine, got TPUEmbedding; .*\.engine"),
         (lambda: data.Prefetcher(small(), []).set_state({"batches": 2**70}), "a position"),
         (
             lambda: small().place({"x": np.zeros(8, int)}, spec="x"),

@@ -65,11 +65,7 @@ GRID = SimpleNamespace(num_buckets=4, lower=0.0, upper=3.0)
             ({"max_sequence_length": 2}, ids, [[0.0, 1.0], [0.0, 0.0]])  # which keeps positions
             for ids in _both([9, 1, 2], [1.0, 0.5, 1.0])
         ),
-        (
-            {"max_sequence_length": 2},
-            np.array([[9, 1, 2], [-1, -1, -1]]),
-            [[0.0, 2.0], [0.0, 0.0]],
-        ),
+        ({"max_sequence_length": 2}, np.array([[9, 1, 2], [-1, -1, -1]]), [[0.0, 2.0], [0.0, 0.0]]),
         ({"output_shape": (1, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[7.0, 4.0]]),
         ({"output_shape": (2, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[1.0, 2.0], [4.0, 0.0]]),
         ({}, np.array([1, -1, 7, -9]), [2.0, 0.0, 0.0, 0.0]),

@@ -7,7 +7,7 @@ from unittest import mock
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from living_processes import gradients, train_step
+from living_processes import train_step
 from process_cases import assert_same, mesh, part, told
 
 import tpu_embed
@@ -118,19 +118,6 @@ def train(*, hosted=True, steps=STEPS):
                 looked = made.place(draw_part(50 + step), training=False)
                 seen.append(looked_up(made.lookup(state, looked)))
     return seen, everything(made, state)
-
-
-def train_embedding(*, hosted=True):
-    """Train by the stateful API, pipelined; return all rows."""
-    features = configs(hosted=hosted, rows=80)
-    made = tpu_embed.TPUEmbedding(features, o.Adagrad(0.3), True, mesh=mesh(DEVICES), seed=7)
-    made.enqueue(draw_part(0))
-    made.enqueue(draw_part(1))
-    for step in range(STEPS):
-        made.apply_gradients(gradients(made.dequeue()))
-        if step + 2 < STEPS:
-            made.enqueue(draw_part(step + 2))
-    return everything(made.engine, made.state)
 
 
 def on_the_host():
