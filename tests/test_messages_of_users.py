@@ -3,19 +3,16 @@
 import dataclasses
 import functools
 import inspect
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 import tpu_embed
 from tpu_embed import FeatureConfig, FixedVocabulary, TableConfig, TPUEmbedding, data, io
 from tpu_embed import optimizers as o
-from tpu_embed.io.checkpoint.row_files import RowReader
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = """
@@ -146,27 +143,3 @@ def test_what_was_given_is_told(call, says):
 def test_a_vocabulary_of_many_keys_is_shown_in_a_line():
     many = FixedVocabulary(np.arange(10**6), np.arange(10**6))
     assert repr(many) == "FixedVocabulary(1000000 keys, rows below 1000000)"
-
-
-def test_a_managers_directory_has_checkpoints(tmp_path):
-    engine = small()
-    state = engine.init(jax.random.key(0))
-    with io.CheckpointManager(tmp_path / "run", engine) as manager:
-        manager.save(3, state)
-    with pytest.raises(FileNotFoundError, match=r"of a manager: give one of .*run/.*3"):
-        io.restore(tmp_path / "run", engine)
-
-
-def test_an_array_of_another_size_is_told_in_a_line(tmp_path, monkeypatch):
-    engine = small()
-    io.save(tmp_path / "c", engine, engine.init(jax.random.key(0)))
-    # As if the manifest said another size than the array's own metadata, both with checksums.
-    monkeypatch.setattr(RowReader, "_check", lambda *_: None)
-    (metadata,) = (tmp_path / "c").rglob("zarr.json")
-    said = json.loads(metadata.read_text())
-    said["shape"][1] += 1
-    metadata.write_text(json.dumps(said))
-    says = r"an array float32\[.*\], as the manifest says, got float32\["
-    with pytest.raises(ValueError, match=says) as told:
-        io.restore(tmp_path / "c", engine)
-    assert "\n" not in str(told.value)

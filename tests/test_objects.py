@@ -58,11 +58,10 @@ def test_a_state_shows_a_line_per_stack():
         rf"  user@div2x\d+#\w+: {rows}, momenta {rows}",
     ]
     _check_lines(repr(state), ["TableState at step 0", *lines])
-    shapes = jax.eval_shape(lambda: state)
-    _check_lines(repr(shapes), [r"TableState at step int32\[\]", *lines])
-    shown = []
+    shapes, shown = jax.eval_shape(lambda: state), []
     jax.jit(lambda state: shown.append(repr(state)))(state)
-    _check_lines(shown[0], [r"TableState at step int32\[\]", *lines])
+    for text in (repr(shapes), shown[0]):
+        _check_lines(text, [r"TableState at step int32\[\]", *lines])
     donated = jax.jit(lambda state: state, donate_argnums=0)
     donated(state)
     _check_lines(repr(state), [r"TableState at step \(donated\)"] + [r".*: \(donated\), .*"] * 2)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import oracle
+import oracle_bounds
 import pytest
 
 TABLE = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
@@ -134,3 +135,8 @@ def test_train_step_applies_the_rule_to_touched_rows(hyper, counts):
     # Row 0 is looked up twice: 0 - .5·2 at once, or 0 - .5 and then -.5 - .5·1.5 one by one.
     expected = -1.25 if hyper.get("use_gradient_accumulation") is False else -1.0
     assert tables[feature.table][:, 0].tolist() == [expected, -0.5, 0.0]
+
+
+def test_nan_is_outside_of_every_interval():
+    bounds = oracle_bounds.Interval(np.zeros(2), np.ones(2))
+    assert oracle_bounds.outside([0.5, np.nan], bounds).tolist() == [[1]]

@@ -109,27 +109,6 @@ def test_a_signal_that_nobody_looks_for_comes_at_the_end():
     assert "disk gone" in str(error.__context__)
 
 
-def test_a_handler_of_the_programs_own_runs_between_two_steps():
-    seen = []
-
-    def handler(number, _):
-        seen.append(number)
-        if len(seen) == 3:
-            raise TimeoutError
-
-    def step(number):
-        ask(signal.SIGTERM)
-        assert len(seen) == number
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        count, error = steps_of(step)
-        assert (count, type(error)) == (3, TimeoutError)
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 @pytest.mark.parametrize("number", BOTH)
 def test_a_signal_that_is_ignored_stays_ignored(number):
     """As a shell has Ctrl-C ignored in what runs in the background."""
