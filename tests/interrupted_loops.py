@@ -9,7 +9,6 @@ how many interrupts there were, and after how many of them the state was kept.
 """
 
 import faulthandler
-import functools
 import signal
 import sys
 import time
@@ -21,7 +20,7 @@ if __name__ == "__main__":  # not where pytest looks for doctests
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
 
-from loop_cases import FAR, ROWS, batches, make_engine
+from loop_cases import batches, left_by, make_engine
 
 import tpu_embed
 from tpu_embed.data import Prefetcher
@@ -30,20 +29,6 @@ STEPS = 12
 DATA = [features for features, _ in batches(STEPS)]
 HANGS = 120
 """Seconds after which a call that does not return counts as a hang."""
-
-
-def left(engine, state):
-    """Return all rows and slots, and the keys of the living table."""
-    rows = [
-        engine.rows(state, name, np.arange(count), slot=slot)
-        for name, count in (("item", ROWS), ("query", 20), ("far", FAR))
-        for slot in (None, "accumulators")
-    ]
-    return [*map(np.asarray, jax.tree.leaves((rows, engine.vocabularies.held("query"))))]
-
-
-def step_of(state):
-    return int(state.step)
 
 
 class Embedding:
@@ -57,28 +42,25 @@ class Embedding:
             mesh=engine.layout.axes.mesh,
         )
         self.engine = self.made.engine
-        self.first = functools.partial(self.engine.init, jax.random.key(0))
 
     def begin(self):
-        first = self.first()
+        first = self.engine.init(jax.random.key(0))
         self.engine.vocabularies.rewind(first)
         self.made.state = first
 
     def go_on(self):
         made = self.made
-        while (step := step_of(made.state)) < STEPS:
-            activations = made.dequeued
-            if activations is None:
-                if not made.waiting:
-                    made.enqueue(DATA[step])
-                activations = made.dequeue()
-            made.apply_gradients(activations)
+        while (step := int(made.state.step)) < STEPS:
+            if made.dequeued is None and not made.waiting:
+                made.enqueue(DATA[step])
+            made.apply_gradients(made.dequeue() if made.dequeued is None else made.dequeued)
 
     def repair(self):
         self.engine.vocabularies.rewind(self.made.state)
 
-    def left(self):
-        return left(self.engine, self.made.state)
+    @property
+    def state(self):
+        return self.made.state
 
 
 class Functional:
@@ -101,7 +83,7 @@ class Functional:
     def go_on(self):
         engine = self.engine
         if self.batches is None:
-            self.batches = Prefetcher(engine, iter(DATA[step_of(self.state) :]))
+            self.batches = Prefetcher(engine, iter(DATA[int(self.state.step) :]))
         for batch in self.batches:
             self.state, batch = engine.admit(self.state, batch)
             activations = engine.lookup(self.state, batch)
@@ -112,12 +94,9 @@ class Functional:
         self.close()
         if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             raise RuntimeError("the state was not returned")
-        if self.engine.vocabularies.admitted != step_of(self.state):
+        if self.engine.vocabularies.admitted != int(self.state.step):
             raise RuntimeError("admitted, not updated")
         self.engine.vocabularies.rewind(self.state)
-
-    def left(self):
-        return left(self.engine, self.state)
 
 
 def main(which, count, seed):
@@ -130,14 +109,14 @@ def main(which, count, seed):
         begun = time.monotonic()
         loop.go_on()
         seconds = (time.monotonic() - begun) / STEPS
-    expected = loop.left()
+    expected = left_by(loop.engine, loop)
     loop.begin()
     while True:
         armed = rng.uniform(0, 3) * seconds + 1e-6 if interrupts < count else 0
         faulthandler.dump_traceback_later(HANGS, exit=True)
         ended = attempt(loop, armed)
         if ended is None:
-            for a, b in zip(loop.left(), expected, strict=True):
+            for a, b in zip(left_by(loop.engine, loop), expected, strict=True):
                 np.testing.assert_array_equal(a, b)
             if interrupts == count:
                 break

@@ -1,11 +1,12 @@
 """The example of DLRMv4's ranker: its log, its network by request, a run that is stopped."""
 
 import types
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT, load_from
+from example_cases import ROOT, config_of, load_from
 from flax import nnx
 
 from tpu_embed import Jagged
@@ -20,9 +21,7 @@ dim, width, key_dim, value_dim, layers, hidden_size, warm_up = 4, 8, 3, 5, 1, 6,
 
 @pytest.fixture(scope="module")
 def config():
-    numbers = {}
-    exec(CONFIG + SMALL, numbers)
-    return types.SimpleNamespace(**numbers)
+    return config_of(CONFIG + SMALL)
 
 
 def test_histories_are_what_a_user_was_shown_before(config, monkeypatch):
@@ -146,7 +145,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(config, monkeypatch, tmp_path):
     assert whole.position["samples"] == 96
 
     stopped = days.Training(config, tmp_path / "stopped")
-    stopped.saves.save = stop_after(stopped.saves.save, saves=5)
+    # Its fifth save is the end of it.
+    saves = [stopped.saves.save] * 4 + [mock.Mock(side_effect=RuntimeError("the machine stops"))]
+    stopped.saves.save = lambda *given, **options: saves.pop(0)(*given, **options)
     with pytest.raises(RuntimeError, match="the machine stops"):
         dict(stopped.run())
     stopped.saves.close()
@@ -155,16 +156,3 @@ def test_a_stopped_run_goes_on_to_the_same_bits(config, monkeypatch, tmp_path):
     assert dict(resumed.run()) == {}
     found, expected = bits(resumed), bits(whole)
     assert [name for name, one in expected.items() if found[name] != one] == []
-
-
-def stop_after(save, saves):
-    """Return `save`, which raises instead of the save with this number."""
-    done = []
-
-    def save_or_stop(*arguments, **options):
-        done.append(arguments)
-        if len(done) == saves:
-            raise RuntimeError("the machine stops")
-        save(*arguments, **options)
-
-    return save_or_stop

@@ -11,6 +11,7 @@ from example_cases import EXAMPLES, ROOT, load, numbers, run, table
 
 USERS, ITEMS, RATINGS = 30, 50, 800
 GENRES = ("Action", "Comedy", "Drama")
+PEOPLE = [(u + 1, 10 + 2 * u, "FM"[u % 2], ("writer", "doctor")[u % 2], 0) for u in range(USERS)]
 TOWERS = (ROOT / "configs" / "two_tower.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
 CONFIG = (ROOT / "configs" / "movielens.py").read_text() + "\nbatch_size, epochs = 80, 3\n"
 
@@ -38,8 +39,8 @@ def test_custom_loop(tmp_path):
     assert last < first
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 @pytest.mark.whole
+@pytest.mark.parametrize("devices", [1, 8])
 def test_candidates(devices, tmp_path):
     """A user once, many candidates: what is served is what the last step of training knew."""
     out = run("candidates.py", "--steps", 150, "--devices", devices, cwd=tmp_path)
@@ -71,8 +72,7 @@ def directory(ratings, tmp_path_factory):
     ]
     table(path / "ml-100k.item", header, items, "\t")
     header = "user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token"
-    users = [(u + 1, 10 + 2 * u, "FM"[u % 2], ("writer", "doctor")[u % 2], 0) for u in range(USERS)]
-    table(path / "ml-100k.user", header, users, "\t")
+    table(path / "ml-100k.user", header, PEOPLE, "\t")
     return path
 
 
@@ -88,8 +88,7 @@ def original(ratings, tmp_path_factory):
         flags[[places[genre] for genre in GENRES[: 1 + i % 3]]] = 1
         items.append((i + 1, f"Title {i}", f"01-Jan-{1930 + i}", "", "", *flags))
     table(path / "u.item", "", items, "|")
-    users = [(u + 1, 10 + 2 * u, "FM"[u % 2], ("writer", "doctor")[u % 2], 0) for u in range(USERS)]
-    table(path / "u.user", "", users, "|")
+    table(path / "u.user", "", PEOPLE, "|")
     return path
 
 
@@ -109,19 +108,19 @@ def test_movielens_data_reads_both_forms(directory, original, monkeypatch):
         module.load(EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    "numbers_of_devices",
-    [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
-    ids=["on 8 devices", "the same on 1 and 8"],
-)
+def train(example, text, directory, folder, devices, *options):
+    """Return what an example prints that reads the ratings, with a config of this text."""
+    config = folder / "small.py"
+    config.write_text(text)
+    given = ["--devices", devices, "--data", directory, "--config", config, *options]
+    return run(example, *given, cwd=folder)
+
+
 @pytest.mark.whole
-def test_movielens_learns(directory, tmp_path, numbers_of_devices):
-    config = tmp_path / "small.py"
-    config.write_text(CONFIG)
+def test_movielens_learns_the_same_on_1_and_8_devices(directory, tmp_path):
     curves = []
-    for devices in numbers_of_devices:
-        arguments = ("--devices", devices, "--data", directory, "--config", config)
-        out = run("movielens.py", *arguments, cwd=tmp_path)
+    for devices in (1, 8):
+        out = train("movielens.py", CONFIG, directory, tmp_path, devices)
         assert f"{devices} device(s), 640 ratings" in out
         curves.append(numbers(r"test RMSE (\S+)  ", out))
     assert len(curves[0]) == 3
@@ -133,12 +132,9 @@ def test_movielens_learns(directory, tmp_path, numbers_of_devices):
 
 @pytest.mark.whole
 def test_two_tower_learns_the_same_on_1_and_8_devices(directory, tmp_path):
-    config = tmp_path / "small.py"
-    config.write_text(TOWERS)
     losses, recalls = [], []
     for devices in (1, 8):
-        arguments = ("--devices", devices, "--data", directory, "--config", config)
-        out = run("two_tower.py", *arguments, cwd=tmp_path)
+        out = train("two_tower.py", TOWERS, directory, tmp_path, devices)
         assert f"{devices} device(s), 640 ratings" in out
         losses.append(numbers(r"loss (\S+)  ", out))
         recalls.append(numbers(r"recall@50 (\S+)", out))
@@ -152,10 +148,7 @@ def test_two_tower_learns_the_same_on_1_and_8_devices(directory, tmp_path):
 
 @pytest.mark.whole
 def test_two_tower_predicts_the_last_rating(directory, tmp_path):
-    config = tmp_path / "small.py"
-    config.write_text(TOWERS)
-    arguments = ("--leave-one-out", "--devices", 1, "--data", directory, "--config", config)
-    out = run("two_tower.py", *arguments, cwd=tmp_path)
+    out = train("two_tower.py", TOWERS, directory, tmp_path, 1, "--leave-one-out")
     assert f"1 device(s), {RATINGS - USERS} ratings" in out
     for name in ("recall", "NDCG"):
         found = numbers(rf"{name}@10 (\S+)", out)

@@ -11,7 +11,7 @@ import numpy as np
 import pandas
 import pyarrow
 import pytest
-from living_cases import mesh
+from facade_cases import at_64_bytes, mesh
 
 import tpu_embed
 from tpu_embed import (
@@ -30,16 +30,6 @@ from tpu_embed.data import Prefetcher
 B, H, V, STEPS = 8, 3, 32, 5
 SPLITS = np.array([0, 1, 3, 3, 4, 8, 9, 11, 12])
 PLACES = np.argwhere(np.arange(H + 2) < np.diff(SPLITS)[:, None])  # [12, 2]
-
-
-def at_64_bytes(array):
-    """Return a copy in memory that JAX's CPU backend would use as its own."""
-    array = np.asarray(array)
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    copied = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copied[...] = array
-    return copied
 
 
 def arrow(buffer):
@@ -114,10 +104,10 @@ class Buffers:
         return features, apart, self.labels, self.more
 
 
-def refilled(dtype, steps=STEPS):
+def refilled(dtype):
     """Yield batches of one memory, which is overwritten before the next one is asked for."""
     buffers = Buffers(dtype)
-    for step in range(steps):
+    for step in range(STEPS):
         buffers.fill(step)
         yield buffers.batch()
         buffers.fill(-1)
@@ -142,19 +132,9 @@ def make_engine():
     return tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(0.5), mesh=mesh(1))
 
 
-def as_arrays(tree):
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
-
-
 def rows(engine, state):
     """Return the rows of all ids, by table."""
     return [np.asarray(engine.rows(state, name, np.arange(V))) for name in TABLES]
-
-
-def begin(engine):
-    state = engine.init(jax.random.key(0))
-    engine.vocabularies.rewind(state)
-    return state
 
 
 def late(items):
@@ -169,8 +149,9 @@ def late(items):
 
 def train(batches):
     """Train on placed batches; return the state, and what came with the batches."""
-    engine = make_engine()
-    state, rest = begin(engine), []
+    engine, rest = make_engine(), []
+    state = engine.init(jax.random.key(0))
+    engine.vocabularies.rewind(state)
     for batch, *others in batches:
         state, batch = engine.admit(state, batch)
         state = engine.update(state, batch, engine.lookup(state, batch))
@@ -217,13 +198,8 @@ def fit_and_evaluate(source):
     return rows(make_engine(), report.state), report.loss, report.evaluation
 
 
-DOORS = [place, place_lookups, enqueue, prefetch, fit_and_evaluate]
-
-
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", [place, place_lookups, enqueue, prefetch, fit_and_evaluate])
 def test_buffers_may_be_filled_with_the_next_batch(door):
     for dtype in (np.int32, np.int64):
         sources = (functools.partial(each, dtype) for each in (refilled, kept))
-        found, expected = (as_arrays(door(source)) for source in sources)
-        for one, two in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(one, two)
+        jax.tree.map(np.testing.assert_array_equal, *map(door, sources))

@@ -19,6 +19,8 @@ def _sample(initializer) -> np.ndarray:
 
 
 def test_default_is_a_truncated_normal_of_one_over_root_dim():
+    given = jax.nn.initializers.normal()
+    assert initializers.resolve(given, 16) is given
     default = initializers.resolve(None, 16)
     assert default == TruncatedNormal(0.25)
     assert hash(default) == hash(TruncatedNormal(0.25))
@@ -28,11 +30,6 @@ def test_default_is_a_truncated_normal_of_one_over_root_dim():
     # The cut at 2σ leaves 0.8796 σ; 5 standard errors of a sample of N.
     assert abs(values.std() / (0.25 * 0.8796) - 1) < 5 / math.sqrt(2 * N)
     assert abs(values.mean()) < 5 * 0.25 / math.sqrt(N)
-
-
-def test_a_given_initializer_is_kept():
-    given = jax.nn.initializers.normal()
-    assert initializers.resolve(given, 16) is given
 
 
 @pytest.mark.parametrize("distribution", ["truncated_normal", "normal", "uniform"])
@@ -67,56 +64,37 @@ def test_shard_info_is_wanted_by_name():
     assert not initializers.wants_shard_info(min)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "glorot_normal",
-        "glorot_uniform",
-        "he_normal",
-        "he_uniform",
-        "lecun_normal",
-        "lecun_uniform",
-        "xavier_normal",
-        "kaiming_uniform",
-        "orthogonal",
-        "delta_orthogonal",
-    ],
-)
+THEIRS = "glorot_normal glorot_uniform he_normal he_uniform lecun_normal lecun_uniform".split()
+THEIRS += "xavier_normal kaiming_uniform orthogonal delta_orthogonal variance_scaling".split()
+
+
+@pytest.mark.parametrize("name", THEIRS)
 def test_initializers_that_see_the_fan_in_are_refused(name):
     factory = getattr(jax.nn.initializers, name)
+    made = factory(1.0, "fan_in", "normal") if name == "variance_scaling" else factory()
     says = r"t.initializer: expected .*one row at a time, got (\w+), .*fan-in.*table_shape=\(V, D\)"
-    for initializer in [factory(), functools.partial(factory()), jax.jit(factory()), factory]:
+    for initializer in [made, functools.partial(made), jax.jit(made), factory]:
         with pytest.raises(ValueError, match=says):
             initializers.check("t.initializer", initializer)
 
 
-def test_variance_scaling_of_jax_is_refused_and_ours_is_not():
-    theirs = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-    with pytest.raises(ValueError, match="got variance_scaling"):
-        initializers.check("i", theirs)
-    initializers.check("i", variance_scaling(table_shape=(4, 2)))
-
-
-@pytest.mark.parametrize("name", ["normal", "uniform", "truncated_normal", "constant"])
-def test_initializers_that_see_one_row_alike_pass(name):
-    argument = {"constant": {"value": 1.0}}.get(name, {})
-    initializers.check("i", getattr(jax.nn.initializers, name)(**argument))
-    initializers.check("i", jax.nn.initializers.zeros)
-    initializers.check("i", None)
+def test_initializers_that_see_one_row_alike_pass():
+    jaxs = jax.nn.initializers
+    given = [jaxs.normal(), jaxs.uniform(), jaxs.truncated_normal(), jaxs.constant(1.0), jaxs.zeros]
+    for one in [*given, variance_scaling(table_shape=(4, 2)), None]:
+        initializers.check("i", one)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: TruncatedNormal(-1.0), r"TruncatedNormal.stddev: expected a finite number >= 0"),
-        (lambda: TruncatedNormal(math.nan), r"TruncatedNormal.stddev: .*got nan"),
         (lambda: RowIdInitializer(0.5), r"RowIdInitializer.offset: expected an integer, got 0.5"),
         (lambda: variance_scaling(math.inf, table_shape=(2, 2)), r"scale: .*finite.*got inf"),
         (lambda: variance_scaling(mode="fan", table_shape=(2, 2)), r"mode: expected 'fan_in'"),
         (lambda: variance_scaling(distribution="x", table_shape=(2, 2)), r"distribution: expected"),
         (lambda: variance_scaling(table_shape=(2,)), r"table_shape: expected \(V, D\), got \(2,\)"),
         (lambda: variance_scaling(table_shape=(2, 0)), r"table_shape\[1\]: expected an integer"),
-        (lambda: initializers.check("i", 3), r"i: expected None or a callable .*got 3"),
     ],
 )
 def test_refusals(make, says):

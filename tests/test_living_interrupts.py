@@ -1,6 +1,7 @@
 """A call on dynamic vocabularies that fails or is cut short: maps, queue and state still agree."""
 
 import contextlib
+import functools
 import threading
 
 import numpy as np
@@ -8,10 +9,9 @@ import pytest
 from living_cases import initial_row, mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.place import Intake
-from tpu_embed.vocabulary import DynamicVocabulary
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
 ERRORS = [ZeroDivisionError, KeyboardInterrupt]
@@ -28,7 +28,7 @@ def steps(made):
 
 @contextlib.contextmanager
 def failing(monkeypatch, holder, name, error, *, after):
-    """Make a function raise in the block, before or after it has done its work."""
+    """Make a function raise, before or after it has done its work, which ends the block."""
     function = getattr(holder, name)
 
     def fail(*args, **kwargs):
@@ -36,9 +36,10 @@ def failing(monkeypatch, holder, name, error, *, after):
             function(*args, **kwargs)
         raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(holder, name, fail)
+    monkeypatch.setattr(holder, name, fail)
+    with pytest.raises(error):
         yield
+    monkeypatch.setattr(holder, name, function)
 
 
 def assert_trains_on(made, *batches):
@@ -56,7 +57,7 @@ def assert_trains_on(made, *batches):
 @pytest.mark.quick(2)
 def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with failing(monkeypatch, made.engine, "lookup", error, after=after), pytest.raises(error):
+    with failing(monkeypatch, made.engine, "lookup", error, after=after):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (1, 1, 1)
     made.enqueue(np.array([3, 4]))
@@ -66,10 +67,8 @@ def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after,
 @pytest.mark.parametrize("error", ERRORS)
 def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with (
-        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
-        pytest.raises(error),
-    ):
+    cannot = functools.partial(failing, monkeypatch, made.engine, "prepare_admit", error)
+    with cannot(after=False):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (0, 0, 0)
     assert made.describe()["per_replica_batch_size"] is None
@@ -77,10 +76,7 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
     assert_trains_on(made, [3, 4, 5])
     # A batch that the caller has placed is still the caller's.
     placed = made.engine.place(np.array([1, 2, 1]))
-    with (
-        failing(monkeypatch, made.engine, "prepare_admit", error, after=False),
-        pytest.raises(error),
-    ):
+    with cannot(after=False):
         made.enqueue(placed)
     assert steps(made) == (0, 2, 1)
     made.enqueue(placed)
@@ -94,7 +90,7 @@ def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined
     made = embedding(pipeline_execution_with_tensor_core=pipelined)
     for keys in ([1, 2], [3, 4]):
         made.enqueue(np.array(keys))
-    with failing(monkeypatch, made.engine, "lookup", error, after=True), pytest.raises(error):
+    with failing(monkeypatch, made.engine, "lookup", error, after=True):
         made.dequeue()
     assert steps(made) == (2, 2, 1 + pipelined)
     assert_trains_on(made, [1, 2], [3, 4])
@@ -109,7 +105,7 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 ):
     made = embedding()
     made.enqueue(np.array([1, 2]))
-    with failing(monkeypatch, Intake, "place_now", error, after=after), pytest.raises(error):
+    with failing(monkeypatch, Intake, "place_now", error, after=after):
         made.enqueue(np.array([3, 4]), training=training)
     assert steps(made) == (1, 1, 0)
     # If the turn to place were still taken, this would wait for ever.
@@ -123,10 +119,7 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
 def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
     made = embedding()
     ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
-    with (
-        failing(monkeypatch, Intake, "place_now", KeyboardInterrupt, after=True),
-        pytest.raises(KeyboardInterrupt),
-    ):
+    with failing(monkeypatch, Intake, "place_now", KeyboardInterrupt, after=True):
         made.enqueue(np.array([5, 6]))
     assert steps(made) == (0, 2, 0)
     with pytest.raises(ValueError, match="the batch of step 1, got that of step 3"):

@@ -1,30 +1,19 @@
 """The example of a memory for a language model: at home and resident, the bits are the same."""
 
-import runpy
-import types
-
 import jax
 import numpy as np
-from example_cases import ROOT, load_from
+from example_cases import ROOT, config_of, load_from
 
-SMALL = {
-    "layers": 2,
-    "heads": 2,
-    "width": 16,
-    "block": 8,
-    "steps": 6,
-    "warm_up": 2,
-    "memory_heads": 2,
-    "memory_rows": 2_000,
-    "memory_dim": 4,
-    "device_rows": 400,
-    "evaluate_every": 6,
-}
+CONFIG = (ROOT / "configs" / "memory_lm.py").read_text()
+SMALL = """
+layers, heads, width, block, steps, warm_up, evaluate_every = 2, 2, 16, 8, 6, 2, 6
+memory_heads, memory_rows, memory_dim, device_rows = 2, 2_000, 4, 400
+"""
 
 
 def test_rows_at_home_are_trained_as_those_on_the_devices(monkeypatch):
     train = load_from("memory_lm", "train", monkeypatch)
-    config = types.SimpleNamespace(**runpy.run_path(str(ROOT / "configs/memory_lm.py")) | SMALL)
+    config = config_of(CONFIG + SMALL)
     words = np.random.default_rng(0).choice(["so ", "it ", "goes ", "on\n"], 300)
     found = {}
     for kind in train.KINDS:

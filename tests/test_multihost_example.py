@@ -4,16 +4,18 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from example_cases import ROOT, numbers
+from process_runs import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
+COMMAND = [sys.executable, str(ROOT / "examples" / "multihost.py")]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+ENVIRONMENT.pop("XLA_FLAGS", None)  # the tests' own 8 devices
 STEPS, BATCH = 150, 64
 ENDS_WITHIN = 60
 """Seconds: a process misses another one after 20, and its own death may take some."""
@@ -23,15 +25,13 @@ ENDS_WITHIN = 60
 def start(tmp_path_factory):
     """Return what starts the example; nothing that it starts outlives the tests."""
     started, folder = [], tmp_path_factory.mktemp("outputs")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("XLA_FLAGS", None)  # the tests' own 8 devices
 
     def start(*arguments):
         out, err = (folder / f"{len(started)}.{kind}" for kind in ("out", "err"))
-        command = [sys.executable, str(ROOT / "examples" / "multihost.py"), *map(str, arguments)]
-        command += ["--steps", str(STEPS), "--batch-size", str(BATCH)]
+        given = [*map(str, arguments), "--steps", str(STEPS), "--batch-size", str(BATCH)]
         with out.open("w") as a, err.open("w") as b:
-            started.append(subprocess.Popen(command, env=environment, stdout=a, stderr=b))
+            process = subprocess.Popen([*COMMAND, *given], env=ENVIRONMENT, stdout=a, stderr=b)
+        started.append(process)
         return started[-1], out, err
 
     yield start
@@ -54,15 +54,13 @@ def finished(process, out, err):
 
 def start_two(start, *arguments):
     """Start two processes with two devices each; return both."""
-    with socket.socket() as probe:  # the system picks a free port
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     many = ("--distributed", "--coordinator", address, "--processes", 2, "--devices", 2)
     return [start(*many, "--process", number, *arguments) for number in range(2)]
 
 
 def losses(out):
-    return np.array([float(x) for x in re.findall(r"loss (\S+)", out)])
+    return numbers(r"loss (\S+)", out)
 
 
 def checksum(out):
@@ -102,20 +100,14 @@ def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_
     assert checksum(undisturbed) == 2 * checksum(first)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
-    ids=lambda number: number.name,
-)
 @pytest.mark.whole
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_no_process_outlives_the_one_that_started_them(number):
     """They hold its output open for as long as one of them lives."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    environment.pop("XLA_FLAGS", None)
-    command = [sys.executable, str(ROOT / "examples" / "multihost.py"), "--local", "2"]
+    given = ["--local", "2", "--devices", "2", "--batch-size", str(BATCH), "--steps", "1000000"]
     launcher = subprocess.Popen(
-        [*command, "--devices", "2", "--batch-size", str(BATCH), "--steps", "1000000"],
-        env=environment,
+        [*COMMAND, *given],
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

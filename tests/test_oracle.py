@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import oracle
+import oracle_bounds
 import pytest
 
 TABLE = np.array([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
@@ -43,48 +44,44 @@ def test_combiners_in_every_form(combiner, expected):
         np.testing.assert_allclose(oracle.lookup(TABLE, feature, ids, beside)[:, 0], expected)
 
 
-def test_zero_weights_give_a_zero_row():
-    for combiner in ("mean", "sqrtn"):
-        feature = _feature(table={"combiner": combiner})
-        out = oracle.lookup(TABLE, feature, _ragged([0, 1], [0, 2], [0.0, 0.0]))
-        assert out.tolist() == [[0.0, 0.0]]
+def _both(values, weights=None):
+    """Return one bag of ids, and an empty one, as ragged and as sparse ids."""
+    places = [[0, place] for place in range(len(values))]
+    yield _ragged(values, [0, len(values), len(values)], weights)
+    yield _sparse(places, values, (2, len(values)), weights)
 
 
-def test_sequences_keep_positions():
-    feature = _feature(max_sequence_length=2)
-    for ids in (
-        _ragged([9, 1, 2], [0, 3, 3], [1.0, 0.5, 1.0]),
-        _sparse([[0, 0], [0, 1], [0, 2]], [9, 1, 2], (2, 3), [1.0, 0.5, 1.0]),
-    ):
-        assert oracle.lookup(TABLE, feature, ids)[..., 0].tolist() == [[0.0, 1.0], [0.0, 0.0]]
-    dense = np.array([[9, 1, 2], [-1, -1, -1]])
-    assert oracle.lookup(TABLE, feature, dense)[..., 0].tolist() == [[0.0, 2.0], [0.0, 0.0]]
+GRID = SimpleNamespace(num_buckets=4, lower=0.0, upper=3.0)
 
 
-def test_output_shapes_of_ragged_rows():
-    ids = _ragged([0, 1, 2, 2], [0, 3, 4])
-    combined = oracle.lookup(TABLE, _feature(output_shape=(1, 2)), ids)
-    assert combined[..., 0].tolist() == [[7.0, 4.0]]
-    first = oracle.lookup(TABLE, _feature(output_shape=(2, 2)), ids)
-    assert first[..., 0].tolist() == [[1.0, 2.0], [4.0, 0.0]]
+@pytest.mark.parametrize(
+    ("options", "ids", "expected"),
+    [
+        *(
+            ({"table": {"combiner": combiner}}, ids, [0.0, 0.0])
+            for combiner in ("mean", "sqrtn")  # zero weights give a zero row
+            for ids in _both([0, 1], [0.0, 0.0])
+        ),
+        *(
+            ({"max_sequence_length": 2}, ids, [[0.0, 1.0], [0.0, 0.0]])  # which keeps positions
+            for ids in _both([9, 1, 2], [1.0, 0.5, 1.0])
+        ),
+        ({"max_sequence_length": 2}, np.array([[9, 1, 2], [-1, -1, -1]]), [[0.0, 2.0], [0.0, 0.0]]),
+        ({"output_shape": (1, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[7.0, 4.0]]),
+        ({"output_shape": (2, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[1.0, 2.0], [4.0, 0.0]]),
+        ({}, np.array([1, -1, 7, -9]), [2.0, 0.0, 0.0, 0.0]),
+        ({"on_bad_id": "clip"}, np.array([1, -1, 7, -9]), [2.0, 0.0, 4.0, 1.0]),
+        # Rows are rounded before they are combined.
+        ({"table": {"quantization_config": GRID}}, np.array([[0, 1], [2, -1]]), [3.0, 3.0]),
+    ],
+)
+def test_lookups(options, ids, expected):
+    assert oracle.lookup(TABLE, _feature(**options), ids)[..., 0].tolist() == expected
 
 
-def test_one_id_an_example_and_bad_ids():
-    ids = np.array([1, -1, 7, -9])
-    dropped = oracle.lookup(TABLE, _feature(), ids)[:, 0]
-    assert dropped.tolist() == [2.0, 0.0, 0.0, 0.0]
-    clipped = oracle.lookup(TABLE, _feature(on_bad_id="clip"), ids)[:, 0]
-    assert clipped.tolist() == [2.0, 0.0, 4.0, 1.0]
+def test_a_bad_id_is_an_error():
     with pytest.raises(ValueError, match="bad id 7"):
-        oracle.lookup(TABLE, _feature(on_bad_id="error"), ids)
-
-
-def test_quantization_rounds_rows_before_they_are_combined():
-    grid = SimpleNamespace(num_buckets=4, lower=0.0, upper=3.0)
-    table = np.array([[0.4, 0.5], [-7.0, 9.0], [1.0, 2.49]])
-    feature = _feature(table={"quantization_config": grid})
-    out = oracle.lookup(table, feature, np.array([[0, 1], [2, -1]]))
-    assert out.tolist() == [[0.0, 4.0], [1.0, 2.0]]
+        oracle.lookup(TABLE, _feature(on_bad_id="error"), np.array([1, 7]))
 
 
 def test_row_gradients_come_in_batch_order():
@@ -99,13 +96,10 @@ def test_row_gradients_come_in_batch_order():
         (True, 2, 5.0, 1),
         (False, 0, 0.0, 1),
     ]
+    fixed = _feature(table={"trainable": False})
+    assert oracle.row_gradients([(fixed, np.array([0]))], [np.ones((1, 2))]) == []
     sums = oracle.summed((o.row, o.gradient) for o in [*found, *found] if o.table is one.table)
     assert {row: total[0] for row, total in sums.items()} == {0: 1.0, 1: 1.0, 2: 10.0}
-
-
-def test_untrainable_tables_have_no_gradients():
-    feature = _feature(table={"trainable": False})
-    assert oracle.row_gradients([(feature, np.array([0]))], [np.ones((1, 2))]) == []
 
 
 def _descent(name, hyper, row, slots, gradient, t, lr):
@@ -141,3 +135,8 @@ def test_train_step_applies_the_rule_to_touched_rows(hyper, counts):
     # Row 0 is looked up twice: 0 - .5·2 at once, or 0 - .5 and then -.5 - .5·1.5 one by one.
     expected = -1.25 if hyper.get("use_gradient_accumulation") is False else -1.0
     assert tables[feature.table][:, 0].tolist() == [expected, -0.5, 0.0]
+
+
+def test_nan_is_outside_of_every_interval():
+    bounds = oracle_bounds.Interval(np.zeros(2), np.ones(2))
+    assert oracle_bounds.outside([0.5, np.nan], bounds).tolist() == [[1]]

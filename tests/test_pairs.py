@@ -33,21 +33,12 @@ def test_every_pair_is_covered_by_few_rows(sizes, most):
     rows = all_pairs(**factors)
     assert not missing(rows, factors)
     assert len(rows) <= most
-    assert all(list(row) == list(factors) for row in rows)
     assert rows == all_pairs(**factors)
 
 
 def test_checker_sees_a_missing_pair():
     factors = {"a": [1, 2], "b": ["x", "y"], "c": [None, 0]}
-    rows = all_pairs(**factors)
-    assert [bool(missing(rows[:i] + rows[i + 1 :], factors)) for i in range(len(rows))][:1] == [
-        True
-    ]
-
-
-def test_levels_may_be_anything():
-    rows = all_pairs(a=[[1], {2: 3}], b=["x"], c=[print, len])
-    assert {(row["b"], row["c"]) for row in rows} == {("x", print), ("x", len)}
+    assert missing(all_pairs(**factors)[1:], factors)
 
 
 def test_the_whole_product_is_there_and_what_is_no_pair_is_marked():

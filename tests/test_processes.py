@@ -5,22 +5,18 @@ import json
 import shutil
 import time
 
-import jax
 import numpy as np
 import process_cases
 import pytest
 import search_processes
 import small_cases
+from process_cases import assert_same
 from process_runs import run, start
 from search_cases import assert_found, expected
 
 from tpu_embed.io import restore
 
 PLACEMENTS = ["mod", "div", "replicated"]
-
-
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +77,9 @@ def test_a_search_over_the_devices_of_two_processes_is_exact(two):
         assert_found(items, wanted)
         np.testing.assert_array_equal(of_words, scores)
         np.testing.assert_array_equal(keys.filled(0), case.KEYS[places])
-        assert "top_k: expected the same arguments in every process, got others" in errors[0]
-        assert "queries: expected an array on the host, or on all 8 devices" in errors[1]
-        assert "queries" in errors[2], "one process refuses them, and both raise"
+        assert "top_k: expected the same arguments in every process, got others" in errors[0][1]
+        assert "queries: expected an array on the host, or on all 8 devices" in errors[1][1]
+        assert "queries" in errors[2][1], "one process refuses them, and both raise"
 
 
 def test_several_blocks_on_each_device_have_the_bits_of_one_process(two):
@@ -111,8 +107,7 @@ def test_placed_parts_touch_the_rows_of_their_own_features(two):
 
 def test_one_refuses_all_refuse(two):
     """Every process raises a refusal, which names the one whose part it was; nothing changes."""
-    kinds = "ValueError TypeError ValueError ValueError TypeError".split()
-    kinds += ["ValueError", "ValueError"]
+    kinds = [f"{kind}Error" for kind in "Value Type Value Value Type Value Value".split()]
     for process, (_, _, _, seen, *_) in enumerate(two):
         assert [one and one[0] for one in seen] == [*kinds, None, None]
         ours = [one[1] for one in seen if one and "process 1 refused its part" in one[1]]
@@ -210,8 +205,7 @@ def test_one_ends_and_all_end_with_the_reason(count, how, where, tmp_path):
     call = process_cases.leave, leaver, how, where, str(tmp_path)
     ended, _ = start(count, tmp_path, [call], ENDS_WITHIN)
     now, (status, said) = time.time(), ended.pop(leaver)
-    left_at = float(said.partition("left at ")[2].split()[0])
-    assert now - left_at < ALL_END_WITHIN
+    assert now - float(said.partition("left at ")[2].split()[0]) < ALL_END_WITHIN
     # JAX aborts a process that waits at its exit for one whose device waits for it.
     assert status in ({"raise": 1, "exit": 3, "kill": -9, "interrupt": -2}[how], -6)
     reasons = {"raise": "ValueError: the data source is gone", "exit": "it has ended"}

@@ -1,19 +1,19 @@
 """The programs of `examples/published`: small runs on planted data, losses on 1 and 8 devices."""
 
+import functools
 import re
-import runpy
 import sys
-import types
 
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT, load_from
+from example_cases import ROOT, config_of, load_from
+from facade_cases import mesh
 from flax import nnx
-from nn_models import mesh_of
 
 import tpu_embed
 
+PUBLISHED = ROOT / "configs" / "published"
 ITEMS, USERS, GROUPS = 40, 96, 4
 OF_HISTORIES = """
 batch_size, epochs, evaluate_every, drawn = 32, 10, 5, 40
@@ -33,14 +33,12 @@ def promotion():
 def run(main, arguments, numbers, config, tmp_path, monkeypatch, capsys):
     """Return the first number that a program prints of "test" and of "validation"."""
     small = tmp_path / config
-    small.write_text((ROOT / "configs" / "published" / config).read_text() + numbers)
-    given = ["program", *arguments, "--config", str(small)]
-    monkeypatch.setattr(sys, "argv", given)
+    small.write_text((PUBLISHED / config).read_text() + numbers)
+    monkeypatch.setattr(sys, "argv", ["program", *arguments, "--config", str(small)])
     monkeypatch.chdir(tmp_path)
     main()
-    return dict(
-        re.findall(r"^(test|validation).* \S+@\d+ (\S+) NDCG", capsys.readouterr().out, re.M)
-    )
+    pattern = r"^(test|validation).* \S+@\d+ (\S+) NDCG"
+    return dict(re.findall(pattern, capsys.readouterr().out, re.M))
 
 
 def walks(rng):
@@ -59,10 +57,7 @@ def test_the_next_item_is_found(program, tmp_path, monkeypatch, capsys):
     load_from("published", program, monkeypatch)
     module, name = {"sasrec": ("sasrec", "SASRec"), "hstu": ("hstu_network", "HSTU")}[program]
     network, config = getattr(sys.modules[module], name), f"{program}_amazon.py"
-
-    def main():
-        sys.modules["reviews"].main(None, config, network)
-
+    main = functools.partial(sys.modules["reviews"].main, None, config, network)
     given = ["--data", "walks.txt"]
     found = run(main, given, OF_HISTORIES, config, tmp_path, monkeypatch, capsys)
     assert found.keys() == {"validation", "test"}
@@ -81,10 +76,8 @@ def test_times_decide(tmp_path, monkeypatch, capsys):
     (tmp_path / "ratings.dat").write_text("\n".join(lines) + "\n")
     program = load_from("published", "ml1m_hstu", monkeypatch)
     monkeypatch.setattr(sys.modules["next_item"], "TOP", 1)
-    given = ["--data", "ratings.dat"]
-    config = "hstu_ml1m.py"
-    numbers = OF_HISTORIES + "epochs = 25\n"
-    found = run(program.main, given, numbers, config, tmp_path, monkeypatch, capsys)
+    given, numbers = ["--data", "ratings.dat"], OF_HISTORIES + "epochs = 25\n"
+    found = run(program.main, given, numbers, "hstu_ml1m.py", tmp_path, monkeypatch, capsys)
     assert float(found["test"]) > 0.75, found  # 0.5 without the times
 
 
@@ -100,10 +93,7 @@ def test_unseen_places_of_a_group_are_found(program, tmp_path, monkeypatch, caps
         lines = [" ".join(map(str, [user, *row[part]])) for user, row in enumerate(chosen)]
         (tmp_path / f"{name}.txt").write_text("\n".join(lines) + "\n")
     module, config = load_from("published", program, monkeypatch), f"{program}_gowalla.py"
-
-    def main():
-        sys.modules["gowalla"].main(None, config, module.prepare)
-
+    main = functools.partial(sys.modules["gowalla"].main, None, config, module.prepare)
     found = run(main, ["--data", "."], OF_PAIRS, config, tmp_path, monkeypatch, capsys)
     assert float(found["test"]) > 0.9, found
 
@@ -130,16 +120,14 @@ def test_20_losses_on_1_and_8_devices(monkeypatch):
     """Dropout drops the same; only the sums of the network's gradients are in another order."""
     sasrec = load_from("published", "sasrec", monkeypatch)
     module, histories = sys.modules["next_item"], sys.modules["histories"]
-    config = types.SimpleNamespace(
-        **runpy.run_path(str(ROOT / "configs" / "published" / "sasrec_amazon.py"))
-    )
+    config = config_of((PUBLISHED / "sasrec_amazon.py").read_text())
     vars(config).update(batch_size=16, epochs=4, drawn=40, longest=12, dim=8, hidden=8)
     rows = [row.astype(np.int32) for row in walks(np.random.default_rng(3))]
     whole, sgd = histories.Histories(rows, ITEMS), tpu_embed.optimizers.SGD
     monkeypatch.setattr(tpu_embed.optimizers, "Adam", lambda rate, **_: sgd(0.05))
     runs = []
     for devices in (1, 8):
-        engine, losses = module.make_engine(config, whole, mesh_of(devices)), []
+        engine, losses = module.make_engine(config, whole, mesh(devices)), []
         module.train(
             module.NextItem(config, engine),
             whole,

@@ -49,26 +49,21 @@ def steps_of(step):
     return len(done), None
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_a_signal_waits_for_the_end_of_its_step(number):
-    count, error = steps_of(lambda step: step == 2 and ask(number))
-    assert count == 3
-    if number == signal.SIGINT:
-        assert type(error) is KeyboardInterrupt
-    else:
-        assert (type(error), error.code) == (SystemExit, 143)
-
-
-def test_the_last_signal_counts():
-    assert steps_of(lambda _: ask(signal.SIGINT, signal.SIGTERM))[1].code == 143
-    assert type(steps_of(lambda _: ask(signal.SIGTERM, signal.SIGINT))[1]) is KeyboardInterrupt
-    assert steps_of(lambda _: ask(signal.SIGTERM, signal.SIGTERM))[0] == 1
-
-
-def test_a_second_ctrl_c_does_not_wait():
-    count, error = steps_of(lambda _: ask(signal.SIGINT, signal.SIGINT))
-    assert count == 0
-    assert type(error) is KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("numbers", "whole", "ends"),
+    [
+        ([signal.SIGINT], 3, KeyboardInterrupt),
+        ([signal.SIGTERM], 3, SystemExit),
+        ([signal.SIGINT, signal.SIGTERM], 3, SystemExit),  # the last one counts
+        ([signal.SIGTERM, signal.SIGINT], 3, KeyboardInterrupt),
+        ([signal.SIGTERM, signal.SIGTERM], 3, SystemExit),
+        ([signal.SIGINT, signal.SIGINT], 2, KeyboardInterrupt),  # a second Ctrl-C does not wait
+    ],
+)
+def test_a_signal_waits_for_the_end_of_its_step(numbers, whole, ends):
+    count, error = steps_of(lambda step: step == 2 and ask(*numbers))
+    assert (count, type(error)) == (whole, ends)
+    assert ends is KeyboardInterrupt or error.code == 143
 
 
 def test_ctrl_c_does_not_wait_while_another_signal_ends_the_loop():
@@ -88,18 +83,17 @@ def test_ctrl_c_does_not_wait_while_another_signal_ends_the_loop():
 @pytest.mark.parametrize("times", [1, 2])
 def test_interrupted_at_any_bytecode_it_leaves_the_handlers_of_before(times):
     interrupt_once = functools.partial(ask, *[signal.SIGINT] * times)
-    before, raised, told = handlers(), 0, []
+    before, told = handlers(), []
     for at in itertools.count(1):
         with Interrupt(of_a_stop, at, interrupt_once) as interrupt:
             with Stop() as stop:
                 told.append(stop.at(1))
             assert interrupt.seen < at
-        raised += interrupt.seen >= at
         assert handlers() == before
         assert _stop._current is None
         if interrupt.seen < at:
             break
-    assert raised == at - 1 > 50
+    assert at > 50
     assert not any(told)  # of one process: it raises, now or at the end of the block
 
 
@@ -113,28 +107,6 @@ def test_a_signal_that_nobody_looks_for_comes_at_the_end():
     count, error = steps_of(fail)
     assert (count, type(error)) == (0, KeyboardInterrupt)
     assert "disk gone" in str(error.__context__)
-
-
-def test_a_handler_of_the_programs_own_runs_between_two_steps():
-    seen = []
-
-    def handler(number, _):
-        seen.append(number)
-        if len(seen) == 3:
-            raise TimeoutError
-
-    def step(number):
-        ask(signal.SIGTERM)
-        assert len(seen) == number
-
-    before = signal.signal(signal.SIGTERM, handler)
-    try:
-        count, error = steps_of(step)
-        assert count == 3
-        assert type(error) is TimeoutError
-        assert signal.getsignal(signal.SIGTERM) is handler
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("number", BOTH)
@@ -159,8 +131,7 @@ def test_a_loop_in_a_step_of_another_one_ends_both():
                 stop.at(number)
 
     count, error = steps_of(step)
-    assert (count, inner) == (0, [0, 1])
-    assert type(error) is KeyboardInterrupt
+    assert (count, inner, type(error)) == (0, [0, 1], KeyboardInterrupt)
 
 
 def test_other_threads_have_no_handlers_and_get_no_signals():

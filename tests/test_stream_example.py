@@ -1,11 +1,9 @@
 """The example of items that come and go: its stream, its measure, its scores, then a small run."""
 
-import types
-
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT, load, numbers, run
+from example_cases import ROOT, config_of, load, numbers, run
 
 from tpu_embed import DynamicVocabulary
 
@@ -18,9 +16,7 @@ batch_size, users, rows = 512, 50, 300
 
 @pytest.fixture(scope="module")
 def config():
-    numbers_by_name = {}
-    exec(CONFIG + SMALL, numbers_by_name)
-    return types.SimpleNamespace(**numbers_by_name)
+    return config_of(CONFIG + SMALL)
 
 
 def test_items_are_born_and_die_and_are_clicked_as_planted(config, monkeypatch):
@@ -66,16 +62,11 @@ def test_scores_are_those_of_a_lookup_before_the_training(config, monkeypatch):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    "numbers_of_devices",
-    [(8,), pytest.param((1, 8), marks=pytest.mark.whole)],
-    ids=["on 8 devices", "the same on 1 and 8"],
-)
-def test_a_living_vocabulary_learns_more_than_hashed_rows(tmp_path, numbers_of_devices):
+def test_a_living_vocabulary_learns_more_than_hashed_rows_on_1_and_8_devices(tmp_path):
     config = tmp_path / "small.py"
     config.write_text(CONFIG + SMALL)
     printed = []
-    for devices in numbers_of_devices:
+    for devices in (1, 8):
         out = run("stream.py", "--devices", devices, "--config", config, cwd=tmp_path)
         header, *lines, _, _ = out.splitlines()  # at last the seconds, and where the picture is
         assert header == f"{devices} device(s), 3000 items, 300 rows"

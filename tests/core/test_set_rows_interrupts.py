@@ -1,31 +1,37 @@
 """Ctrl-C anywhere in `set_rows`: it has happened, or nothing of it, and it can be called again."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
-from host_interrupt_cases import ADMITTING, HOMES, ROWS, features, in_files
 from interrupt_cases import Interrupt, ends_within, from_a_signal
 from living_cases import KEY, ids, mesh, on_host, simple, train_once
 
 import tpu_embed
-from tpu_embed import HostStorage
+from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.engine import logical_rows
 from tpu_embed.storage import HostRows
 
-IN_SET_ROWS = in_files(
-    *HOMES,
-    *ADMITTING,
-    *(
-        "core/engine/logical_rows",
-        "processes/conversations",
-        "core/rows/logical",
-        "core/rows/devices",
-    ),
-    *(f"vocabulary/{name}" for name in ("vocabularies", "timeline", "table_maps", "map")),
-)
+FILES = """
+storage/homes storage/host_rows core/layout/arrivals core/engine/admitter core/state/moved_rows
+core/state/new_rows core/engine/logical_rows processes/order core/rows/logical core/rows/devices
+vocabulary/vocabularies vocabulary/timeline vocabulary/table_maps vocabulary/map
+"""
+IN_SET_ROWS = {f"{Path(tpu_embed.__file__).parent}/{name}.py" for name in FILES.split()}
+ROWS = 40
 STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]
 VALUES = np.array([[5.0, 6], [7, 8]], np.float32)
+
+
+def features(storage):
+    drawn = jax.nn.initializers.normal()
+    return FeatureConfig(TableConfig(ROWS, 2, drawn, name="items", storage=storage))
+
+
+def is_in_set_rows(code):
+    return code.co_filename in IN_SET_ROWS
 
 
 def sweep(stride, begin, call, check):
@@ -37,10 +43,11 @@ def sweep(stride, begin, call, check):
       call: calls `set_rows`.
       check: checks what an interrupted call has left, and repeats it.
     """
+    assert all(Path(name).is_file() for name in IN_SET_ROWS)
     for at in range(1, 20_000, stride):
         given = begin()
         with ends_within(60):
-            with Interrupt(IN_SET_ROWS, at, from_a_signal, only_signals=True) as interrupt:
+            with Interrupt(is_in_set_rows, at, from_a_signal, only_signals=True) as interrupt:
                 call(*given)
             if interrupt.seen < at:
                 break

@@ -7,7 +7,7 @@ import time
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -21,8 +21,7 @@ ROWS, SIZE = 64, 4
 def engine():
     """Return an engine whose row r is [r, r]."""
     table = TableConfig(ROWS, 2, initializer=tpu_embed.initializers.RowIdInitializer())
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, SGD(0.5), mesh=mesh)
+    return tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, SGD(0.5), mesh=mesh(2))
 
 
 @functools.cache

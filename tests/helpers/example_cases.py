@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,13 @@ def run(example, *arguments, cwd):
 
 def numbers(pattern, text):
     return np.array([float(x) for x in re.findall(pattern, text)])
+
+
+def config_of(text):
+    """Return the numbers of a config, as attributes."""
+    found = {}
+    exec(text, found)
+    return types.SimpleNamespace(**found)
 
 
 def table(path, header, rows, separator):

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 
@@ -136,9 +136,8 @@ def _stepped(table, uses, config, blocks):
 
 def make_engine(case, devices, **options):
     """Return an engine of a case on some devices."""
-    mesh = Mesh(np.asarray(jax.devices()[:devices]), ("x",))
-    chosen = {"exchange_dtype": "bfloat16", "mesh": mesh, "sum_blocks": case.blocks} | options
-    return EmbeddingEngine(case.features, optimizers.SGD(float(RATE)), **chosen)
+    chosen = {"exchange_dtype": "bfloat16", "mesh": mesh(devices), "sum_blocks": case.blocks}
+    return EmbeddingEngine(case.features, optimizers.SGD(float(RATE)), **chosen | options)
 
 
 def arrays(step):

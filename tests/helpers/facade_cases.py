@@ -55,6 +55,16 @@ def snapshot(embedding):
     return embedding.retrieve(), int(embedding.state.step), embedding.waiting
 
 
+def at_64_bytes(array):
+    """Return a copy in memory that JAX's CPU backend would use as its own."""
+    array = np.asarray(array)
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copied = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
+
+
 def assert_same(a, b) -> None:
     """Assert that two nestings of arrays have the same structure, dtypes and bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)

@@ -6,13 +6,12 @@ from fractions import Fraction
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from facade_cases import mesh
 from oracle_vocabulary import VocabularyOracle
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, RaggedIds, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.vocabulary import DynamicVocabulary
 
 SIZES = {"bags": 16, "one": 8, "seen": 8}
 KEY = 7
@@ -36,11 +35,6 @@ def configs(items=ITEMS, **options):
         "seen": FeatureConfig(tables["items"], max_sequence_length=2),
         "user": FeatureConfig(tables["users"]),
     }
-
-
-def mesh(devices):
-    """Return a mesh of some of the devices."""
-    return Mesh(np.array(jax.devices()[:devices]), ("d",))
 
 
 def engine(devices=2, lookahead=0, features=None, **options):
@@ -152,10 +146,13 @@ def assert_same(found, expected, names=None):
 
 def simple(capacity=3, lookahead=0, **options):
     """Return an engine of one living table on one device, with plain SGD, and its first state."""
-    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options))
-    made = tpu_embed.EmbeddingEngine(
-        {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), lookahead=lookahead
-    )
+    return _of_one(capacity, o.SGD(1.0), lookahead, options)
+
+
+def _of_one(capacity, rule, lookahead, options, **kind):
+    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary(**options), **kind)
+    features = {"x": FeatureConfig(table)}
+    made = tpu_embed.EmbeddingEngine(features, rule, mesh=mesh(1), lookahead=lookahead)
     return made, made.init(jax.random.key(KEY))
 
 
@@ -176,17 +173,8 @@ def maps_of(made):
 
 def on_host(capacity=6, device_rows=2, lookahead=0, **options):
     """Return an engine of one living table on the host, with Adagrad, and its first state."""
-    table = TableConfig(
-        capacity,
-        2,
-        name="t",
-        vocabulary=DynamicVocabulary(**options),
-        storage=HostStorage(device_rows=device_rows),
-    )
-    made = tpu_embed.EmbeddingEngine(
-        {"x": FeatureConfig(table)}, o.Adagrad(0.5), mesh=mesh(1), lookahead=lookahead
-    )
-    return made, made.init(jax.random.key(KEY))
+    storage = HostStorage(device_rows=device_rows)
+    return _of_one(capacity, o.Adagrad(0.5), lookahead, options, storage=storage)
 
 
 def train_once(made, state, *keys):

@@ -99,14 +99,11 @@ def left_by(engine, report):
         for name, table in engine.table_configs.items()
         for slot in (None, "accumulators")
     ]
-    maps = engine.vocabularies.held("query")
-    values = nnx.state(report.model) if isinstance(report.model, nnx.Module) else report.model
-    keys = jax.tree.map(
-        lambda leaf: (
-            jax.random.key_data(leaf)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf
-        ),
-        values,
-    )
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((rows, maps, keys, state.step))]
+    model = getattr(report, "model", None)
+    values = nnx.state(model) if isinstance(model, nnx.Module) else model
+    leaves = jax.tree.leaves((rows, engine.vocabularies.held("query"), values, state.step))
+    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+    return [
+        np.asarray(jax.random.key_data(leaf) if keyed else leaf)
+        for leaf, keyed in zip(leaves, is_key, strict=True)
+    ]

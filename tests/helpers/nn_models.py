@@ -4,17 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from facade_cases import mesh as mesh_of
 from flax import nnx
-from jax.sharding import Mesh
 
 import tpu_embed
 from tpu_embed import nn
 
 V, D, B, H = 23, 4, 16, 3
-
-
-def mesh_of(devices: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:devices]), ("d",))
 
 
 def bag_of(optimizer, *, devices: int = 1, seed: int = 0, layer=None, **options) -> nn.EmbeddingBag:

@@ -14,10 +14,7 @@ from tpu_embed import optimizers as o
 from tpu_embed.check.trainings import leaky_rule
 
 DECAY = {"weight_decay_factor": 0.03}
-DECAY_BY_RATE = {
-    "weight_decay_factor": 0.3,
-    "multiply_weight_decay_factor_by_learning_rate": True,
-}
+DECAY_BY_RATE = {"weight_decay_factor": 0.3, "multiply_weight_decay_factor_by_learning_rate": True}
 CLIPS = {"clipvalue": 0.7, "clip_weight_min": -0.8, "clip_weight_max": 0.9}
 ALL = {**DECAY_BY_RATE, **CLIPS}
 
@@ -84,10 +81,7 @@ CASES = {
         o.LAMB(0.1, **DECAY),
     ],
     "Lion": [o.Lion(0.01), o.Lion(0.1, beta_1=0.5, beta_2=0.7, **ALL)],
-    "RMSProp": [
-        o.RMSProp(0.1),
-        o.RMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL),
-    ],
+    "RMSProp": [o.RMSProp(0.1), o.RMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL)],
     "CenteredRMSProp": [
         o.CenteredRMSProp(0.1),
         o.CenteredRMSProp(0.1, rho=0.5, momentum=0.9, epsilon=0.1, **ALL),

@@ -16,7 +16,7 @@ import optax
 import optimizer_cases
 import oracle
 import oracle_rules
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
@@ -51,11 +51,6 @@ def all_optimizers():
     """Return every case by its id: our optimizers, then the optax transforms."""
     optax_cases = {f"optax {name}": tx for name, (tx, _) in optimizer_cases.OPTAX_CASES.items()}
     return dict(optimizer_cases.flat()) | optax_cases
-
-
-def mesh_of(devices):
-    """Return a mesh of the first devices."""
-    return Mesh(np.array(jax.devices()[:devices]), ("devices",))
 
 
 def make_features(placement="mod", dtype="float32", **options):
@@ -127,11 +122,9 @@ def gradients():
 
 def make_engine(optimizer, case, **options):
     """Return an engine of the case's layout."""
+    options |= {"mesh": mesh(case.devices), "stack_tables": case.stacking}
     features = make_features(case.placement, case.dtype)
-    mesh = mesh_of(case.devices)
-    return tpu_embed.EmbeddingEngine(
-        features, optimizer, mesh=mesh, stack_tables=case.stacking, **options
-    )
+    return tpu_embed.EmbeddingEngine(features, optimizer, **options)
 
 
 def place_all(engine, steps):
@@ -165,55 +158,45 @@ def rounded(dtype):
     return lambda row: np.asarray(row, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
+def of_step(features, t):
+    """Return the features with their ids, and their gradients, as the oracle takes them."""
+    order = sorted(features)
+    ids = [(features[name], batches()[t][name]) for name in order]
+    return ids, [gradients()[name][t] for name in order]
+
+
 @functools.cache
 def occurrences():
     """Return for each step the oracle's lookups in order, by table name."""
     features = make_features()
-    found = []
-    for t, ids in enumerate(batches()):
-        order = sorted(features)
-        steps = oracle.row_gradients(
-            [(features[name], ids[name]) for name in order],
-            [gradients()[name][t] for name in order],
-        )
-        found.append({name: [o for o in steps if o.table.name == name] for name in VOCABULARY})
-    return found
+    steps = [oracle.row_gradients(*of_step(features, t)) for t in range(STEPS)]
+    return [{name: [o for o in s if o.table.name == name] for name in VOCABULARY} for s in steps]
 
 
 def expected(optimizer, dtype):
     """Return the oracle's (tables, slots) after all steps: float64, rows rounded as stored."""
     name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
-    stored = rounded(dtype)
-    tables, slots = {}, {}
-    for table, size in VOCABULARY.items():
-        rows = [stored(row.astype(np.float64)) for row in start(table)]
-        mine = [oracle_rules.initial_slots(name, hyper, D) for _ in range(size)]
-        for t in range(STEPS):
-            lr = rate_at(optimizer.learning_rate, t)
-            for row, gradient in updates_of(t, table, hyper):
-                w, mine[row] = oracle_rules.apply(
-                    name, hyper, rows[row], mine[row], gradient, t + 1, lr
-                )
-                rows[row] = stored(w)
-        tables[table] = np.stack(rows)
-        slots[table] = {slot: np.stack([one[slot] for one in mine]) for slot in mine[0]}
-    return tables, slots
+    stored, features = rounded(dtype), make_features()
+    configs = {feature.table.name: feature.table for feature in features.values()}
+    first = oracle_rules.initial_slots(name, hyper, D)
+    tables = {c: stored(start(table).astype(np.float64)) for table, c in configs.items()}
+    slots = {
+        config: {slot: np.stack([value] * size) for slot, value in first.items()}
+        for config, size in zip(configs.values(), map(VOCABULARY.get, configs), strict=True)
+    }
 
+    def apply(*given):
+        row, own = oracle_rules.apply(*given)
+        return stored(row), own
 
-def rate_at(rate, t):
-    """Return the learning rate at step t, counted from 0, also of a schedule."""
-    return float(rate(t)) if callable(rate) else rate
-
-
-def updates_of(t, table, hyper):
-    """Return (row, gradient) of every update of a table at step t, in order."""
-    one_by_one = [(o.row, o.gradient) for o in occurrences()[t][table]]
-    if not hyper["use_gradient_accumulation"]:
-        return one_by_one
-    sums = dict.fromkeys(range(VOCABULARY[table]) if not hyper.get("lazy_adam", True) else (), 0.0)
-    for row, gradient in one_by_one:
-        sums[row] = sums.get(row, 0.0) + gradient
-    return [(row, np.zeros(D) + gradient) for row, gradient in sums.items()]
+    for t in range(STEPS):
+        rate = optimizer.learning_rate
+        rate = float(rate(t)) if callable(rate) else rate
+        tables, slots = oracle.train_step(
+            tables, slots, *of_step(features, t), step=t + 1, apply=apply,
+            optimizers=dict.fromkeys(tables, (name, hyper, rate)),
+        )  # fmt: skip
+    return tuple({table: one[c] for table, c in configs.items()} for one in (tables, slots))
 
 
 def expected_by_optax(transform, dtype):
@@ -221,7 +204,7 @@ def expected_by_optax(transform, dtype):
 
     After each update, untouched rows and their state are restored.
     """
-    tables, leaves = {}, {}
+    tables, leaves, stored = {}, {}, rounded(dtype)
 
     @jax.jit
     def step(gradient, state, rows):
@@ -230,14 +213,15 @@ def expected_by_optax(transform, dtype):
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for table, size in VOCABULARY.items():
-            rows = rounded(dtype)(start(table).astype(np.float64))
+            rows = stored(start(table).astype(np.float64))
             state = transform.init(jnp.asarray(rows))
             for t in range(STEPS):
                 dense, touched = np.zeros((size, D)), np.zeros((size, 1), bool)
-                for row, gradient in updates_of(t, table, {"use_gradient_accumulation": True}):
-                    dense[row], touched[row] = gradient, True
+                for one in occurrences()[t][table]:
+                    dense[one.row] += one.gradient
+                    touched[one.row] = True
                 after, new = step(dense, state, rows)
-                rows = np.where(touched, rounded(dtype)(np.asarray(after)), rows)
+                rows = np.where(touched, stored(np.asarray(after)), rows)
                 state = jax.tree.map(
                     lambda a, b, touched=touched: np.where(touched, a, b) if np.ndim(a) else a,
                     new,

@@ -1,6 +1,7 @@
 """`Order`: threads wait for each other in one process, and are refused in several."""
 
 import threading
+from concurrent import futures
 from unittest import mock
 
 import pytest
@@ -21,10 +22,6 @@ class Worker(threading.Thread):
         self.order.run(lambda: None)
         self.goes_on.wait(LONG)
 
-    def end(self):
-        self.stopped = True
-        self.goes_on.set()
-
 
 @pytest.fixture
 def several():
@@ -34,18 +31,11 @@ def several():
 
 def in_a_thread(act):
     """Return what a call in another thread returns or raises."""
-    found = []
-
-    def run():
+    with futures.ThreadPoolExecutor(1) as pool:
         try:
-            found.append(act())
+            return pool.submit(act).result(LONG)
         except RuntimeError as error:
-            found.append(str(error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LONG)
-    return found[0]
+            return str(error)
 
 
 def test_in_one_process_threads_wait():
@@ -55,11 +45,8 @@ def test_in_one_process_threads_wait():
         before = len(done)
         done.append(before)
 
-    threads = [threading.Thread(target=order.run, args=(add,)) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
+    with futures.ThreadPoolExecutor(20) as pool:
+        [pool.submit(order.run, add) for _ in range(20)]
     assert done == list(range(20))
     order.let(mock.Mock())  # no thread is refused
     assert in_a_thread(lambda: order.run(lambda: "it")) == "it"
@@ -83,7 +70,8 @@ def test_all_are_refused_until_a_worker_ends():
     for act in (lambda: order.run(lambda: 1), lambda: order.let(Worker(order))):
         with pytest.raises(RuntimeError, match="Prefetcher that has not ended; close it first"):
             act()
-    worker.end()
+    worker.stopped = True
+    worker.goes_on.set()
     assert order.run(lambda: 1) == 1
     never_started = Worker(order)
     order.let(never_started)
@@ -94,16 +82,8 @@ def test_all_are_refused_until_a_worker_ends():
 @pytest.mark.usefixtures("several")
 def test_after_an_interrupt_the_processes_are_out_of_step():
     order = Order()
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    def refused():
-        raise ValueError("bad id")
-
-    with pytest.raises(ValueError, match="bad id"):
-        order.run(refused)
-    with pytest.raises(KeyboardInterrupt):
-        order.run(interrupted)
+    for error in (ValueError("bad id"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            order.run(mock.Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="got one that was interrupted; end all processes"):
         order.run(lambda: 1)

@@ -33,21 +33,46 @@ class Occurrence:
 
 def read(feature, ids, weights=None) -> Bags:
     """Return the bags of one feature; a bad id raises under "error"."""
+    ids = ids if hasattr(ids, "values") else np.asarray(ids)
+    shape, entries = _entries(ids, weights)
+    first, declared = feature.max_sequence_length, feature.output_shape
+    if first:
+        shape = (shape[0], first)
+    elif hasattr(ids, "row_splits") and declared is not None:
+        # Rows that do not fill the declared shape one by one give their first ids each.
+        first = 0 if math.prod(declared) == shape[0] else math.prod(declared) // shape[0]
+        shape = tuple(declared)
+    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
+    for bag, position, number, weight in entries:
+        row = _resolve(feature, number)
+        if row is not None and (not first or position < first):
+            bags[bag * first + position if first else bag].append((row, weight))
+    combines = not first and getattr(ids, "ndim", 2) > 1
+    return Bags(bags, feature.table.combiner if combines else None, shape)
+
+
+def _entries(ids, weights):
+    """Return the shape of the bags; and bag, position, number and weight of each id in turn."""
+    padding = None
     if hasattr(ids, "row_splits"):
-        return _read_ragged(feature, ids, _flat_weights(ids, weights))
-    if hasattr(ids, "dense_shape"):
-        return _read_sparse(feature, ids, _flat_weights(ids, weights))
-    return _read_dense(feature, np.asarray(ids), weights)
-
-
-def _flat_weights(ids, weights) -> list[float]:
-    if ids.weights is not None:
+        splits, numbers = [int(s) for s in ids.row_splits], ids.values
+        rows = enumerate(itertools.pairwise(splits))
+        places = [(bag, at) for bag, (begin, end) in rows for at in range(end - begin)]
+        shape = (len(splits) - 1,)
+    elif hasattr(ids, "dense_shape"):
+        shape, numbers = tuple(ids.dense_shape)[:-1], ids.values
+        indices = [tuple(map(int, place)) for place in np.asarray(ids.indices)]
+        places = [(int(np.ravel_multi_index(at[:-1], shape)), at[-1]) for at in indices]
+    else:
+        shape, padding = ids.shape[: max(1, ids.ndim - 1)], -1
+        numbers, width = ids.reshape(-1), ids.shape[-1] if ids.ndim > 1 else 1
+        places = [divmod(n, width) for n in range(ids.size)]
+    if getattr(ids, "weights", None) is not None:
         weights = ids.weights
-    elif weights is None:
-        return [1.0] * len(ids.values)
-    elif hasattr(weights, "values"):
-        weights = weights.values
-    return [float(w) for w in np.asarray(weights)]
+    weights = getattr(weights, "values", weights)
+    weights = np.ones(len(places)) if weights is None else np.ravel(np.asarray(weights))
+    every = zip(places, numbers, weights, strict=True)
+    return shape, [(*at, int(n), float(weight)) for at, n, weight in every if n != padding]
 
 
 def _resolve(feature, number: int) -> int | None:
@@ -59,70 +84,6 @@ def _resolve(feature, number: int) -> int | None:
     if feature.on_bad_id == "drop":
         return None
     return 0 if number < 0 else size - 1
-
-
-def _read_dense(feature, ids: np.ndarray, weights) -> Bags:
-    length = feature.max_sequence_length
-    if ids.ndim == 1:
-        shape = ids.shape
-    elif length:
-        shape = (ids.shape[0], length)
-    else:
-        shape = ids.shape[:-1]
-    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
-    for place in itertools.product(*map(range, ids.shape)):
-        number = int(ids[place])
-        row = None if number == -1 else _resolve(feature, number)
-        if row is None:
-            continue
-        weight = 1.0 if weights is None else float(np.asarray(weights)[place])
-        if ids.ndim == 1:
-            bags[place[0]].append((row, weight))
-        elif not length:
-            bags[int(np.ravel_multi_index(place[:-1], shape))].append((row, weight))
-        elif place[1] < length:
-            bags[place[0] * length + place[1]].append((row, weight))
-    return Bags(bags, feature.table.combiner if ids.ndim > 1 and not length else None, shape)
-
-
-def _read_sparse(feature, ids, weights: list[float]) -> Bags:
-    length = feature.max_sequence_length
-    full = tuple(ids.dense_shape)
-    shape = (full[0], length) if length else full[:-1]
-    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
-    for place, number, weight in zip(np.asarray(ids.indices), ids.values, weights, strict=True):
-        row = _resolve(feature, int(number))
-        if row is None:
-            continue
-        if not length:
-            bags[int(np.ravel_multi_index(tuple(place[:-1]), shape))].append((row, weight))
-        elif place[1] < length:
-            bags[int(place[0]) * length + int(place[1])].append((row, weight))
-    return Bags(bags, None if length else feature.table.combiner, shape)
-
-
-def _read_ragged(feature, ids, weights: list[float]) -> Bags:
-    splits = [int(s) for s in ids.row_splits]
-    rows = len(splits) - 1
-    if feature.max_sequence_length:
-        first = feature.max_sequence_length
-        shape = (rows, first)
-    elif feature.output_shape is None:
-        first, shape = 0, (rows,)
-    else:
-        shape = tuple(feature.output_shape)
-        first = 0 if math.prod(shape) == rows else math.prod(shape) // rows
-    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
-    for i in range(rows):
-        for position, n in enumerate(range(splits[i], splits[i + 1])):
-            row = _resolve(feature, int(ids.values[n]))
-            if row is None:
-                continue
-            if not first:
-                bags[i].append((row, weights[n]))
-            elif position < first:
-                bags[i * first + position].append((row, weights[n]))
-    return Bags(bags, None if first else feature.table.combiner, shape)
 
 
 def quantize(row: np.ndarray, config) -> np.ndarray:

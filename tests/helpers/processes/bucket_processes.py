@@ -1,9 +1,12 @@
 """What several processes do together in a bucket."""
 
+from unittest import mock
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from process_cases import told
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -21,13 +24,12 @@ from tpu_embed.io import (
 
 
 def features(placement):
-    tables = {name: TableConfig(50, 6, name=name, placement=placement) for name in ("a", "b")}
-    return {name: FeatureConfig(table) for name, table in tables.items()}
+    return {n: FeatureConfig(TableConfig(50, 6, name=n, placement=placement)) for n in "ab"}
 
 
 def engine(placement):
-    made = features(placement)
-    return tpu_embed.EmbeddingEngine(made, o.Adagrad(0.5), mesh=Mesh(jax.devices(), ("d",)))
+    mesh = Mesh(jax.devices(), ("d",))
+    return tpu_embed.EmbeddingEngine(features(placement), o.Adagrad(0.5), mesh=mesh)
 
 
 def saved_and_restored(url):
@@ -35,9 +37,8 @@ def saved_and_restored(url):
     made, other = engine("mod"), engine("div")
     state = made.init(jax.random.key(0))
     sharding = made.layout.axes.sharding(made.layout.axes.names)
-    kernel = jax.make_array_from_callback(
-        (16, 2), sharding, np.arange(32, dtype=np.float32).reshape(16, 2).__getitem__
-    )
+    whole = np.arange(32, dtype=np.float32).reshape(16, 2)
+    kernel = jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
     model = {"kernel": kernel, "n": 3}
     with CheckpointManager(url, made, keep=2) as manager:
         for step in (1, 2, 3):
@@ -45,19 +46,14 @@ def saved_and_restored(url):
         manager.wait()
         steps = manager.all_steps()
     found = restore(f"{url}/3", other, model=model)
-    pieces = [np.array_equal(one.data, np.arange(32).reshape(16, 2)[one.index])
-              for one in found.model["kernel"].addressable_shards]  # fmt: skip
+    shards = found.model["kernel"].addressable_shards
+    pieces = [np.array_equal(one.data, whole[one.index]) for one in shards]
     ids = np.arange(50)
     rows = [e.rows(s, n, ids) for e, s in ((made, state), (other, found.state)) for n in "ab"]
-    told, real = "", commits._InBucket.finish
-    if jax.process_index() == 0:
-        commits._InBucket.finish = lambda *_: (_ for _ in ()).throw(OSError("no space left"))
-    try:
-        save(f"{url}/4", made, state)
-    except Exception as error:
-        told = f"{error}"
-    commits._InBucket.finish = real
-    return rows, all(pieces), found.position, steps, told
+    full, real = mock.Mock(side_effect=OSError("no space left")), commits._InBucket.finish
+    with mock.patch.object(commits._InBucket, "finish", real if jax.process_index() else full):
+        _, text = told(save, f"{url}/4", made, state)
+    return rows, all(pieces), found.position, steps, text
 
 
 def published(url, cache):

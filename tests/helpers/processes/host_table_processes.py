@@ -6,13 +6,12 @@ from unittest import mock
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from living_processes import gradients, train_layers_step, train_step
-from process_cases import mesh, part
+from living_processes import train_step
+from process_cases import assert_same, mesh, part, told
 
 import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, nn
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed._calls import Exchange
 from tpu_embed.core.layout import arrivals
@@ -57,14 +56,15 @@ def draw_part(step):
     """Return this process's part of a batch."""
     rng = np.random.default_rng(step)
     often = rng.random((BATCH, 2)) < 0.5
-    bags = np.where(often, rng.integers(0, 9, (BATCH, 2)), rng.integers(0, ITEMS, (BATCH, 2)))
     batch = {
-        "bags": bags,
+        "bags": np.where(
+            often, rng.integers(0, 9, often.shape), rng.integers(0, ITEMS, often.shape)
+        ),
         "seen": rng.integers(-1, 15, (BATCH, 2)),
         "tags": (rng.integers(0, 30, (BATCH, 2)) + step // 2) * (2**40 + 7),
         "user": rng.integers(0, 9, BATCH),
     }
-    return {name: part(array) for name, array in batch.items()}
+    return jax.tree.map(part, batch)
 
 
 def everything(made, state):
@@ -79,17 +79,38 @@ def everything(made, state):
 
 def looked_up(activations):
     """Return this process's part of activations."""
-    parts = {}
-    for name, one in activations.items():
+
+    def here(one):
         shards = sorted(one.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        parts[name] = np.concatenate([np.asarray(shard.data) for shard in shards])
-    return parts
+        return np.concatenate([np.asarray(shard.data) for shard in shards])
+
+    return jax.tree.map(here, activations)
+
+
+def begin(steps, **options):
+    """Return an engine with options as for `engine`, and its state after some steps."""
+    made = engine(**options)
+    state = made.init(jax.random.key(7))
+    return made, go_on(made, state, range(steps))
+
+
+def go_on(made, state, steps):
+    for step in steps:
+        state = train_step(made, state, made.place(draw_part(step)))
+    return state
+
+
+@contextlib.contextmanager
+def disk_of_the_first_is_full():
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    write = full if jax.process_index() == 0 else HostRows.write
+    with mock.patch.object(HostRows, "write", write):
+        yield
 
 
 def train(*, hosted=True, steps=STEPS):
     """Train with batches placed ahead, and lookups in between; return all that was found."""
-    made = engine(hosted=hosted)
-    state, seen = made.init(jax.random.key(7)), []
+    (made, state), seen = begin(0, hosted=hosted), []
     with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
         for step, batch in enumerate(batches):
             state = train_step(made, state, batch)
@@ -99,42 +120,25 @@ def train(*, hosted=True, steps=STEPS):
     return seen, everything(made, state)
 
 
-def train_embedding(*, hosted=True):
-    """Train by the stateful API, pipelined; return all rows."""
-    features = configs(hosted=hosted, rows=80)
-    made = tpu_embed.TPUEmbedding(features, o.Adagrad(0.3), True, mesh=mesh(DEVICES), seed=7)
-    made.enqueue(draw_part(0))
-    made.enqueue(draw_part(1))
-    for step in range(STEPS):
-        made.apply_gradients(gradients(made.dequeue()))
-        if step + 2 < STEPS:
-            made.enqueue(draw_part(step + 2))
-    return everything(made.engine, made.state)
-
-
 def on_the_host():
     """Return what the devices have missed, what `touched` says, and what was at home here."""
-    made = engine()
-    state = made.init(jax.random.key(7))
-    for step in range(STEPS):
-        state = train_step(made, state, made.place(draw_part(step)))
+    made, state = begin(STEPS)
     made.storage.flush()
     ids = np.array([3, 140, 77])
     values = np.arange(12.0, dtype=np.float32).reshape(3, 4)
     state = made.set_rows(state, "items", ids, values)
     assert np.array_equal(made.rows(state, "items", ids), values)
-    state = train_step(made, state, made.place(draw_part(3)))
+    state = go_on(made, state, [3])
     touched = made.touched("items")
     return made.storage.counters, touched, made.storage["items"].ids(), everything(made, state)
 
 
-def by_key(*, hosted=True):
+def by_key(hosted=True):
     """Return all rows of a run that gives keys rows in between, and the errors of bad calls."""
-    made, errors = engine(hosted=hosted), []
-    state, first = made.init(jax.random.key(7)), jax.process_index() == 0
+    (made, state), first = begin(0, hosted=hosted), jax.process_index() == 0
     values, keys = np.arange(80, dtype=np.float32).reshape(20, 4), np.arange(20) * (2**40 + 7)
     for step in range(STEPS):
-        state = train_step(made, state, made.place(draw_part(step)))
+        state = go_on(made, state, [step])
         if step % 3 == 1:
             some = np.concatenate([keys[step:], [-5 - step, 2**50 + step]])
             given = np.resize(values + step, (some.size, 4))
@@ -145,50 +149,29 @@ def by_key(*, hosted=True):
     bad = [{"keys": [1, 1 if first else 2]}]
     if jax.process_count() > 1:  # one process has nobody to disagree with
         bad.append({"values": values[:2] + first})
-    for given in bad:
-        try:
-            made.set_rows(state, "tags", **{"keys": keys[:2], "values": values[:2]} | given)
-        except ValueError as error:
-            errors.append(str(error))
+    good = {"keys": keys[:2], "values": values[:2]}
+    errors = [told(made.set_rows, state, "tags", **good | given)[1] for given in bad]
     return errors, everything(made, state)
 
 
 def fail_to_set():
     """Return all rows before and after calls of `set_rows` that one process fails to write."""
-    made, errors = engine(), []
-    state = made.init(jax.random.key(7))
-    for step in range(4):
-        state = train_step(made, state, made.place(draw_part(step)))
+    made, state = begin(4)
     before, values = everything(made, state), np.ones((9, 4), np.float32)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     keys, _ = made.vocabularies.keys("tags")
-    broken = mock.patch.object(HostRows, "write", full)
-    with broken if jax.process_index() == 0 else contextlib.nullcontext():
-        for name, which in (("items", {"rows": np.arange(9)}), ("tags", {"keys": keys[:9]})):
-            try:
-                made.set_rows(state, name, values=values, **which)
-            except OSError as error:
-                errors.append(str(error))
+    given = {"items": {"rows": np.arange(9)}, "tags": {"keys": keys[:9]}}
+    with disk_of_the_first_is_full():
+        errors = [told(made.set_rows, state, n, values=values, **x)[1] for n, x in given.items()]
     return errors, before, everything(made, state)
 
 
-def with_all_shards(directory=None):
-    """Return all rows of a run in which each process holds all shards.
+def with_all_shards(directory):
+    """Return all rows of a run in which each process holds all shards, and what is at home here.
 
-    With a directory, two tables are on the host. Then also return what is at home here, and how
-    many rows a checkpoint has.
+    Also return how many rows a checkpoint has.
     """
-    hosted = directory is not None
-    made = engine(hosted=hosted, shape=(2, DEVICES // 2))
-    state = made.init(jax.random.key(7))
-    for step in range(STEPS):
-        state = train_step(made, state, made.place(draw_part(step)))
+    made, state = begin(STEPS, shape=(2, DEVICES // 2))
     found = everything(made, state)
-    if directory is None:
-        return found
     io.save(f"{directory}/all shards", made, state)
     tables, processes = Path(directory) / "all shards" / "tables", range(jax.process_count())
     saved = [described_by(tables, None, process)["items"] for process in processes]
@@ -198,28 +181,14 @@ def with_all_shards(directory=None):
 
 def lose_a_row():
     """Return the errors of the batches after one process has failed to write its rows at home."""
-    made = engine()
-    state, errors = made.init(jax.random.key(7)), []
-    for step in range(6):
-        state = train_step(made, state, made.place(draw_part(step)))
+    made, state = begin(6)
     made.storage.flush()
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    broken = mock.patch.object(HostRows, "write", full)
-    with broken if jax.process_index() == 0 else contextlib.nullcontext():
-        state = train_step(made, state, made.place(draw_part(6)))
-        try:
-            made.storage.flush()
-        except RuntimeError as error:
-            errors.append(str(error))
+    with disk_of_the_first_is_full():
+        go_on(made, state, [6])
+        errors = [told(made.storage.flush)]
     before = made.vocabularies.placed
-    try:
-        made.place(draw_part(7))
-    except RuntimeError as error:
-        errors.append(str(error))
-    return errors, made.vocabularies.placed - before
+    errors.append(told(made.place, draw_part(7)))
+    return [one[1] for one in errors if one], made.vocabularies.placed - before
 
 
 def shapes_sent():
@@ -233,27 +202,25 @@ def shapes_sent():
 
         return record
 
-    with contextlib.ExitStack() as patched:
-        patched.enter_context(mock.patch.object(arrivals, "ROW_MULTIPLE", 1))
+    with (
+        mock.patch.object(arrivals, "ROW_MULTIPLE", 1),
         # An exchange calls a program with operands; lines are sent as one list.
-        for where, name, skipped in ((Exchange, "_call", 2), (keys, "send_lines", 0)):
-            changed = recorded(getattr(where, name), skipped)
-            patched.enter_context(mock.patch.object(where, name, changed))
-        made = engine()
-        state = made.init(jax.random.key(7))
+        mock.patch.object(Exchange, "_call", recorded(Exchange._call, 2)),
+        mock.patch.object(visits, "send_lines", recorded(visits.send_lines, 0)),
+    ):
+        made, state = begin(0)
         for step in range(5):
-            state = train_step(made, state, made.place(draw_part(step)))
+            state = go_on(made, state, [step])
             made.place(draw_part(50 + step), training=False)
         # Only the first process has rows of these ids at home.
         ids, touched = np.arange(ITEMS, dtype=np.uint64), made.touched("items")
         first = made.storage.tables["items"].row_groups.of(ids) == 0
         first &= (made.vocabularies.rows("items", ids) < 0) & np.isin(ids, touched)
         bags = np.resize(ids[first], (BATCH, 2)).astype(np.int64)
-        nothing = {"seen": np.full((BATCH, 2), -1), "tags": np.full((BATCH, 2), -1)}
-        batch = {"bags": bags, **nothing, "user": np.zeros(BATCH, np.int64)}
-        batch = made.place({name: part(array) for name, array in batch.items()})
+        nothing = np.full((BATCH, 2), -1)
+        batch = {"bags": bags, "seen": nothing, "tags": nothing, "user": np.zeros(BATCH, np.int64)}
         assert first.any()
-        train_step(made, state, batch)
+        train_step(made, state, made.place(jax.tree.map(part, batch)))
     return shapes
 
 
@@ -268,88 +235,45 @@ MOVES = [
 
 def adopt():
     """Return all rows of a run that moves from engine to engine, and the errors of bad moves."""
-    made, errors = engine(), []
-    state = made.init(jax.random.key(7))
+    (made, state), errors = begin(0), []
     for step in range(STEPS):
         if step and step % 2 == 0:
             before, made = made, engine(**MOVES[step // 2])
             state = made.adopt(state, before)
-        state = train_step(made, state, made.place(draw_part(step)))
+        state = go_on(made, state, [step])
     found, maps, back = everything(made, state), made.vocabularies, engine()
     if jax.process_count() > 1:
         if jax.process_index() == 1:  # a batch that is ahead, in this process only
             maps.take_keys("tags", np.array([1], np.uint64))
         local = Mesh(np.array(jax.local_devices()), ("d",))
-        alone = tpu_embed.EmbeddingEngine(
-            configs(hosted=False, rows=64), o.Adagrad(0.3), mesh=local
-        )
-        for other in (back, alone):
-            try:
-                other.adopt(state, made)
-            except ValueError as error:
-                errors.append(str(error))
+        features = configs(hosted=False, rows=64)
+        alone = tpu_embed.EmbeddingEngine(features, o.Adagrad(0.3), mesh=local)
+        errors = [told(other.adopt, state, made)[1] for other in (back, alone)]
         maps.undo(maps.admitted)
-    assert_equal(everything(back, back.adopt(state, made)), found)
+    assert_same(everything(back, back.adopt(state, made)), found)
     return found, errors
-
-
-def train_layers(*, hosted=True):
-    """Train a layer of row numbers and of keys; return what it looked up, and all rows."""
-    drawn, where = jax.nn.initializers.normal(0.3), {"mesh": mesh(DEVICES), "rngs": nnx.Rngs(0)}
-    options = {"initializer": drawn, "optimizer": o.Adagrad(0.3)}
-    options["storage"] = HostStorage(device_rows=48) if hosted else None
-    tags = TableConfig(TAGS, 2, name="tags", vocabulary=DynamicVocabulary(), **options)
-    items = TableConfig(ITEMS, 4, name="items", **options)
-    features = {"bags": FeatureConfig(items), "tags": FeatureConfig(tags)}
-    layer, seen = nn.Embeddings(features, **where), []
-    for step in range(STEPS):
-        batch = draw_part(step)
-        batch = {name: batch[name] for name in ("bags", "tags")}
-        train_layers_step(layer, layer.place(batch))
-        if step % 3 == 1:
-            looked = batch | {"bags": draw_part(50 + step)["bags"]}
-            seen.append(looked_up(layer(layer.place(looked, training=False))))
-    found, maps = {}, layer.engine.vocabularies
-    for name in ("items", "tags"):
-        ids = np.arange(ITEMS) if name == "items" else maps.keys("tags")[1]
-        for slot in (None, "accumulators"):
-            found[f"{name} {slot}"] = layer.engine.rows(layer.state, name, ids, slot=slot)
-    return seen, found
 
 
 def save(directory):
     """Save twice, the second time what has changed; return all rows then, and some steps later."""
-    made = engine()
-    state = made.init(jax.random.key(7))
-    for step in range(3):
-        state = train_step(made, state, made.place(draw_part(step)))
-        if step != 1:
-            io.save(f"{directory}/{step}", made, state)
+    made, state = begin(1)
+    io.save(f"{directory}/0", made, state)
+    state = go_on(made, state, [1, 2])
+    io.save(f"{directory}/2", made, state)
     saved = everything(made, state)
-    for step in (3, 4):
-        state = train_step(made, state, made.place(draw_part(step)))
-    return saved, everything(made, state)
+    return saved, everything(made, go_on(made, state, [3, 4]))
 
 
 def restore(directory, *, hosted=True):
     """Restore, train on and save again; return all rows then, and some steps later."""
-    made = engine(hosted=hosted, rows=56)
+    made, other = engine(hosted=hosted, rows=56), engine()
     state = io.restore(f"{directory}/2", made).state
     if hosted:
         ids = made.storage["items"].ids()
         assert made.storage.tables["items"].row_groups.at_home(ids).all()
     restored = everything(made, state)
-    for step in (3, 4):
-        state = train_step(made, state, made.place(draw_part(step)))
-    again, later, other = (
-        f"{directory}/{jax.process_count()} {hosted}",
-        everything(made, state),
-        engine(),
-    )
+    state = go_on(made, state, [3, 4])
+    again, later = f"{directory}/{jax.process_count()} {hosted}", everything(made, state)
     io.save(again, made, state)
-    assert_equal(later, everything(other, io.restore(again, other).state))
+    assert_same(later, everything(other, io.restore(again, other).state))
     return restored, later
-
-
-def assert_equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -39,24 +39,15 @@ def failing():
 
 
 def call(engine, source, directory, loss=loss, **options):
-    model = {"scale": np.ones((), np.float32)}
+    options |= {"model": {"scale": np.ones((), np.float32)}, "optimizer": optax.adam(0.1)}
+    options |= {"directory": directory, "save_every": 3, "progress": False}
     with jax.numpy_dtype_promotion("standard"):
-        return tpu_embed.fit(
-            engine,
-            loss,
-            source,
-            model=model,
-            optimizer=optax.adam(0.1),
-            directory=directory,
-            save_every=3,
-            progress=False,
-            **options,
-        )
+        return tpu_embed.fit(engine, loss, source, **options)
 
 
 def train(devices, directory):
     """Fail in one process after four steps, then go on; return what was trained, and the error."""
-    engine, error = make_engine(devices, "mod"), None
+    engine = make_engine(devices, "mod")
     try:
         call(engine, failing(), directory)
     except Exception as raised:

@@ -4,16 +4,12 @@ import itertools
 import time
 
 import jax
-from process_cases import BATCH, STEPS, arrays, draw, gradients, make_engine, part
+from process_cases import BATCH, STEPS, arrays, draw, gradients, is_last, make_engine, part, told
 
 from tpu_embed.data import Prefetcher
 
 LAST = 2
 """The batch after which things go wrong."""
-
-
-def is_last():
-    return jax.process_index() == jax.process_count() - 1
 
 
 def parts(count):
@@ -60,12 +56,7 @@ def left_half_way(devices, how):
 def taken(batches):
     """Return the labels of the batches that came, and what was raised after them."""
     seen = []
-    try:
-        for _, label in batches:
-            seen.append(next(iter(label)))
-    except Exception as error:
-        return seen, (type(error).__name__, str(error))
-    return seen, None
+    return seen, told(lambda: seen.extend(next(iter(label)) for _, label in batches))
 
 
 def faults(devices):

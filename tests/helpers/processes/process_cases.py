@@ -5,6 +5,7 @@ process, and returns plain values or NumPy arrays.
 """
 
 import functools
+import itertools
 import os
 import signal
 import sys
@@ -21,11 +22,11 @@ from interrupt_cases import interrupt_the_wait
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import tpu_embed
-from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig
+from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, io
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
-from tpu_embed.processes import messages
-from tpu_embed.touched import TouchedRows
+from tpu_embed.io.checkpoint import tables, trees
+from tpu_embed.processes import departures
 
 DEVICES, BATCH, STEPS = 8, 16, 3
 
@@ -89,6 +90,22 @@ def make_engine(devices, placement):
     return tpu_embed.EmbeddingEngine(features(placement), o.Adagrad(0.5), mesh=mesh(devices))
 
 
+def told(function, *arguments, **options):
+    """Return the kind and the text of what a call raises, if it does."""
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def is_last():
+    return jax.process_index() == jax.process_count() - 1
+
+
 def arrays(engine, state):
     """Return tables, slots and step on this host."""
     return (*host_arrays(state, engine.layout), int(state.step))
@@ -111,15 +128,8 @@ def train_rounded(devices):
     engine = exchange_cases.make_engine(case, devices, mesh=mesh(devices))
     state = engine.init(jax.random.key(0))
     for step in case.steps:
-        ids, weights, whole = exchange_cases.arrays(step)
-        ids, weights = (
-            {name: part(array) for name, array in one.items()} for one in (ids, weights)
-        )
-        sharding = NamedSharding(engine.layout.axes.mesh, PartitionSpec("d"))
-        gradients = {
-            name: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
-            for name, array in whole.items()
-        }
+        ids, weights, gradients = jax.tree.map(part, exchange_cases.arrays(step))
+        gradients = jax.tree.map(functools.partial(of_all, engine), gradients)
         state = engine.update_in_place(state, engine.place(ids, weights), gradients)
     return arrays(engine, state)
 
@@ -131,17 +141,16 @@ def train_weighted(devices):
     Returns tables, slots and step; and by table the rows that this process's parts touched, as the
     placed batches tell, and as their features do.
     """
-    tables = {
-        "mean": TableConfig(19, 4, name="mean", combiner="mean"),
-        "sqrtn": TableConfig(23, 2, name="sqrtn", combiner="sqrtn", placement="div"),
-        "few": TableConfig(3, 3, name="few", combiner="mean", placement="replicated"),
-        "copied": TableConfig(97, 5, name="copied", combiner="sum", placement="replicated"),
-    }
-    config = {name: FeatureConfig(table) for name, table in tables.items()}
-    config |= {f"{name} once": FeatureConfig(table) for name, table in tables.items()}
+    tables = [
+        TableConfig(19, 4, name="mean", combiner="mean"),
+        TableConfig(23, 2, name="sqrtn", combiner="sqrtn", placement="div"),
+        TableConfig(3, 3, name="few", combiner="mean", placement="replicated"),
+        TableConfig(97, 5, name="copied", combiner="sum", placement="replicated"),
+    ]
+    config = {f"{t.name}{end}": FeatureConfig(t) for t in tables for end in ("", " once")}
     engine = tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=mesh(devices))
     assert engine.layout.blocks_per_device([BATCH // engine.layout.axes.replicas]) > 1
-    state, seen = engine.init(jax.random.key(0)), (TouchedRows(engine), TouchedRows(engine))
+    state, seen = engine.init(jax.random.key(0)), (io.TouchedRows(engine), io.TouchedRows(engine))
     for step in range(1, STEPS + 1):
         ids, weights = draw_weighted(tables, step)
         batch = engine.place(ids, weights)
@@ -156,8 +165,8 @@ def train_weighted(devices):
 def draw_weighted(tables, step):
     """Return this process's part of a batch, and its weights; bags of one table are ragged."""
     rng, ids, weights = np.random.default_rng(step), {}, {}
-    for name, table in tables.items():
-        size = table.vocabulary_size
+    for table in tables:
+        name, size = table.name, table.vocabulary_size
         bags, scales = rng.integers(-1, size, (BATCH, 5)), rng.normal(size=(BATCH, 5))
         ids[name], weights[name] = part(bags), part(scales.astype(np.float32))
         ids[f"{name} once"] = part(rng.integers(0, min(3, size), BATCH))
@@ -186,27 +195,19 @@ def train_embedding(devices):
 def refusals(devices):
     """Return what every process raises when the last one gives a batch that cannot be placed."""
     engine = make_engine(devices, "mod")
-    last = jax.process_index() == jax.process_count() - 1
-    good = draw(0)
+    last, good = is_last(), draw(0)
     spec = engine.place(good).spec
     bad_id = good | ({"user": good["user"] + 100} if last else {})
     a_float = good | ({"user": good["user"] / 2} if last else {})
     floats = good | {"film": np.full(len(good["user"]), 0.5)}
     other_size = tpu_embed.pad_batch(good, 16) if last else good
     missing = {k: v for k, v in good.items() if k != "user"} if last else good
-    seen = []
     cases = [(one, None) for one in (bad_id, a_float, other_size, missing, floats)]
     longer = good | {"film": RaggedIds.from_lists(part([[1] * 30] * BATCH))}
     on_all = jax.device_put(np.zeros(BATCH, int), NamedSharding(mesh(devices), PartitionSpec()))
     cases += [(good | {"user": on_all}, None), (longer if last else good, spec)]
     cases += [(good, spec), (good, None if last else spec)]
-    for given, wanted in cases:
-        try:
-            engine.place(given, spec=wanted)
-            seen.append(None)
-        except Exception as error:
-            seen.append((type(error).__name__, str(error)))
-    return seen
+    return [told(engine.place, given, spec=wanted) for given, wanted in cases]
 
 
 def outliers():
@@ -218,10 +219,9 @@ def outliers():
     """
     films = TableConfig(1_000_000, 1, name="outliers", combiner="sum")
     engine = tpu_embed.EmbeddingEngine(FeatureConfig(films), o.SGD(), mesh=mesh(8))
-    first, last = jax.process_index() == 0, jax.process_index() == jax.process_count() - 1
-    rooms, size = [], BATCH // jax.process_count()
+    first, rooms, size = jax.process_index() == 0, [], BATCH // jax.process_count()
     for step in range(150):
-        length = 20_000 if step == 0 and first else 25_000 if step == 140 and last else 4
+        length = 20_000 if step == 0 and first else 25_000 if step == 140 and is_last() else 4
         rng = np.random.default_rng(step)
         bags = [rng.integers(0, 1_000_000, length).tolist()] + [[1, 2, 3]] * (size - 1)
         spec = engine.place(RaggedIds.from_lists(bags)).spec
@@ -240,11 +240,9 @@ def leave(leaver, how, where, directory):
       where: the others wait: "place", "admit", "save" or "device".
       directory: for files.
     """
-    from tpu_embed.io.checkpoint import save
-
     engine = make_engine(8, "mod")
     state = engine.init(jax.random.key(0))
-    living = tpu_embed.TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
+    living = TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
     made = tpu_embed.EmbeddingEngine(FeatureConfig(living), o.SGD(0.5), mesh=mesh(8))
     first = made.init(jax.random.key(0))
     keys = np.arange(8 // jax.process_count())
@@ -263,10 +261,9 @@ def leave(leaver, how, where, directory):
     elif where == "admit":
         made.admit(first, made.place(keys + 1))
     elif where == "save":
-        save(f"{directory}/saved", engine, state)
-    sharding = NamedSharding(mesh(8), PartitionSpec("d"))
-    ones = np.ones(jax.local_device_count(), np.float32)
-    jax.jit(jnp.sum)(jax.make_array_from_process_local_data(sharding, ones)).block_until_ready()
+        io.save(f"{directory}/saved", engine, state)
+    ones = of_all(engine, np.ones(jax.local_device_count(), np.float32))
+    jax.jit(jnp.sum)(ones).block_until_ready()
 
 
 def interrupt():
@@ -307,13 +304,10 @@ def guarded(devices):
 
 def save_all(directory, devices, placements):
     """Save a state after three steps, for every number of devices and placement."""
-    from tpu_embed.io.checkpoint import save
-
-    for n in devices:
-        for placement in placements:
-            engine = make_engine(n, placement)
-            state = trained(engine, engine.init(jax.random.key(0)), steps=3)
-            save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
+    for n, placement in itertools.product(devices, placements):
+        engine = make_engine(n, placement)
+        state = trained(engine, engine.init(jax.random.key(0)), steps=3)
+        io.save(f"{directory}/{jax.process_count()}-{n}-{placement}", engine, state)
 
 
 def trained(engine, state, *, steps):
@@ -325,48 +319,41 @@ def trained(engine, state, *, steps):
     return state
 
 
+def of_all(engine, array):
+    """Return the global array of which every process has a part."""
+    axes = engine.layout.axes
+    return jax.make_array_from_process_local_data(axes.sharding(axes.batch_axes), array)
+
+
 def fixed(engine, shapes, step):
     """Return activation gradients that depend only on the step, as global arrays."""
-    rng, axes = np.random.default_rng(step), engine.layout.axes
-    sharding = axes.sharding(axes.batch_axes)
+    rng = np.random.default_rng(step)
 
     def one(shape):
         jagged = isinstance(shape, Jagged)  # its C may differ: all places get one number
         like = shape.values if jagged else shape
         whole = np.broadcast_to(rng.normal(size=() if jagged else like.shape), like.shape)
-        return jax.make_array_from_process_local_data(sharding, np.float32(part(whole)))
+        return of_all(engine, np.float32(part(whole)))
 
     return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Jagged))
 
 
 def faults(directory):
     """Return what every process raises when files fail in the last one; then save and restore."""
-    from tpu_embed.io import CheckpointManager, save
-    from tpu_embed.io.checkpoint import tables, trees
 
     def fails(module, name, error):
-        def failing(*_, **__):
-            raise error
-
+        failing = mock.Mock(side_effect=error)
         return mock.patch.object(module, name, failing if last else getattr(module, name))
 
-    def told(function, *arguments, **options):
-        try:
-            return function(*arguments, **options)
-        except Exception as error:
-            return type(error).__name__, str(error)
-
-    last = jax.process_index() == jax.process_count() - 1
-    root, engine = Path(directory), make_engine(8, "mod")
+    last, root, engine = is_last(), Path(directory), make_engine(8, "mod")
     state = engine.init(jax.random.key(0))
     model = jax.device_put({"kernel": np.ones(3, np.float32)}, state.step.sharding)
-    full, damaged = OSError("no space left"), ValueError("damaged")
-    seen = []
+    full, damaged, seen = OSError("no space left"), ValueError("damaged"), []
     for module, name in ((tables, "write_rows"), (tables, "prepare"), (trees, "_write_leaves")):
         with fails(module, name, full):
-            seen.append(told(save, root / "one", engine, state, model=model))
+            seen.append(told(io.save, root / "one", engine, state, model=model))
         assert last or not list(root.glob("one*"))
-    with CheckpointManager(root / "run", engine) as manager:
+    with io.CheckpointManager(root / "run", engine) as manager:
         for module, name in ((tables, "write_rows"), (trees, "_write_leaves")):
             with fails(module, name, full):
                 manager.save(1, state, model=model)
@@ -374,7 +361,7 @@ def faults(directory):
         left = sorted(path.name for path in root.glob("*/*") if path.name.isdigit())
         assert manager.save(2, state, model=model)
         manager.wait()
-        with fails(CheckpointManager, "all_steps", full):  # as of a bucket without an answer
+        with fails(io.CheckpointManager, "all_steps", full):  # as of a bucket without an answer
             seen += [told(manager.save, 4, state), told(manager.restore)]
         for module, name in ((tables._Restore, "fill"), (trees, "_check_sums")):
             with fails(module, name, damaged):
@@ -383,40 +370,31 @@ def faults(directory):
         manager.save(3, state, model=model)
         manager.remove(2)
         assert manager.all_steps() == [3]
-    seen.append(told(save, root / f"other {jax.process_index()}", engine, state))
-    with mock.patch.object(CheckpointManager, "all_steps", return_value=[1] if last else [3]):
-        seen.append(told(CheckpointManager, root / "run", engine))
+    seen.append(told(io.save, root / f"other {jax.process_index()}", engine, state))
+    with mock.patch.object(io.CheckpointManager, "all_steps", return_value=[1] if last else [3]):
+        seen.append(told(io.CheckpointManager, root / "run", engine))
     return seen, left, at_once, arrays(engine, state)
 
 
 def unequal(directory):
-    """Save where the last process has fewer shards.
-
-    Returns what 8 devices restore, and the original.
-    """
-    from tpu_embed.io import restore, save
-
+    """Save where the last process has fewer shards; return what 8 devices restore, and this."""
     config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
     six, eight = (
         tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=Mesh(jax.devices()[:n], ("d",)))
         for n in (6, 8)
     )
     state = six.init(jax.random.key(0))
-    save(f"{directory}/six", six, state)
-    return arrays(eight, restore(f"{directory}/six", eight).state), arrays(six, state)
+    io.save(f"{directory}/six", six, state)
+    return arrays(eight, io.restore(f"{directory}/six", eight).state), arrays(six, state)
 
 
 def restore_all(directory, names, devices, placements, steps=10):
     """Restore every checkpoint on every number of devices and placement, and train some steps."""
-    from tpu_embed.io.checkpoint import restore
-
     found = {}
-    for n in devices:
-        for placement in placements:
-            engine = make_engine(n, placement)
-            for name in names:
-                state = restore(f"{directory}/{name}", engine).state
-                at_once = arrays(engine, state)
-                later = arrays(engine, trained(engine, state, steps=steps))
-                found[name, n, placement] = at_once, later
+    for n, placement, name in itertools.product(devices, placements, names):
+        engine = make_engine(n, placement)
+        state = io.restore(f"{directory}/{name}", engine).state
+        at_once = arrays(engine, state)
+        later = arrays(engine, trained(engine, state, steps=steps))
+        found[name, n, placement] = at_once, later
     return found

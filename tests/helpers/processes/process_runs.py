@@ -10,30 +10,29 @@ from pathlib import Path
 PROGRAM = Path(__file__).with_name("process_program.py")
 
 
+def free_port():
+    """Return a port that the system has picked."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def start(processes, directory, calls, timeout=540):
     """Return the exit status and the errors of several processes, and where their results are.
 
-    Each makes the calls one after the other: tuples of a function and its arguments.
-
-    None outlives this.
+    Each makes the calls one after the other: tuples of a function and its arguments. No process
+    outlives this.
     """
-    with socket.socket() as probe:  # the system picks a free port
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment.pop("XLA_FLAGS", None)
     outputs = [directory / f"{processes}-{number}.pickle" for number in range(processes)]
-    script = [sys.executable, str(PROGRAM), str(processes)]
-    (directory / "calls.pickle").write_bytes(pickle.dumps(calls))
-    started = [
-        subprocess.Popen(
-            [*script, str(number), str(port), str(directory / "calls.pickle"), str(output)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, output in enumerate(outputs)
-    ]
+    asked, options = directory / "calls.pickle", {"stderr": subprocess.PIPE, "text": True}
+    asked.write_bytes(pickle.dumps(calls))
+    started = []
+    for number, output in enumerate(outputs):
+        given = map(str, (PROGRAM, processes, number, port, asked, output))
+        started.append(subprocess.Popen([sys.executable, *given], env=environment, **options))
     try:
         errors = [process.communicate(timeout=timeout)[1] for process in started]
     finally:

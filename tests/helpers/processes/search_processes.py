@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from process_cases import mesh
+from process_cases import mesh, told
 from search_cases import integers
 
 import tpu_embed
@@ -27,11 +27,8 @@ def search():
     found = retrieval.top_k(engine, state, "item", QUERIES, K, exclude=EXCLUDE)
     words = retrieval.top_k(engine, state, "word", QUERIES, K)
     keys = retrieval.keys_of(engine, state, "word", words.ids)
-    errors, here = [], jax.process_index()
-    elsewhere, narrow = jax.device_put(QUERIES, jax.local_devices()[0]), QUERIES[:, : DIM - here]
-    for queries in (QUERIES + here, elsewhere, narrow):
-        try:
-            retrieval.top_k(engine, state, "item", queries, K)
-        except ValueError as error:
-            errors.append(str(error))
+    here = jax.process_index()
+    elsewhere = jax.device_put(QUERIES, jax.local_devices()[0])
+    bad = QUERIES + here, elsewhere, QUERIES[:, : DIM - here]
+    errors = [told(retrieval.top_k, engine, state, "item", queries, K) for queries in bad]
     return jax.tree.map(np.asarray, found), np.asarray(words.scores), keys, errors

@@ -57,32 +57,9 @@ class Trio:
     first: Any
 
 
-def children(nest):
-    """Return the (key, child) pairs of a nesting in flattening order; None for a leaf."""
-    if isinstance(nest, dict):
-        return [(key, nest[key]) for key in sorted(nest)]
-    if isinstance(nest, Pair):
-        return [("left", nest.left), ("right", nest.right)]
-    if isinstance(nest, Trio):
-        return [("second", nest.second), ("third", nest.third), ("first", nest.first)]
-    return list(enumerate(nest)) if isinstance(nest, (list, tuple)) else None
-
-
-def leaves(nest):
-    """Return the leaves of a nesting in flattening order."""
-    inner = children(nest)
-    return [nest] if inner is None else [leaf for _, child in inner for leaf in leaves(child)]
-
-
 def filled(nest, values):
-    """Return a nesting like `nest`, with the next values of the iterator `values` as leaves."""
-    inner = children(nest)
-    if inner is None:
-        return next(values)
-    new = {key: filled(child, values) for key, child in inner}
-    if isinstance(nest, dict):
-        return {key: new[key] for key in nest}  # in the order of the dict, which must not matter
-    return type(nest)(**new) if isinstance(nest, (Pair, Trio)) else type(nest)(new.values())
+    """Return a nesting like `nest`, with these leaves; its dicts are sorted, which is no matter."""
+    return jax.tree.unflatten(jax.tree.structure(nest), values)
 
 
 def _nested(rng, items):
@@ -93,14 +70,11 @@ def _nested(rng, items):
     cuts = np.sort(rng.choice(np.arange(1, len(items)), count - 1, replace=False))
     bounds = [0, *cuts.tolist(), len(items)]
     parts = [_nested(rng, items[i:j]) for i, j in itertools.pairwise(bounds)]
-    kinds = ["dict", "numbers", "list", "tuple", {1: "list", 2: "pair", 3: "trio"}[count]]
-    kind = choose(rng, kinds)
+    kind = choose(rng, ["dict", "numbers", list, tuple, {1: list, 2: Pair, 3: Trio}[count]])
     if kind in ("dict", "numbers"):
         keys = rng.permutation(10)[:count].tolist()
         return dict(zip(keys if kind == "numbers" else [f"f{k}" for k in keys], parts, strict=True))
-    if kind in ("pair", "trio"):
-        return (Pair if kind == "pair" else Trio)(*parts)
-    return parts if kind == "list" else tuple(parts)
+    return kind(*parts) if kind in (Pair, Trio) else kind(parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +152,7 @@ class Case:
 
     @property
     def features(self):
-        return leaves(self.nest)
+        return jax.tree.leaves(self.nest)
 
     @property
     def tables(self):
@@ -222,7 +196,7 @@ def draw_case(seed: int) -> Case:
     sizes = [batch * choose(part(7 + f), factors) for f in range(5)]
     forms = _draw_features(part(2), tables, sizes, dense)
     nest = _nested(part(3), list(forms))
-    pairs = [(feature, forms[feature]) for feature in leaves(nest)]
+    pairs = [(feature, forms[feature]) for feature in jax.tree.leaves(nest)]
     policy = choose(rng, ("allow", "allow", "skip", "error"))
     axes = choose(rng, (None, None, ("p",), ("q",), ("p", "q"))) if two_axes else None
     blocks = choose(rng, (8, 8, 8, 8, 16, 24, 4, 1))

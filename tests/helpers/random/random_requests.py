@@ -152,30 +152,6 @@ def _draw_feature(rng, table: TableConfig, kind: str, has_fixed_batch: bool) -> 
     return FeatureConfig(table, length, jagged=kind == "jagged", **options)
 
 
-def traits(drawn: Drawn) -> set[str]:
-    """Return what the features of a world have among them."""
-    found = set()
-    for path, feature in drawn.features.items():
-        form, table = drawn.forms[path], feature.table
-        found |= {form.kind, form.given, f"weights {form.weights}"}
-        found |= {"output_shape"} if feature.output_shape else set()
-        found |= {"shorter"} if form.longest < form.width else set()
-        if form.kind.startswith("bag") and table.row_rules is None and form.weights != "none":
-            found.add(f"weights in a {table.combiner}")
-        if feature.keep == "last" and feature.max_sequence_length < form.longest:
-            found.add(f"last ids of a {form.kind} in {table.name}")
-            found |= {f"last, {feature.on_bad_id}"} if table.vocabulary is None else set()
-    return found
-
-
-EVERY = {
-    *KINDS, "dense", "masked", "sparse", "ragged", "lists", "strings", "output_shape", "shorter",
-    *(f"weights {where}" for where in ("none", "beside", "inside")),
-    "weights in a sum", *(f"last, {rule}" for rule in ("drop", "clip", "error")),
-    *(f"last ids of a {kind} in {name}" for kind in KINDS[3:] for name in PLAIN + KEYED),
-}  # fmt: skip
-
-
 def draw_rows(rng, feature: FeatureConfig, form: Form) -> Rows:
     """Return the ids of a feature, with weights."""
     found, scale = Rows([], []), choose(rng, (1.0, 2.0**-70))  # whose square is no float32

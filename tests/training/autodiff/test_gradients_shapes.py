@@ -7,7 +7,6 @@ In a few cases connection is decided by structure; each says what is expected, a
 
 from __future__ import annotations
 
-import gradient_loops
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +14,6 @@ import pytest
 from gradient_shapes import NAMES, POINT, SHAPES, STRUCTURE
 
 from tpu_embed.training import gradients
-
-MODULES = ("gradient_shapes", gradient_loops.__name__)
 
 # -- the judges ------------------------------------------------------------------------------------
 
@@ -57,9 +54,3 @@ def test_connected_as_by_brute_force_and_the_numbers_of_jax(name):
     for g, reference in zip(found, references, strict=True):
         # The same operations, but jax.grad here goes through one sum more.
         np.testing.assert_allclose(np.zeros(3) if g is None else g, reference, rtol=1e-6)
-
-
-def test_all_shapes_are_here():
-    """Those of both helpers: a file that nobody imports would enter none."""
-    here = [sum(fn.__module__ == module for fn in SHAPES.values()) for module in MODULES]
-    assert here == [37, 26]
