@@ -159,10 +159,7 @@ def test_eight_devices_call_at_once():
 
     def device(held, given, sums):
         held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
-        options = {
-            "bags": COUNTS,
-            "blocks": STARTS,
-        }
+        options = {"bags": COUNTS, "blocks": STARTS}
         new = update_of(held[0], held[1], *given, rule=rule, **options)
         ordered = cpu.sort_rows(given[0])
         summed = sums_of(cpu.gather_sum, *sums, bags=BAGS)

@@ -3,13 +3,7 @@
 import hypothesis
 import numpy as np
 import pytest
-from host_cases import (
-    assert_same_ids,
-    assert_twins,
-    draw_blocks,
-    draw_rows,
-    written,
-)
+from host_cases import assert_same_ids, assert_twins, draw_blocks, draw_rows, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -152,10 +152,7 @@ def test_under_vmap_and_inside_other_gradients():
 
 # -- Optimizer -------------------------------------------------------------------------------------
 
-RULES = {
-    "Adam": o.Adam(0.1, weight_decay_factor=0.1),
-    "Momentum": o.Momentum(0.1, momentum=0.9),
-}
+RULES = {"Adam": o.Adam(0.1, weight_decay_factor=0.1), "Momentum": o.Momentum(0.1, momentum=0.9)}
 
 
 def first_step(rule):

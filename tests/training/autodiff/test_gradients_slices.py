@@ -97,11 +97,7 @@ def test_slices_are_in_the_order_of_ys_then_of_the_program(method):
 
 @pytest.mark.parametrize(
     "fn",
-    [
-        lambda t: rows_of(2 * t),
-        lambda t: (rows_of(t), t[0] * 3),
-        lambda t: t[IDS] + rows_of(t),
-    ],
+    [lambda t: rows_of(2 * t), lambda t: (rows_of(t), t[0] * 3), lambda t: t[IDS] + rows_of(t)],
     ids=["computed", "dense use beside", "plain indexing beside"],
 )
 def test_other_uses_of_a_table_make_its_gradient_dense(fn):

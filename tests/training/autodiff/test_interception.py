@@ -28,11 +28,7 @@ FEATURES = {
     "seen": [FeatureConfig(ITEM), FeatureConfig(ITEM, max_sequence_length=4)],
     "pair": Pair(FeatureConfig(USER), FeatureConfig(ITEM)),
 }
-SHAPES = {
-    "user": (5, 3),
-    "seen": [(5, 2), (5, 4, 2)],
-    "pair": Pair((5, 3), (5, 2)),
-}
+SHAPES = {"user": (5, 3), "seen": [(5, 2), (5, 4, 2)], "pair": Pair((5, 3), (5, 2))}
 
 
 class Halved:
