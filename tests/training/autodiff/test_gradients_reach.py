@@ -15,7 +15,6 @@ from tpu_embed import optimizers as o
 from tpu_embed.sparse import embedding_lookup
 from tpu_embed.training import (
     AggregationMethod,
-    CrossShardOptimizer,
     Optimizer,
     Tag,
     gradients,
@@ -209,34 +208,3 @@ def test_a_table_without_any_gradient_keeps_all_its_bits():
     assert int(after.step) == 2
     with pytest.raises(ValueError, match=r"minimize: .* got no gradient for any of \['table'\]"):
         optimizer.minimize(loss, params, state, var_list=["['table']"])
-
-
-def test_a_step_of_replicas_leaves_rows_that_no_gradient_reaches():
-    """Each of 8 replicas looks up a row of its own, and one more behind stop_gradient."""
-    size = 2 * jax.device_count()
-    table = jnp.asarray(np.random.default_rng(5).normal(size=(size, D)).astype(np.float32))
-    optimizer = CrossShardOptimizer(Optimizer(RULES["Adam"], "adam"), axis_name="d")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
-    spec = jax.sharding.PartitionSpec
-
-    def step(table, state, ids):
-        def loss(table):
-            cut = lax.stop_gradient(embedding_lookup(table, ids + jax.device_count()))
-            return (embedding_lookup(table, ids) ** 2).sum() + cut.sum()
-
-        return optimizer.minimize(loss, table, state)[:2]
-
-    def every(table, state):
-        return optimizer.minimize(
-            lambda table: (embedding_lookup(table, np.arange(size)) ** 2).sum(), table, state
-        )[:2]
-
-    def mapped(fn, *specs):
-        return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=spec()))
-
-    before, state = mapped(every, spec(), spec())(table, optimizer.init(table))
-    after, _ = mapped(step, spec(), spec(), spec("d"))(
-        before, state, jnp.arange(jax.device_count())
-    )
-    same = (np.asarray(after) == np.asarray(before)).all(-1)
-    assert same.tolist() == [False] * jax.device_count() + [True] * jax.device_count()

@@ -9,10 +9,9 @@ import pytest
 from jax import lax
 
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
-from tpu_embed.training import AggregationMethod, gradients
+from tpu_embed.training import gradients
 
 W = jnp.array([3.0, 0.25, -2.0])
-METHODS = [None, *AggregationMethod]
 TABLE = jnp.asarray(np.random.default_rng(2).normal(size=(6, 3)).astype(np.float32))
 IDS = jnp.array([4, 1, 4])
 
@@ -80,21 +79,6 @@ def test_slices_of_a_scan_and_of_a_branch_not_taken():
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.quick(3)
-def test_slices_are_in_the_order_of_ys_then_of_the_program(method):
-    def fn(table):
-        first, second = embedding_lookup(table, IDS), embedding_lookup(table, IDS[:1] + 1)
-        return {"a": second * 2, "b": first * 3, "c": jnp.floor(first)}
-
-    (found,) = gradients(fn, [TABLE], aggregation_method=method)
-    indices, values = [4, 1, 4, 5], np.array([3, 3, 3, 2.0])
-    if method in ("tree", "accumulate_n"):  # for each y the lookups that reach it
-        indices, values = [5, 4, 1, 4], np.array([2, 3, 3, 3.0])
-    assert found.indices.tolist() == indices
-    assert np.array_equal(found.values, np.repeat(values[:, None], 3, 1))
-
-
 @pytest.mark.parametrize(
     "fn",
     [lambda t: rows_of(2 * t), lambda t: (rows_of(t), t[0] * 3), lambda t: t[IDS] + rows_of(t)],
@@ -115,14 +99,3 @@ def test_slices_beside_dense_gradients_and_none():
     assert none is None
     assert slices.indices.tolist() == [4, 1, 4]
     np.testing.assert_allclose(dense, rows_of(TABLE).sum(0), rtol=1e-6)
-
-
-def test_second_derivatives_of_a_table():
-    def fn(table):
-        return gradients(lambda t: embedding_lookup(t, IDS) ** 3, [table])[0].values
-
-    expected = np.zeros((6, 3))
-    for i in IDS:
-        expected[i] += 6 * np.asarray(TABLE, np.float64)[i]
-    (found,) = gradients(fn, [TABLE])
-    np.testing.assert_allclose(found.to_dense(), expected, rtol=1e-5)

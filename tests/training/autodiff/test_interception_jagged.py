@@ -1,5 +1,7 @@
 """Interception of jagged sequences: a `Jagged` counts as its values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,15 +47,24 @@ def assert_equal(found, wanted):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+through_dummies = functools.partial(
+    get_gradients_through_dummy_table_variables, feature_config=FEATURES
+)
+through_compute_gradients = functools.partial(
+    get_gradients_through_compute_gradients, Optimizer(optax.sgd(0.1), "sgd")
+)
+
+
 def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
     given = activations()
     dummies = create_dummy_table_variables(given, FEATURES)
-    shapes = {path: dummy.shape for table in dummies.values() for path, dummy in table.items()}
-    assert shapes == {"seen/0": (S, C, D), "seen/1": (6, D), "user": (S, C, 3)}
+    assert jax.tree.map(jnp.shape, dummies) == {
+        "item": {"seen/0": (S, C, D), "seen/1": (6, D)},
+        "user": {"user": (S, C, 3)},
+    }
     hooked = hook(given, dummies)
     assert isinstance(hooked["user"], Jagged)
-    for one, other in zip(jax.tree.leaves(hooked), jax.tree.leaves(given), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, hooked, given)
     by_dummy = jax.grad(lambda dummies: loss_of(hook(given, dummies)))(dummies)
     np.testing.assert_array_equal(by_dummy["item"]["seen/0"], expected()["seen"][0])
     np.testing.assert_array_equal(by_dummy["user"]["user"], expected()["user"])
@@ -61,44 +72,32 @@ def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
         hook({**given, "user": given["seen"][0]}, dummies)
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("make", [lambda f: f, jax.jit])
 @pytest.mark.quick(1)
-def test_gradients_are_those_by_the_values(jitted):
+def test_gradients_are_those_by_the_values(make):
     """They are what `update` takes, in both ways; the loss gets a `Jagged`."""
-    optimizer = Optimizer(optax.sgd(0.1), "sgd")
 
+    @make
     def intercepted(given, factor):
-        value, first = get_gradients_through_dummy_table_variables(
-            loss_of, given, factor, feature_config=FEATURES
-        )
-        second = get_gradients_through_compute_gradients(
-            optimizer, lambda x: loss_of(x, factor), given
-        )
-        return value, first, second
+        first = through_dummies(loss_of, given, factor)
+        return first, through_compute_gradients(lambda x: loss_of(x, factor), given)
 
-    call = jax.jit(intercepted) if jitted else intercepted
-    value, *both = call(activations(), 2.0)
+    (value, first), second = intercepted(activations(), 2.0)
     np.testing.assert_allclose(value, loss_of(activations(), 2.0), rtol=1e-6)
-    for found in both:
-        assert_equal(found, expected(2.0))
+    assert_equal(first, expected(2.0))
+    assert_equal(second, expected(2.0))
 
 
 def test_a_jagged_that_the_loss_does_not_use():
     given = activations()
     with pytest.raises(ValueError, match=r"table 'user' \(index 1\).*computed but not used"):
-        get_gradients_through_dummy_table_variables(
-            lambda x: x["seen"][1].sum(), given, feature_config=FEATURES
-        )
+        through_dummies(lambda x: x["seen"][1].sum(), given)
     with pytest.warns(UserWarning, match=r"table 'item': the loss does not depend on seen/0"):
-        _, found = get_gradients_through_dummy_table_variables(
-            lambda x: x["seen"][1].sum() + x["user"].sums().sum(), given, feature_config=FEATURES
-        )
+        _, found = through_dummies(lambda x: x["seen"][1].sum() + x["user"].sums().sum(), given)
     np.testing.assert_array_equal(found["seen"][0], np.zeros((S, C, D)))
-    # The row splits alone are integers, through which no gradient flows.
 
-    def of_lengths(found):
+    def of_lengths(found):  # the row splits alone, integers through which no gradient flows
         return (found["seen"][1] * found["user"].lengths.reshape(-1, 1).astype(float)).sum()
 
-    optimizer = Optimizer(optax.sgd(0.1), "sgd")
-    found = get_gradients_through_compute_gradients(optimizer, of_lengths, given)
+    found = through_compute_gradients(of_lengths, given)
     assert found["seen"][0] is found["user"] is None
