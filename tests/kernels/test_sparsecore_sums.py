@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import sums_of
 from sparsecore_interpreter import CHUNK, WORKERS, compiled, mesh_of
 
-from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums
+from tpu_embed.kernels import dispatch, reference, sparsecore_sums
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
@@ -199,28 +199,6 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         rows = jnp.asarray(packed, jnp.uint32 if halves == 2 else jnp.float32)
         found = sparsecore_sums.gather_sum(rows, index, segments, SUMS)
         np.testing.assert_array_equal(found, in_order(source.astype(np.float32), index, segments))
-
-
-@with_cases
-@given(entries())
-def test_every_segment_has_the_worker_in_whose_share_it_starts(case):
-    _, segments = case
-    bounds = np.asarray(sparsecore_sums.worker_bounds(jnp.asarray(segments), WORKERS, SUMS))
-    assert bounds.dtype == np.int32
-    assert bounds.shape == (WORKERS + sparsecore.WORDS,)
-    kept = [s for s in segments if s < SUMS]
-    share = -(-len(kept) // WORKERS)
-    assert bounds[0] == 0
-    np.testing.assert_array_equal(bounds[WORKERS:], len(kept))
-    for worker in range(WORKERS):
-        for entry in range(bounds[worker], bounds[worker + 1]):
-            assert kept.index(kept[entry]) // share == worker
-
-
-@pytest.mark.parametrize("kind", sparsecore.KINDS)
-def test_the_workers_of_a_device(kind):
-    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
-        assert sparsecore_sums._workers_here() == (64 if kind.startswith("TPU v5") else 32)
 
 
 def test_nothing_to_sum_is_no_kernel():

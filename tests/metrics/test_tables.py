@@ -11,8 +11,6 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
-from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import norms
 from tpu_embed.metrics import table_statistics
 
@@ -71,7 +69,7 @@ def _check(engine):
     state = engine.init(jax.random.key(0))
     statistics = table_statistics(engine, state)
     assert list(statistics) == list(engine.table_configs)
-    tables, slots = host_arrays(state, engine.layout)
+    tables, slots = engine.tables(state), engine.slots(state)
     for name, found in statistics.items():
         _assert_close(found, _expected(tables[name]))
         by_row = {slot: x for slot, x in slots[name].items() if x.ndim}
@@ -95,7 +93,7 @@ def test_tables_and_slots_are_measured(devices, monkeypatch):
 @pytest.mark.quick(1)
 def test_packed_rows_are_measured(packing, name, monkeypatch):
     monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
     engine = _engine(2, (name,))
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     _check(engine)

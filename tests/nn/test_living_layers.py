@@ -157,16 +157,6 @@ def test_an_embed_of_keys():
     np.testing.assert_array_equal(changed[0], found[0] - np.array([[1.0], [0.5]], np.float32))
 
 
-@pytest.mark.whole
-def test_inputs_by_name_share_the_map():
-    layer = _model(devices=2)["films"]
-    batch = nn.place(layer, {"seen": np.array([[5, 6], [6, 7]]), "item": np.array([5, 9])})
-    nn.fused_value_and_grad(lambda layer: loss_of(layer(batch)))(layer)
-    assert sorted(_maps(layer).keys("films")[0].tolist()) == [5, 6, 7, 9]
-    assert int(layer.step[...]) == 1
-    assert int(layer.state.counters["refused_batches"]) == 0
-
-
 def test_what_is_refused_changes_nothing():
     model = _model()
     films = model["films"]

@@ -61,31 +61,26 @@ def small_parts(monkeypatch):
 @pytest.mark.quick(2)
 def test_each_query_has_the_negatives_it_chooses(small_parts, lead, score, by_index):
     chosen, right, ids, log_q = numbers_of(lead)
-    named = dict(zip(("positive_ids", "negative_ids"), ids, strict=True))
-    named |= dict(zip(("positive_log_q", "negative_log_q"), log_q, strict=True))
-    named |= {"score": score, "temperature": 0.5}
+    names = "positive_ids", "negative_ids", "positive_log_q", "negative_log_q"
+    named = dict(zip(names, (*ids, *log_q), strict=True)) | {"chosen": chosen}
+    how = {"score": score, "temperature": 0.5}
 
     def ours(queries, rows):
         positives = right if by_index else rows[right]
-        return retrieval.sampled_softmax(queries, positives, rows, chosen=chosen, **named)
+        return retrieval.sampled_softmax(queries, positives, rows, **named, **how)
 
-    wanted = functools.partial(
-        loop, chosen=chosen, right=right, ids=ids, log_q=log_q, score=score, temperature=0.5
-    )
+    wanted = functools.partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
     check(ours, wanted, arrays_of(lead), BOUND)
 
 
 def test_without_a_choice_and_without_ids_all_rows_are_negatives(small_parts):
-    queries, rows = arrays_of((7,))
     right = np.arange(7) % K
-
-    def wanted(queries, rows):
-        return loop_sampled(queries, rows[right], rows, None, None, 1.0)
-
-    def ours(queries, rows):
-        return retrieval.sampled_softmax(queries, right, rows)
-
-    check(ours, wanted, [queries, rows], BOUND)
+    check(
+        lambda queries, rows: retrieval.sampled_softmax(queries, right, rows),
+        lambda queries, rows: loop_sampled(queries, rows[right], rows, None, None, 1.0),
+        arrays_of((7,)),
+        BOUND,
+    )
 
 
 def test_products_are_not_there_as_a_whole():
@@ -196,35 +191,32 @@ def test_scores_of_a_batch(score):
     queries, rows = arrays_of((B,))[0], arrays_of((B,), seed=5)[0]
     own = np.stack([rows, rows[::-1]], axis=1)  # [B, 2, D]
     change = unit if score == "cosine" else np.asarray
-    named = {"score": score, "temperature": 0.5}
-    pairs = (
+    for loss, given in (
         (retrieval.in_batch_softmax, (queries, rows)),
         (retrieval.sampled_softmax, (queries, rows, own)),
-    )
-    for loss, given in pairs:
+    ):
         wanted = loss(*single(*map(change, given)), temperature=0.5)
-        np.testing.assert_allclose(loss(*single(*given), **named), wanted, atol=BOUND)
+        found = loss(*single(*given), score=score, temperature=0.5)
+        np.testing.assert_allclose(found, wanted, atol=BOUND)
         with pytest.raises(ValueError, match=r"score: expected 'dot' \| 'cosine', got"):
             loss(*given, score="angle")
 
 
-def test_what_is_refused():
-    q, rows = np.ones((3, D), np.float32), np.ones((K, D), np.float32)
-    loss, which = retrieval.sampled_softmax, np.zeros((3, N), int)
+Q, ROWS = np.ones((3, D), np.float32), np.ones((K, D), np.float32)
+WHICH = np.zeros((3, N), int)
 
-    def refused(kind, match, positives, negatives, chosen):
-        with pytest.raises(kind, match=match):
-            loss(q, positives, negatives, chosen=chosen)
 
-    refused(ValueError, r"chosen: expected shape \[3, 5\], got \[2, 5\]", q, rows, which[:2])
-    refused(ValueError, r"chosen: expected shape", q, rows, which[:, 0])
-    refused(TypeError, "chosen: expected integers", q, rows, which + 0.5)
-    refused(
-        ValueError,
-        r"negatives: expected shape \[K, 4\], got \[3, 6, 4\]",
-        q,
-        np.stack([rows] * 3),
-        which,
-    )
-    refused(ValueError, r"positives: expected shape \[3\], got \[3, 5\]", which, rows, None)
-    refused(TypeError, "positives: expected floats, got bool", q > 0, rows, None)
+@pytest.mark.parametrize(
+    ("kind", "words", "positives", "negatives", "chosen"),
+    [
+        (ValueError, r"chosen: expected shape \[3, 5\], got \[2, 5\]", Q, ROWS, WHICH[:2]),
+        (ValueError, "chosen: expected shape", Q, ROWS, WHICH[:, 0]),
+        (TypeError, "chosen: expected integers", Q, ROWS, WHICH + 0.5),
+        (ValueError, r"shape \[K, 4\], got \[3, 6, 4\]", Q, np.stack([ROWS] * 3), WHICH),
+        (ValueError, r"positives: expected shape \[3\], got \[3, 5\]", WHICH, ROWS, None),
+        (TypeError, "positives: expected floats, got bool", Q > 0, ROWS, None),
+    ],
+)
+def test_what_is_refused(kind, words, positives, negatives, chosen):
+    with pytest.raises(kind, match=words):
+        retrieval.sampled_softmax(Q, positives, negatives, chosen=chosen)

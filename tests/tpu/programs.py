@@ -54,22 +54,6 @@ def hosted():
     return features, shapes
 
 
-def dlrm(rows=None, batch=None):
-    """Return features, optimizer and shapes of a batch of DLRM-DCNv2, its tables cut to `rows`."""
-    features, optimizer, shapes = config_of("dlrm_dcnv2").workload()
-    if rows:
-        features = {
-            name: dataclasses.replace(feature, table=_at_most(feature.table, rows))
-            for name, feature in features.items()
-        }
-    if batch:
-        shapes = {
-            name: jax.ShapeDtypeStruct((batch, *shape.shape[1:]), shape.dtype)
-            for name, shape in shapes.items()
-        }
-    return features, optimizer, shapes
-
-
 def dlrm_v4(most=None, **sizes):
     """Return features, optimizer and shapes of a batch of DLRMv4, its tables cut to `most` rows."""
     module = config_of("dlrm_v4")
@@ -83,10 +67,6 @@ def config_of(name):
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _at_most(table, rows):
-    return dataclasses.replace(table, vocabulary_size=min(rows, table.vocabulary_size))
 
 
 def many(tables):

@@ -15,7 +15,6 @@ from programs import (
     ROOT,
     SMALL,
     config_of,
-    dlrm,
     dlrm_v4,
     hosted,
     many,
@@ -210,18 +209,9 @@ def test_every_family_of_optimizers_compiles(chip, optimizer):
 
 
 @whole
-@pytest.mark.parametrize("chip", SMALL)
-def test_dlrm_moves_at_most_twice_what_it_must(chip):
-    features, optimizer, shapes = dlrm(rows=100_000, batch=4096)
-    compiled = compile_for(SMALL[chip], features, optimizer, shapes)
-    check(compiled, chip)
-    assert sum(compiled.moved.values()) <= 2 * sum(compiled.plan.moved.values())
-
-
-@whole
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:16x16"])
 def test_dlrm_at_full_scale_is_as_planned(topology):
-    features, optimizer, shapes = dlrm()
+    features, optimizer, shapes = config_of("dlrm_dcnv2").workload()
     compiled = compile_for(topology, features, optimizer, shapes)
     check(compiled, topology.partition(":")[0])
     plan = compiled.plan

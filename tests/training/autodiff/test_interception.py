@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jagged_cases import SOME, C, D, S
+from jagged_cases import make as make_jagged
 from jax.sharding import PartitionSpec as P
 from training_cases import mesh_of
 
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
 from tpu_embed.training import (
     Optimizer,
     create_dummy_table_variables,
@@ -286,3 +288,84 @@ def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
     x = jnp.arange(8.0)
     for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(jnp.ones((2, 3)), x):
         assert np.array_equal(found[:, 0, 0], x)
+
+
+# -- jagged sequences: a `Jagged` counts as its values ---------------------------------------------
+
+SEEN, OF_USER = TableConfig(9, D, name="item"), TableConfig(7, 3, name="user")
+JAGGED = {
+    "seen": [FeatureConfig(SEEN, jagged=True), FeatureConfig(SEEN)],
+    "user": FeatureConfig(OF_USER, jagged=True),
+}
+
+
+def jagged():
+    seen, user = (make_jagged(SOME, shape=(dim,)) for dim in (D, 3))
+    bag = jnp.arange(12.0).reshape(6, D)
+    return {"seen": [seen, bag], "user": user.with_values(jnp.nan_to_num(user.values))}
+
+
+def loss_of_jagged(found, factor=1.0):
+    seen, bag = found["seen"]
+    return factor * ((seen.means() * bag).sum() + (found["user"].values ** 3).sum())
+
+
+def expected_of_jagged(factor=1.0):
+    values, rebuild = split_activations(jagged())
+    return jax.grad(lambda values: loss_of_jagged(rebuild(values), factor))(values)
+
+
+through_jagged = functools.partial(
+    get_gradients_through_dummy_table_variables, feature_config=JAGGED
+)
+through_compute_gradients = functools.partial(
+    get_gradients_through_compute_gradients, Optimizer(optax.sgd(0.1), "sgd")
+)
+
+
+def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
+    given = jagged()
+    dummies = create_dummy_table_variables(given, JAGGED)
+    assert jax.tree.map(jnp.shape, dummies) == {
+        "item": {"seen/0": (S, C, D), "seen/1": (6, D)},
+        "user": {"user": (S, C, 3)},
+    }
+    hooked = hook(given, dummies)
+    assert isinstance(hooked["user"], Jagged)
+    jax.tree.map(np.testing.assert_array_equal, hooked, given)
+    by_dummy = jax.grad(lambda dummies: loss_of_jagged(hook(given, dummies)))(dummies)
+    np.testing.assert_array_equal(by_dummy["item"]["seen/0"], expected_of_jagged()["seen"][0])
+    np.testing.assert_array_equal(by_dummy["user"]["user"], expected_of_jagged()["user"])
+    with pytest.raises(ValueError, match=r"hook: activations: user: expected float32 of shape"):
+        hook({**given, "user": given["seen"][0]}, dummies)
+
+
+@pytest.mark.parametrize("make", [lambda f: f, jax.jit])
+@pytest.mark.quick(1)
+def test_gradients_are_those_by_the_values(make):
+    """They are what `update` takes, in both ways; the loss gets a `Jagged`."""
+
+    @make
+    def intercepted(given, factor):
+        first = through_jagged(loss_of_jagged, given, factor)
+        return first, through_compute_gradients(lambda x: loss_of_jagged(x, factor), given)
+
+    (value, first), second = intercepted(jagged(), 2.0)
+    np.testing.assert_allclose(value, loss_of_jagged(jagged(), 2.0), rtol=1e-6)
+    equal(first, expected_of_jagged(2.0))
+    equal(second, expected_of_jagged(2.0))
+
+
+def test_a_jagged_that_the_loss_does_not_use():
+    given = jagged()
+    with pytest.raises(ValueError, match=r"table 'user' \(index 1\).*computed but not used"):
+        through_jagged(lambda x: x["seen"][1].sum(), given)
+    with pytest.warns(UserWarning, match=r"table 'item': the loss does not depend on seen/0"):
+        _, found = through_jagged(lambda x: x["seen"][1].sum() + x["user"].sums().sum(), given)
+    np.testing.assert_array_equal(found["seen"][0], np.zeros((S, C, D)))
+
+    def of_lengths(found):  # the row splits alone, integers through which no gradient flows
+        return (found["seen"][1] * found["user"].lengths.reshape(-1, 1).astype(float)).sum()
+
+    found = through_compute_gradients(of_lengths, given)
+    assert found["seen"][0] is found["user"] is None

@@ -327,26 +327,3 @@ def test_the_optax_form_in_groups(check_vma):
         wanted, _ = expected(o.SGD(0.1), "mean", part(group), steps=2)
         for replica in group:
             assert_close(of(replica, got), wanted)
-
-
-def test_a_norm_limit_before_it_is_s_times_that_between_the_verbs():
-    """Losses are scaled before the clip in one, after it in the other."""
-    limit = 0.3
-    tx = optax.chain(optax.clip_by_global_norm(limit), cross_shard(optax.sgd(1.0), "r"))
-    crossed = CrossShardOptimizer(optax.sgd(1.0), axis_name="r")
-
-    def chained(tree, ids, x):
-        local = jax.lax.pcast(tree["kernel"], "r", to="varying")
-        gradient = jax.grad(lambda k: loss_of("sum", ids, x)(tree | {"kernel": k}))(local)
-        return tx.update(gradient, tx.init(local), local)[0]
-
-    def verbs(tree, ids, x):
-        loss = loss_of("sum", ids, x)
-        ((gradient, path),) = crossed.compute_gradients(loss, tree, ["['kernel']"])
-        clipped, _ = optax.clip_by_global_norm(limit / S).update(gradient, optax.EmptyState())
-        now, _ = crossed.apply_gradients([(clipped, path)], tree, crossed.init(tree))
-        return now["kernel"] - tree["kernel"]
-
-    a, b = (on_replicas(step, True)(params(), IDS, X) for step in (chained, verbs))
-    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert 0 < np.linalg.norm(a) <= limit * (1 + 1e-6)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import collections
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optimizer_cases
-import oracle_rules
 import pytest
-import training_cases
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import IndexedSlices
-from tpu_embed.training import Optimizer
+from tpu_embed.training import CrossShardOptimizer, Optimizer
 
 V, D = 7, 2
 RNG = np.random.default_rng(3)
@@ -68,14 +67,8 @@ def summed(step, every=False):
 
 def oracle(optimizer, start, gradients):
     """Return rows and slots after updates; `gradients`: per step, row -> gradient."""
-    name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
-    rows = [row.astype(np.float64) for row in start]
-    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
-    for t, step in enumerate(gradients, start=1):
-        rate = training_cases.rate_at(optimizer.learning_rate, t - 1)
-        for i, g in step.items():
-            rows[i], slots[i] = oracle_rules.apply(name, hyper, rows[i], slots[i], g, t, rate)
-    return np.stack(rows), {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}
+    *_, last = optimizer_cases.oracle_steps(optimizer, start, gradients)
+    return last
 
 
 def same_bits(a, b):
@@ -207,21 +200,6 @@ def test_a_clip_by_the_global_norm_sees_the_gradients_that_there_are():
     np.testing.assert_allclose(now["bias"], PARAMS["bias"] - 1 / np.sqrt(3), rtol=1e-6)
 
 
-def test_sparse_updates_are_in_place_and_make_nothing_of_the_table_s_size():
-    size = 100_000
-    optimizer = Optimizer(o.Adagrad(0.1), "opt")
-    tree = {"table": jnp.ones((size, D))}
-    state = optimizer.init(tree)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(tree, state, gradient):
-        return optimizer.apply_gradients([(gradient, "['table']")], tree, state)
-
-    memory = step.lower(tree, state, slices(0, size)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < size * D
-    assert memory.alias_size_in_bytes >= 2 * 4 * size * D
-
-
 def test_tables_of_any_rank_and_bfloat16():
     optimizer = Optimizer(o.RowWiseAdagrad(0.1), "opt")
     table = jnp.asarray(RNG.normal(size=(V, 3, D)), jnp.bfloat16)
@@ -274,13 +252,13 @@ def test_a_path_is_a_key_path_or_its_keystr(form):
 
 @pytest.mark.parametrize("path", [(), ""], ids=["key path", "keystr"])
 def test_the_path_of_a_tree_that_is_one_array(path):
-    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
-    w = jnp.ones(2)
-    now, state = optimizer.apply_gradients(
-        [(jnp.ones(2), path)], w, optimizer.init(w), constraints={path: lambda x: x + 0.25}
-    )
+    optimizer, w = Optimizer(optax.sgd(1.0, momentum=0.5), "opt"), jnp.ones(2)
+    constraints = {path: lambda x: x + 0.25}
+    given = [(jnp.ones(2), path)], w, optimizer.init(w)
+    now, state = optimizer.apply_gradients(*given, constraints=constraints)
     assert now.tolist() == [0.25, 0.25]
     assert optimizer.get_slot(state, path, "trace").tolist() == [1, 1]
+    assert [name for name, _ in optimizer.variables(state)] == ["step", "trace"]
 
 
 def test_constraints_follow_dense_updates_only():
@@ -325,3 +303,96 @@ def test_nothing_is_scaled_or_summed_without_an_axis():
 
     mapped = jax.vmap(step, axis_name="replicas")(jnp.array([1.0, 3.0]))
     assert mapped.tolist() == [-1.0, -3.0]
+
+
+# -- the state, and pickles ------------------------------------------------------------------------
+
+
+def test_slots_exist_from_init_and_have_names():
+    optimizer = Optimizer(o.AdagradMomentum(0.1), "opt")
+    state = optimizer.init(params())
+    assert optimizer.get_name() == "opt"
+    assert optimizer.get_slot_names(state) == ["accumulators", "momenta"]
+    assert optimizer.get_slot(state, "['kernel']", "momenta").shape == (3, D)
+    assert optimizer.get_slot(state, "['kernel']", "velocity") is None
+    assert sorted(optimizer.get_non_slot(state)) == ["count", "step"]
+    names = [f"['{name}']/{slot}" for name in params() for slot in ("accumulators", "momenta")]
+    assert [name for name, _ in optimizer.variables(state)] == [*names, "count", "step"]
+
+
+def test_slots_of_a_chain_bear_its_positions_and_masked_parameters_have_none():
+    mask = {"bias": False, "kernel": True, "table": True}
+    last = optax.masked(optax.trace(0.5), mask)
+    optimizer = Optimizer(optax.chain(optax.trace(0.9), optax.scale_by_adam(), last), "opt")
+    state = optimizer.init(params())
+    assert optimizer.get_slot_names(state) == ["0_trace", "2_trace", "mu", "nu"]
+    gradient = jnp.arange(6.0).reshape(3, D)
+    _, state = optimizer.apply_gradients([(gradient, "['kernel']")], params(), state)
+    assert np.array_equal(optimizer.get_slot(state, "['kernel']", "0_trace"), gradient)
+    assert np.array_equal(optimizer.get_slot(state, "['bias']", "0_trace"), np.zeros(3))
+    assert optimizer.get_slot(state, "['bias']", "2_trace") is None
+    assert optimizer.get_slot(state, "['kernel']", "2_trace").shape == (3, D)
+
+
+# -- a transform that counts by the name of `step` -------------------------------------------------
+
+
+def counted():
+    """Return a transform whose state is a step, from 10 on."""
+
+    def update(updates, state, params=None):
+        return updates, {"step": state["step"] + 1}
+
+    return optax.GradientTransformation(lambda params: {"step": jnp.int32(10)}, update)
+
+
+@pytest.mark.parametrize("tx", [counted(), optax.chain(optax.trace(0.9), counted())])
+def test_a_transform_s_own_step_stands_beside_the_optimizer_s(tx):
+    optimizer = Optimizer(tx, "opt")
+    gradients = [(jnp.ones(3), "['bias']")]
+    _, state = optimizer.apply_gradients(gradients, params(), optimizer.init(params()))
+    found = {name: int(leaf) for name, leaf in optimizer.get_non_slot(state).items()}
+    assert found == {"step": 1, "inner_step": 11}
+    assert found.items() <= {n: v.sum().item() for n, v in optimizer.variables(state)}.items()
+
+
+def test_a_slot_called_step_stands_beside_the_optimizer_s():
+    def rule(gradient, row, slots, learning_rate, step):
+        return row - learning_rate * gradient, {"step": slots["step"] + 1}
+
+    optimizer = Optimizer(o.CustomOptimizer(rule, {"step": 5.0}), "opt")
+    variables = dict(optimizer.variables(optimizer.init(jnp.ones(2))))
+    assert variables["inner_step"].tolist() == [5.0, 5.0]
+    assert int(variables["step"]) == 0
+
+
+# -- pickles ---------------------------------------------------------------------------------------
+
+
+def scaled(updates, state, params=None):
+    return jax.tree.map(lambda g: -g, updates), state
+
+
+def no_state(params):
+    return optax.EmptyState()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        o.Adagrad(0.5),
+        o.Adam(0.1, lazy_adam=False, clipvalue=1.0),
+        optax.GradientTransformation(no_state, scaled),
+    ],
+    ids=["rule", "options", "transform of named functions"],
+)
+def test_a_pickled_optimizer_does_the_same(tx):
+    alone = Optimizer(tx, "opt")
+    for optimizer in (alone, CrossShardOptimizer(alone, "sum", axis_name="r")):
+        again = pickle.loads(pickle.dumps(optimizer))
+        assert again.get_name() == optimizer.get_name()
+        results = []
+        for one in (optimizer, again):
+            given = [(jnp.ones(3), "['bias']")], params(), one.init(params())
+            results.append(one.apply_gradients(*given, skip_gradients_aggregation=True))
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
