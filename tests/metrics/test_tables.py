@@ -34,14 +34,11 @@ def _all_bad(key, shape, dtype):
 
 
 def _engine(devices, names=tuple(SIZES)):
-    initializers = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
-    tables = {
-        name: TableConfig(
-            SIZES[name], 5, initializers.get(name), name=name, **OPTIONS.get(name, {})
-        )
-        for name in names
+    first = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
+    features = {
+        n: FeatureConfig(TableConfig(SIZES[n], 5, first.get(n), name=n, **OPTIONS.get(n, {})))
+        for n in names
     }
-    features = {name: FeatureConfig(table) for name, table in tables.items()}
     return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
 
 
@@ -81,7 +78,7 @@ def _check(engine):
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_tables_and_slots_are_measured(devices, monkeypatch):
-    monkeypatch.setattr(norms, "BLOCK_ROWS", 16)
+    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 16)
     statistics = _check(_engine(devices))
     assert statistics["mod"]["non_finite_rows"] == 2
     assert statistics["half"]["non_finite_rows"] == 1
@@ -92,7 +89,7 @@ def test_tables_and_slots_are_measured(devices, monkeypatch):
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "mod"), ("words", "half")])
 @pytest.mark.quick(1)
 def test_packed_rows_are_measured(packing, name, monkeypatch):
-    monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
+    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 128)
     monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
     engine = _engine(2, (name,))
     assert all(stack.packing == packing for stack in engine.layout.stacks)

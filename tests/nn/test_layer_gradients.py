@@ -76,16 +76,15 @@ def test_every_lookup_is_found(shape, jitted):
 
 
 def test_the_update_is_the_oracles():
-    bag = bag_of(o.SGD(0.5), combiner="mean")
+    bag, rng = bag_of(o.SGD(0.5), combiner="mean"), np.random.default_rng(4)
     before, ids = np.array(bag.embedding, np.float64), ids_of(3)
-    weights = np.random.default_rng(4).uniform(0.5, 2, ids.shape).astype(np.float32)
-    gradient = np.random.default_rng(5).normal(size=(len(ids), D)).astype(np.float32)
+    weights = rng.uniform(0.5, 2, ids.shape).astype(np.float32)
+    gradient = rng.normal(size=(len(ids), D)).astype(np.float32)
     nn.fused_value_and_grad(lambda bag: (bag(ids, weights) * gradient).sum())(bag)
-    for example, row in enumerate(ids):
-        there = row >= 0
-        gains = oracle.gains(weights[example][there].tolist(), "mean")
-        for i, gain in zip(row[there], gains, strict=True):
-            before[i] -= 0.5 * gain * gradient[example]
+    for row, some, g in zip(ids, weights, gradient, strict=True):
+        gains = oracle.gains(some[row >= 0].tolist(), "mean")
+        for i, gain in zip(row[row >= 0], gains, strict=True):
+            before[i] -= 0.5 * gain * g
     np.testing.assert_allclose(bag.embedding, before, atol=1e-6)  # float32 against float64
 
 
@@ -108,21 +107,17 @@ def test_weights_are_differentiable():
 def test_value_aux_and_state_are_as_with_nnx():
     """Statistics and keys change once, aux may hold modules, other arguments are handed on."""
 
-    class Model(nnx.Module):
-        def __init__(self):
-            self.bag = bag_of(o.SGD(0.0))
-            self.norm = nnx.BatchNorm(D, rngs=nnx.Rngs(0))
-            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
-
-        def __call__(self, ids, scale):
-            found = self.dropout(self.norm(self.bag(ids))) * scale
-            self.found = nnx.Intermediate(found)  # a variable that was not there before
-            return found
+    def make():
+        rngs = nnx.Rngs(0)
+        norm, dropout = nnx.BatchNorm(D, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        return nnx.Dict(bag=bag_of(o.SGD(0.0)), norm=norm, dropout=dropout)
 
     def loss(model, ids, scale):
-        return (model(ids, scale) ** 2).sum(), {"model": model, "scale": scale}
+        found = model.dropout(model.norm(model.bag(ids))) * scale
+        model.found = nnx.Intermediate(found)  # a variable that was not there before
+        return (found**2).sum(), {"model": model, "scale": scale}
 
-    ours, theirs = Model(), Model()
+    ours, theirs = make(), make()
     expected = nnx.value_and_grad(loss, has_aux=True)(theirs, A, 2.0)
     found = nn.fused_value_and_grad(loss, has_aux=True)(ours, A, scale=2.0)
     assert found[0][1]["model"] is ours
@@ -187,11 +182,8 @@ def test_a_table_read_otherwise_is_a_constant_with_a_warning():
 def test_a_layer_of_two_arguments_belongs_to_the_one_differentiated():
     shared = bag_of(o.SGD(1.0))
     other, model = nnx.Dict(a=shared), nnx.Dict(b=shared)
-
-    def loss(other, model):
-        return other.a(A).sum() + model.b(C).sum()
-
-    _, (_, gradients) = nn.sparse_value_and_grad(loss, argnums=1)(other, model)
+    both = nn.sparse_value_and_grad(lambda x, y: x.a(A).sum() + y.b(C).sum(), argnums=1)
+    _, (_, gradients) = both(other, model)
     assert {name: len(found) for name, found in gradients.lookups.items()} == {"b": 2}
 
 

@@ -101,7 +101,7 @@ def test_params_are_needed():
         tx.update(PARAMS, tx.init(PARAMS))
 
 
-def test_host_callable_is_called_once_an_eager_update():
+def test_host_callable_is_called_once_an_eager_update_and_inside_jit_needs_its_value():
     rates = iter([0.5, 0.25])
     tx = o.SGD(lambda: next(rates)).as_optax()
     params, ones = jnp.zeros(2), jnp.ones(2)
@@ -109,12 +109,6 @@ def test_host_callable_is_called_once_an_eager_update():
     first, state = tx.update(ones, state, params)
     second, state = tx.update(ones, state, params)
     assert (first.tolist(), second.tolist()) == ([-0.5, -0.5], [-0.25, -0.25])
-
-
-def test_host_callable_inside_jit_needs_its_value():
-    tx = o.SGD(lambda: pytest.fail("called")).as_optax()
-    params, ones = jnp.zeros(2), jnp.ones(2)
-    state = tx.init(params)
     with pytest.raises(ValueError, match="learning_rate=value"):
         jax.jit(tx.update)(ones, state, params)
     given = jax.jit(lambda rate: tx.update(ones, state, params, learning_rate=rate)[0])

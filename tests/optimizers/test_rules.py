@@ -25,6 +25,8 @@ TOLERANCE = {"float32": {"rtol": 5e-5, "atol": 5e-6}, "float64": {"rtol": 1e-10,
 
 
 def library_trajectory(optimizer, dtype):
+    """Return the first slots, and rows and slots after each step."""
+
     @jax.jit
     def one(rows, slots, gradient, step):
         rate = jnp.asarray(optimizer.resolve_learning_rate(step, None)).astype(dtype)
@@ -33,9 +35,8 @@ def library_trajectory(optimizer, dtype):
     with jax.enable_x64(dtype == "float64"):
         rows, history = jnp.asarray(ROWS, dtype), []
         first = slots = optimizer.init_slots(rows, KEYS)
-        for t in range(1, STEPS + 1):
-            gradient = jnp.asarray(GRADIENTS[t - 1], dtype)
-            rows, slots = one(rows, slots, gradient, jnp.int32(t))
+        for t, gradient in enumerate(GRADIENTS, start=1):
+            rows, slots = one(rows, slots, jnp.asarray(gradient, dtype), jnp.int32(t))
             history.append((rows, slots))
         return jax.device_get((first, history))
 

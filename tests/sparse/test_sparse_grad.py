@@ -67,15 +67,6 @@ def in_scan_of_cond_of_remat(params):
     return jax.lax.scan(body, jnp.float32(1), PAIRS, reverse=True, unroll=2)[0]
 
 
-def twice_beside_a_switch(params):
-    branches = [
-        lambda: score(params, jnp.array([7])).sum(),
-        lambda: score(params, jnp.array([8])).sum(),
-        lambda: params["kernel"].sum(),
-    ]
-    return jax.lax.switch(1, branches) * score(params, IDS, "mean").sum()
-
-
 LOSSES = {
     "sum of rows": (lambda p: score(p, IDS).sum(), 6),
     "mean": (lambda p: (score(p, IDS, "mean") ** 2).sum(), 6),
@@ -90,7 +81,6 @@ LOSSES = {
     "cond, second": (lambda p: in_cond(p, -1.0), 3),
     "nested jits": (in_nested_jits, 2),
     "scan of cond of remat": (in_scan_of_cond_of_remat, 6),
-    "switch": (twice_beside_a_switch, 8),
     "vmap": (lambda p: (jax.vmap(lambda i: score(p, i, "sum"))(PAIRS) ** 2).sum(), 6),
     "vmap of scan": (
         lambda p: jax.vmap(

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, optimizers, planning
 from tpu_embed.core.update import Operands
 from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
-from tpu_embed.planning.targets import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"} | {
@@ -81,7 +80,7 @@ def many(tables):
 
 def engine_for(name, features, optimizer):
     """Return an engine on a topology, and its mesh."""
-    mesh = Mesh(np.array(describe_topology(Topology(name))), ("devices",))
+    mesh = Mesh(np.array(describe_topology(planning.Topology(name))), ("devices",))
     placed = planning.resolve(features, optimizer, mesh=mesh)
     return EmbeddingEngine(placed, optimizer, mesh=mesh), mesh
 

@@ -25,8 +25,8 @@ from programs import (
 
 from tpu_embed import FeatureConfig
 from tpu_embed.kernels import sparsecore
+from tpu_embed.planning import CHIPS, Topology
 from tpu_embed.planning.compiled import compile_for, describe_topology
-from tpu_embed.planning.targets import CHIPS, Topology
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"

@@ -76,27 +76,29 @@ def test_cotangents_that_do_not_fit():
             gradients(lambda x: (x, {"z": x}), [X], grad_ys=grad_ys)
 
 
-@pytest.mark.parametrize("kind", ["float", "complex", "integer"])
-@pytest.mark.parametrize("given", ["float", "complex", "integer"])
+KINDS = {
+    "float": (X, lambda x: x * 1),
+    "complex": (lax.complex(X, W), lambda x: lax.complex(x, x)),
+    "integer": (jnp.arange(3), lambda x: x.astype(jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("given", KINDS)
 def test_a_cotangent_is_of_its_ys_kind(kind, given):
-    numbers = {"float": X, "complex": lax.complex(X, W), "integer": jnp.arange(3)}
-    fn = {
-        "float": lambda x: x * 1,
-        "complex": lambda x: lax.complex(x, x),
-        "integer": lambda x: x.astype(jnp.int32),
-    }[kind]
+    fn, grad_ys = KINDS[kind][1], KINDS[given][0]
     if given == kind or (kind, given) == ("integer", "float"):
-        (found,) = gradients(fn, [X], grad_ys=numbers[given])
+        (found,) = gradients(fn, [X], grad_ys=grad_ys)
         assert (found is None) == (kind == "integer")
     else:
         with pytest.raises(TypeError, match=r"grad_ys: expected .*numbers for a y of"):
-            gradients(fn, [X], grad_ys=numbers[given])
+            gradients(fn, [X], grad_ys=grad_ys)
 
 
-def test_a_complex_y_needs_a_cotangent():
-    for grad_ys in (None, (None, None)):
-        with pytest.raises(TypeError, match=r"grad_ys\[1\]: expected complex numbers, got None"):
-            gradients(lambda x: (x, lax.complex(x, x)), [X], grad_ys=grad_ys)
+@pytest.mark.parametrize("grad_ys", [None, (None, None)])
+def test_a_complex_y_needs_a_cotangent(grad_ys):
+    with pytest.raises(TypeError, match=r"grad_ys\[1\]: expected complex numbers, got None"):
+        gradients(lambda x: (x, lax.complex(x, x)), [X], grad_ys=grad_ys)
 
 
 def test_complex_values_follow_the_convention_of_jax():
@@ -175,16 +177,12 @@ def test_aggregation_does_not_change_the_sum(method):
 
 
 @pytest.mark.parametrize("method", ["tree", "accumulate_n"])
-def test_one_pull_back_a_y_is_summed_left_to_right(method):
+@pytest.mark.parametrize("factors", itertools.permutations(np.float32([1e8, -1e8, 1])))
+def test_one_pull_back_a_y_is_summed_left_to_right(method, factors):
     """In float32 1e8 - 1e8 + 1 is 1, and 1 + 1e8 - 1e8 is 0."""
-    for factors in itertools.permutations([1e8, -1e8, 1.0]):
-        (found,) = gradients(
-            lambda x, f=factors: [x * k for k in f], [jnp.float32(1)], aggregation_method=method
-        )
-        expected = np.float32(0)
-        for k in factors:
-            expected = np.float32(expected + np.float32(k))
-        assert found == expected
+    one = jnp.float32(1)
+    (found,) = gradients(lambda x: [x * k for k in factors], [one], aggregation_method=method)
+    assert found == (factors[0] + factors[1]) + factors[2]
 
 
 def test_one_pull_back_a_y_meets_no_other_y():

@@ -107,12 +107,10 @@ def test_a_stop_below_a_lookup_takes_it_out():
     assert rows_of(both) == [*CUT, *KEPT]
     assert rows_of(found) == KEPT.tolist()
     assert np.array_equal(hidden, jnp.full((3, D), TABLE[KEPT].sum()))
-    alone, _ = gradients(
-        lambda table: tag(embedding_lookup(table, CUT), "hidden").sum(),
-        [TABLE, Tag("hidden")],
-        stop_gradients=["hidden"],
+    alone = gradients(
+        lambda t: tag(embedding_lookup(t, CUT), "hidden").sum(), [TABLE], stop_gradients=["hidden"]
     )
-    assert alone is None
+    assert alone == [None]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -142,11 +140,10 @@ def test_under_vmap_and_inside_other_gradients():
 
     each = jax.vmap(inner, (None, 0))(TABLE, jnp.asarray(CUT)[:, None])
     assert each.indices.tolist() == [KEPT.tolist()] * 3
-    (second,) = gradients(lambda t: inner(t, np.array([0])).values, [TABLE])
-    assert rows_of(second) == KEPT.tolist()  # the factor is constant for both
-    (also,) = gradients(lambda t: inner(t, np.array([0])).to_dense(), [TABLE])
-    assert rows_of(also) == KEPT.tolist()
-    np.testing.assert_allclose(second.values, 6 * TABLE[KEPT] * TABLE[0].sum(), rtol=1e-5)
+    for part in (lambda found: found.values, lambda found: found.to_dense()):
+        (second,) = gradients(lambda t, part=part: part(inner(t, np.array([0]))), [TABLE])
+        assert rows_of(second) == KEPT.tolist()  # the factor is constant for both
+        np.testing.assert_allclose(second.values, 6 * TABLE[KEPT] * TABLE[0].sum(), rtol=1e-5)
 
 
 # -- Optimizer -------------------------------------------------------------------------------------
@@ -168,7 +165,7 @@ def first_step(rule):
 def parts(optimizer, params, state):
     """Return the table and its slots."""
     slots = [optimizer.get_slot(state, "['table']", x) for x in optimizer.get_slot_names(state)]
-    return [params["table"], *slots]
+    return np.stack([params["table"], *slots])
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -186,12 +183,10 @@ def test_a_step_leaves_rows_and_slots_that_no_gradient_reaches(rule):
             for case, x in losses.items()
         }
 
-    touched, untouched = np.unique(KEPT), np.setdiff1d(np.arange(V), KEPT)
     for case, (params, state, _) in steps(*before).items():
-        pairs = zip(parts(optimizer, *before), parts(optimizer, params, state), strict=True)
-        for old, new in pairs:
-            assert np.array_equal(new[untouched], old[untouched]), case
-            assert (np.asarray(new)[touched] != np.asarray(old)[touched]).any(-1).all(), case
+        changed = parts(optimizer, params, state) != parts(optimizer, *before)
+        reached = np.isin(np.arange(V), KEPT)
+        assert (changed.any(-1) == reached).all(), case
 
 
 def test_a_table_without_any_gradient_keeps_all_its_bits():
@@ -202,8 +197,7 @@ def test_a_table_without_any_gradient_keeps_all_its_bits():
         return stopped * params["w"]
 
     now, after, _ = optimizer.minimize(loss, params, state)
-    for old, new in zip(parts(optimizer, params, state), parts(optimizer, now, after), strict=True):
-        assert np.array_equal(old, new)
+    assert np.array_equal(parts(optimizer, params, state), parts(optimizer, now, after))
     assert now["w"] != params["w"]
     assert int(after.step) == 2
     with pytest.raises(ValueError, match=r"minimize: .* got no gradient for any of \['table'\]"):

@@ -33,7 +33,6 @@ from cross_shard_cases import (
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import optimizers as o
-from tpu_embed.kernels.tracing import as_varying
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
 from tpu_embed.training import CrossShardOptimizer, Optimizer, cross_shard
 
@@ -299,7 +298,7 @@ def by_transform(transform, reduction, tree, ids, x):
     """Return two steps by an optax transform, with local gradients of unscaled losses."""
     state = transform.init(tree)
     for _ in range(2):
-        local = jax.tree.map(lambda leaf: as_varying(leaf, frozenset({"r"})), tree)
+        local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "r", to="varying"), tree)
         gradients = jax.grad(loss_of(reduction, ids, x))(local)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = transform.update(gradients, state, tree)
