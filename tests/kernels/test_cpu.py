@@ -1,7 +1,5 @@
 """The compiled CPU kernels give the bits of the reference, and touch only their own rows."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """The compiled update against a float32 NumPy loop, in the documented order of its sums."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

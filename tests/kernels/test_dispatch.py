@@ -1,7 +1,5 @@
 """One traced program lowers for every platform, each with its own kernels."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

@@ -1,7 +1,5 @@
 """IndexedSlices: every form has the same sum, and norms add duplicates first."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """sparse_value_and_grad gives the numbers of jax.value_and_grad, sparse where possible."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """sparse_grad returns the rows that a gradient reaches, and no others."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """embedding_lookup: rows and their combinations, against float64 loops."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Optimizer.compute_gradients, and minimize, which applies its result."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

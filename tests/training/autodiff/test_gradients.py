@@ -1,7 +1,5 @@
 """gradients(): each clause of its contract, against jax.grad or float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

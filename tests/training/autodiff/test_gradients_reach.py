@@ -1,7 +1,5 @@
 """gradients() and Optimizer: rows that no gradient reaches are never touched."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from reach_cases import CONNECTED, CUT, FORMS, KEPT, PAIRS, loss_of
+from reach_cases import CUT, KEPT, PAIRS, loss_of
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import embedding_lookup
@@ -111,23 +109,6 @@ def test_a_stop_below_a_lookup_takes_it_out():
         lambda t: tag(embedding_lookup(t, CUT), "hidden").sum(), [TABLE], stop_gradients=["hidden"]
     )
     assert alone == [None]
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_without_any_lookup_that_counts_a_table_is_not_connected(form):
-    def fn(table):
-        return FORMS[form](embedding_lookup(table, CUT))
-
-    assert gradients(fn, [TABLE]) == [None]
-    (zeros,) = gradients(fn, [TABLE], unconnected_gradients="zero")
-    assert np.array_equal(zeros, np.zeros((V, D)))
-
-
-@pytest.mark.parametrize("form", CONNECTED)
-def test_a_lookup_whose_gradient_is_zero_is_connected(form):
-    (found,) = gradients(lambda t: CONNECTED[form](embedding_lookup(t, CUT)), [TABLE])
-    assert rows_of(found) == CUT.tolist()
-    assert not np.asarray(found.values).any()
 
 
 def test_under_vmap_and_inside_other_gradients():

@@ -1,12 +1,9 @@
 """gradients() by tables: IndexedSlices, in a promised order, if a table is only looked up."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
 from tpu_embed.training import gradients
@@ -34,13 +31,6 @@ def test_slices_come_through_calls(call):
     assert found["t"].indices.tolist() == [4, 1, 4]
 
 
-def test_slices_of_a_batch_are_flattened():
-    ids = jnp.array([[4, 1], [5, 4]])
-    (found,) = gradients(lambda t: jax.vmap(lambda i: rows_of(t, i))(ids), [TABLE])
-    assert found.indices.tolist() == [4, 1, 5, 4]
-    np.testing.assert_allclose(found.values, jnp.cos(TABLE[ids.reshape(-1)]), rtol=1e-6)
-
-
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)], ids=["both", "ids", "table"])
 def test_slices_of_vmapped_gradients(axes):
     """Each example has slices of its own, as if alone; float32 sines and cosines."""
@@ -60,23 +50,6 @@ def test_slices_of_vmapped_gradients(axes):
         np.testing.assert_allclose(
             found.values[i], np.cos(np.asarray(table, np.float64)[mine]), rtol=1e-6
         )
-
-
-def test_slices_of_a_scan_and_of_a_branch_not_taken():
-    def scanned(table):
-        return lax.scan(lambda c, ids: (c + rows_of(table, ids).sum(), None), 0.0, IDS[:, None])[0]
-
-    (found,) = gradients(scanned, [TABLE])
-    assert found.indices.tolist() == [4, 1, 4]
-
-    def branched(table):
-        return lax.cond(IDS[0] > 5, lambda: rows_of(table), lambda: rows_of(table, IDS[::-1] + 1))
-
-    (found,) = gradients(branched, [TABLE])
-    assert found.indices.tolist() == [5, 2, 5, 6, 6, 6]  # a program's first branch is for False
-    np.testing.assert_allclose(
-        found.to_dense(), jax.grad(lambda t: branched(t).sum())(TABLE), rtol=1e-6
-    )
 
 
 @pytest.mark.parametrize(

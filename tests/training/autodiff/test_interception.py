@@ -1,7 +1,5 @@
 """Interception: gradients of a loss by activations, also by those that it does not use."""
 
-from __future__ import annotations
-
 import collections
 import functools
 

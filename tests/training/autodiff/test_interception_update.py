@@ -1,7 +1,5 @@
 """Interception in a data-parallel step: `update` gets scaled activation gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """tag and Tag: gradients by values inside a function, and stopping at them, in closed form."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

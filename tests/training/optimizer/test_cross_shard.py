@@ -1,7 +1,5 @@
 """CrossShardOptimizer on 8 replicas does what one device does with the whole batch."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

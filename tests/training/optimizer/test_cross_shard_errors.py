@@ -1,7 +1,5 @@
 """CrossShardOptimizer and cross_shard: unbound axes, and refusals."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 

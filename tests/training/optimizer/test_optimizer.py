@@ -1,7 +1,5 @@
 """Optimizer: the methods of its TensorFlow ancestor, against float64 loops."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import pickle

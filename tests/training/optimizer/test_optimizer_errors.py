@@ -1,7 +1,5 @@
 """Optimizer: refusals, and their texts."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
