@@ -31,6 +31,7 @@ from cross_shard_cases import (
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import optimizers as o
+from tpu_embed.kernels.tracing import as_varying
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
 from tpu_embed.training import CrossShardOptimizer, Optimizer, cross_shard
 
@@ -296,7 +297,7 @@ def by_transform(transform, reduction, tree, ids, x):
     """Return two steps by an optax transform, with local gradients of unscaled losses."""
     state = transform.init(tree)
     for _ in range(2):
-        local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "r", to="varying"), tree)
+        local = jax.tree.map(lambda leaf: as_varying(leaf, frozenset({"r"})), tree)
         gradients = jax.grad(loss_of(reduction, ids, x))(local)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = transform.update(gradients, state, tree)
@@ -304,23 +305,17 @@ def by_transform(transform, reduction, tree, ids, x):
     return tree
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("reduction", "groups"), [("mean", [range(S)]), ("sum", [range(S)]), ("mean", GROUPS)]
+)
 @MODES
-@pytest.mark.quick(2)
-def test_the_optax_form(reduction, check_vma):
-    transform = cross_shard(optax.sgd(0.1, momentum=0.9), "r", reduction)
+@pytest.mark.quick(3)
+def test_the_optax_form(reduction, groups, check_vma):
+    options = {"group_assignment": GROUPS if groups is GROUPS else None}
+    transform = cross_shard(optax.sgd(0.1, momentum=0.9), "r", reduction, **options)
     step = functools.partial(by_transform, transform, reduction)
-    got = on_replicas(step, check_vma)(params(), IDS, X)
-    wanted, _ = expected(o.Momentum(0.1), reduction, steps=2)
-    assert_close(got, wanted)
-
-
-@MODES
-def test_the_optax_form_in_groups(check_vma):
-    transform = cross_shard(optax.sgd(0.1), "r", group_assignment=GROUPS)
-    step = functools.partial(by_transform, transform, "mean")
     got = each(step, check_vma)(params(), IDS, X)
-    for group in GROUPS:
-        wanted, _ = expected(o.SGD(0.1), "mean", part(group), steps=2)
+    for group in groups:
+        wanted, _ = expected(o.Momentum(0.1), reduction, part(group), steps=2)
         for replica in group:
             assert_close(of(replica, got), wanted)
