@@ -28,8 +28,10 @@ def _tables():
 
 
 def _model(devices=8, seed=0):
-    where = {"mesh": mesh_of(devices), "rngs": nnx.Rngs(seed)}
-    return nnx.Dict({name: nn.EmbeddingBag(one, **where) for name, one in _tables().items()})
+    def layer(table):
+        return nn.EmbeddingBag(table, mesh=mesh_of(devices), rngs=nnx.Rngs(seed))
+
+    return nnx.Dict({name: layer(table) for name, table in _tables().items()})
 
 
 def _maps(layer):

@@ -175,7 +175,7 @@ def test_aggregation_does_not_change_the_sum(method):
 
 
 @pytest.mark.parametrize("method", ["tree", "accumulate_n"])
-@pytest.mark.parametrize("factors", itertools.permutations(np.float32([1e8, -1e8, 1])))
+@pytest.mark.parametrize("factors", list(itertools.permutations(np.float32([1e8, -1e8, 1]))))
 def test_one_pull_back_a_y_is_summed_left_to_right(method, factors):
     """In float32 1e8 - 1e8 + 1 is 1, and 1 + 1e8 - 1e8 is 0."""
     one = jnp.float32(1)
