@@ -229,16 +229,17 @@ def test_the_mesh_shards_the_table():
     assert embed_of().rows.engine.layout.axes.replicas == len(jax.devices())
 
 
+class Summed(nnx.Module):
+    def __init__(self):
+        self.embed = nn.Embed(V, D, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(0))
+        self.bag = bag_of(o.SGD(0.5), devices=8)
+
+    def __call__(self, ids):
+        return self.embed(ids).sum(-2) + self.bag(ids)
+
+
 @pytest.mark.whole
 def test_a_model_with_layers_can_be_tabulated():
-    class Summed(nnx.Module):
-        def __init__(self):
-            self.embed = nn.Embed(V, D, optimizer=o.Adagrad(0.5), rngs=nnx.Rngs(0))
-            self.bag = bag_of(o.SGD(0.5), devices=8)
-
-        def __call__(self, ids):
-            return self.embed(ids).sum(-2) + self.bag(ids)
-
     model, ids = Summed(), ids_of(0, (8, 3), lowest=0)
     expected = np.asarray(model(ids))
     table = nnx.tabulate(model, ids, console_kwargs={"width": 200, "force_terminal": False})
