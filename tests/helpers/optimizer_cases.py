@@ -8,7 +8,9 @@ per-row slots).
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import optax
+import oracle_rules
 
 from tpu_embed import optimizers as o
 from tpu_embed.check.trainings import leaky_rule
@@ -131,3 +133,16 @@ def flat():
 def hyper(optimizer):
     """Return the options of an optimizer for `oracle_rules`."""
     return {field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)}
+
+
+def oracle_steps(optimizer, rows, gradients):
+    """Yield rows and slots after each step, in float64; `gradients`: per step, row -> gradient."""
+    name, options = type(optimizer).__name__, hyper(optimizer)
+    rows = [np.asarray(row, np.float64) for row in rows]
+    slots = [oracle_rules.initial_slots(name, options, rows[0].size) for _ in rows]
+    for t, step in enumerate(gradients, start=1):
+        rate = optimizer.learning_rate
+        rate = float(rate(t - 1)) if callable(rate) else rate
+        for i, g in step.items():
+            rows[i], slots[i] = oracle_rules.apply(name, options, rows[i], slots[i], g, t, rate)
+        yield np.stack(rows), {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}

@@ -87,7 +87,7 @@ def to_bfloat16(x):
     return widened(stored(x, "bfloat16"))
 
 
-def sums_in_order(given, blocks, rounds=False):
+def sums_in_order(given, blocks, rounds=False, size=R):
     """Return row -> gradient: within a block, feature after feature, then over the blocks.
 
     With `rounds` the sum of each block is rounded to bfloat16 before these are added up.
@@ -97,7 +97,7 @@ def sums_in_order(given, blocks, rounds=False):
     joined, ends = np.concatenate(gradients), np.cumsum([len(g) for g in gradients])
     found = {}
     for i in range(len(rows)):
-        if not 0 <= rows[i] < R:
+        if not 0 <= rows[i] < size:
             continue
         bag = i if bags is None else bags[i]
         gradient, zero = joined[bag], np.zeros(dim, np.float32)

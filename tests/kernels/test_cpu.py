@@ -1,7 +1,5 @@
 """The compiled CPU kernels give the bits of the reference, and touch only their own rows."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -14,7 +12,6 @@ from kernel_cases import (
     BAGS,
     DIMS,
     REFERENCE_SUMS,
-    SEGMENTS,
     assert_same_bits,
     draw_sums,
     every_sum,
@@ -128,23 +125,19 @@ MANY = 20_000
 def check_sort(rows):
     ordered, order = NATIVE_SORT(rows)
     expected = np.argsort(rows, kind="stable")
-    assert ordered.dtype == rows.dtype
-    assert order.dtype == np.int32
+    assert (ordered.dtype, order.dtype) == (rows.dtype, np.int32)
     np.testing.assert_array_equal(order, expected)
     np.testing.assert_array_equal(ordered, rows[expected])
 
 
+@pytest.mark.parametrize("limits", [INT32, INT64], ids=["32 bits", "64 bits"])
 @settings(max_examples=50)
-@given(st.lists(st.integers(INT32.min, INT32.max) | st.integers(-2, 3), min_size=16, max_size=16))
-def test_sort_few_rows(rows):
-    check_sort(np.array(rows, np.int32))
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(INT64.min, INT64.max) | st.integers(-2, 3), min_size=16, max_size=16))
-def test_sort_few_rows_of_64_bits(rows):
+@given(data=st.data())
+def test_sort_few_rows(limits, data):
+    numbers = st.integers(limits.min, limits.max) | st.integers(-2, 3)
+    rows = data.draw(st.lists(numbers, min_size=16, max_size=16))
     with jax.enable_x64(True):
-        check_sort(np.array(rows, np.int64))
+        check_sort(np.array(rows, limits.dtype))
 
 
 @settings(max_examples=20)
@@ -172,20 +165,19 @@ def test_sort_any_number_of_rows(n):
 NATIVE_SUMS = jax.jit(functools.partial(every_sum, cpu.gather_sum))
 
 
-HALVES = [
-    pytest.param("bfloat16", d, marks=() if d in (1, 33) else pytest.mark.whole) for d in DIMS
-]
-"""`test_sums_of_every_dim` runs every dim in bfloat16, too."""
-
-
-@pytest.mark.parametrize(("dtype", "dim"), [*(("float32", dim) for dim in DIMS), *HALVES])
-@pytest.mark.quick(2)
-def test_gather_sum(dtype, dim):
-    operands = draw_sums(np.random.default_rng(dim), dim, dtype)
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.quick(3)
+def test_gather_sum(x64, dtype, dim):
+    row_type = np.int64 if dim % 5 == 0 else np.int32
+    operands = draw_sums(np.random.default_rng(dim), dim, dtype, index_type=row_type)
     found = NATIVE_SUMS(*operands)
     assert_same_bits(found, REFERENCE_SUMS(*operands))
     assert [part.shape for part in found[0]] == [(n, dim) for n in BAGS]
     assert len({np.asarray(sums[0]).tobytes() for sums in found}) == 2
+
+
+"""`test_sums_of_every_dim` runs every dim in bfloat16, too."""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.whole)])
@@ -194,81 +186,47 @@ def test_sums_of_every_dim(dtype):
 
     Column d of the sums does not depend on the other columns, so the reference runs once.
     """
-    bags, rng = (40, 20), np.random.default_rng(7)
-    source, index, segments, weights = draw_sums(rng, 150, dtype, n=600)
-    segments = segments // 50
-    assert segments[-1] >= 60
-    options = {"bags": bags}
+    source, index, segments, weights = draw_sums(np.random.default_rng(7), 150, dtype, n=600)
+    rest = index, segments // 50, weights
+    assert rest[1][-1] >= 60
 
-    @jax.jit
-    def summed(sources):
-        rest = index, segments, weights
-        return [sums_of(cpu.gather_sum, source, *rest, **options) for source in sources]
+    def summed(kernel, sources):
+        return [sums_of(kernel, source, *rest, bags=(40, 20)) for source in sources]
 
-    found = summed([np.ascontiguousarray(source[:, :dim]) for dim in range(1, 151)])
-    meaning = jax.jit(functools.partial(sums_of, reference.gather_sum, **options))
-    expected = jax.device_get(meaning(source, index, segments, weights))
+    sources = [np.ascontiguousarray(source[:, :dim]) for dim in range(1, 151)]
+    found = jax.jit(functools.partial(summed, cpu.gather_sum))(sources)
+    (expected,) = jax.device_get(jax.jit(functools.partial(summed, reference.gather_sum))([source]))
     for dim, sums in enumerate(found, 1):
         assert_same_bits(sums, [part[:, :dim] for part in expected])
 
 
-@pytest.mark.parametrize("widths", [(3, 0, 5), (0, 2, 2), (1, 1, 1)])
-@pytest.mark.quick(1)
-def test_bags_of_known_widths(widths):
-    """Where all bags of a feature are alike, the widths say what the segments say."""
-    rng, bags = np.random.default_rng(sum(widths)), (70, 210, 140)
-    lengths = np.repeat(widths, bags)
-    source, index, _, weights = draw_sums(rng, 20, "float32", n=lengths.sum())
-    segments = np.repeat(np.arange(sum(bags), dtype=np.int32), lengths)
-    operands = source, index, segments, weights
-    summed = jax.jit(functools.partial(sums_of, cpu.gather_sum, bags=bags, widths=widths))
-    assert "s32[0]" in summed.lower(*operands).compile().as_text()
-    meaning = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=bags))
-    assert_same_bits(summed(*operands), meaning(*operands))
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("width", "count"), [(1, 70), (1, 3), (7, 70), (7, 3), (60, 20)])
-@pytest.mark.quick(4)
-def test_bags_that_are_all_as_wide(width, count, dtype):
-    """Where they begin is not listed; with weights and rows of any length."""
-    rng, dims = np.random.default_rng(width * count), (3, 4, 16, 20, 33, 64, 130)
-    source, index, _, weights = draw_sums(rng, 130, dtype, n=count * 4 * width)
-    segments = np.repeat(np.arange(count * 4, dtype=np.int32), width)
-    options = {"bags": (3 * count, count)}
+@pytest.mark.parametrize("count", [70, 3])
+@pytest.mark.parametrize("widths", [(1, 1), (7, 7), (60, 60), (3, 0, 5), (0, 2, 2)], ids=str)
+@pytest.mark.quick(6)
+def test_bags_of_known_widths(widths, count, dtype):
+    """Where all bags of a feature are alike, the widths say what the segments say.
+
+    Where all are as wide, it is not listed where they begin; with weights and rows of any length.
+    """
+    rng, dims = np.random.default_rng(sum(widths) * count), (3, 4, 16, 20, 33, 64, 130)
+    bags = (3 * count, count, 2 * count)[: len(widths)]
+    lengths = np.repeat(widths, bags)
+    source, index, _, weights = draw_sums(rng, 130, dtype, n=lengths.sum())
+    segments = np.repeat(np.arange(sum(bags), dtype=np.int32), lengths)
 
     @functools.partial(jax.jit, static_argnames=("kernel", "dims", "widths"))
-    def summed(source, kernel, dims, widths):
-        return [
-            [
-                sums_of(kernel, source[:, :dim], index, segments, w, **options, widths=widths)
-                for dim in dims
-            ]
-            for w in (None, weights)
-        ]
+    def summed(source, weights, kernel, dims, widths):
+        rest, options = (index, segments, weights), {"bags": bags, "widths": widths}
+        return [sums_of(kernel, source[:, :dim], *rest, **options) for dim in dims]
 
-    found = summed(source, cpu.gather_sum, dims, (width,) * 2)
-    for of_operands, expected in zip(
-        found, summed(source, reference.gather_sum, (130,), ()), strict=True
-    ):
-        for dim, sums in zip(dims, of_operands, strict=True):
-            assert_same_bits(sums, [part[:, :dim] for part in expected[0]])
-
-
-def test_gather_sum_of_64_bit_rows(x64):
-    operands = draw_sums(np.random.default_rng(1), 20, "float32", index_type=np.int64)
-    assert_same_bits(NATIVE_SUMS(*operands), REFERENCE_SUMS(*operands))
-
-
-def test_the_order_of_a_sum():
-    rng = np.random.default_rng(3)
-    source, index, segments, weights = draw_sums(rng, 5, "float32", tiny=False)
-    sums = np.zeros((SEGMENTS, 5), np.float32)
-    for row, segment, weight in zip(index, segments, weights, strict=True):
-        if 0 <= row < len(source) and segment < SEGMENTS:
-            sums[segment] = sums[segment] + source[row] * weight
-    (found,) = sums_of(cpu.gather_sum, source, index, segments, weights, bags=(SEGMENTS,))
-    assert_same_bits(found, sums)
+    text = summed.lower(source, weights, cpu.gather_sum, dims, widths).as_text()
+    assert "tensor<0xi32>" in text  # in place of the segments
+    for factors in (None, weights):
+        (expected,) = summed(source, factors, reference.gather_sum, (130,), ())
+        found = summed(source, factors, cpu.gather_sum, dims, widths)
+        for dim, sums in zip(dims, found, strict=True):
+            assert_same_bits(sums, [part[:, :dim] for part in expected])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -291,15 +249,10 @@ def test_sums_of_rows_that_are_not_finite(dim, dtype):
 def test_segment_sum(monkeypatch):
     rng = np.random.default_rng(5)
     values, segments = magnitudes(rng, (4000, 20)), np.sort(rng.integers(0, 900, 4000))
-    sums = {}
+    sums, columns = {}, (values, values[:, 0])
     for kernels in ("native", "reference"):
         monkeypatch.setenv(dispatch.VARIABLE, kernels)
-        summed = jax.jit(
-            lambda segments: [
-                dispatch.segment_sum(values, segments, 800),
-                dispatch.segment_sum(values[:, 0], segments, 800),
-            ]
-        )
+        summed = jax.jit(lambda of: [dispatch.segment_sum(x, of, 800) for x in columns])
         text = summed.lower(segments.astype(np.int32)).as_text()
         assert ("@tpu_embed_gather_sum" in text) == (kernels == "native")
         sums[kernels] = summed(segments.astype(np.int32))

@@ -1,6 +1,6 @@
 """The compiled update against a float32 NumPy loop, in the documented order of its sums."""
 
-from __future__ import annotations
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from update_cases import (
     COUNTS,
     RULES,
     STARTS,
+    UPDATE_BAGS,
     R,
     compiled,
     draw_update,
@@ -39,6 +40,15 @@ if cpu.load().path is None:
     pytest.skip(f"compiled library: {cpu.load().why_not}", allow_module_level=True)
 
 
+def check(name, dim, dtype="float32", blocks=STARTS, rounds=False):
+    """Update rows; return those before, and after."""
+    table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, dtype)
+    rule = compiled(RULES[name])
+    found = updated(table, slots, given, rule, blocks, rounds)
+    assert_same_bits(found, expected_update(table, slots, given, rule, blocks, rounds))
+    return table, np.asarray(found[0])
+
+
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -46,23 +56,25 @@ if cpu.load().path is None:
 )
 @pytest.mark.quick(4)
 def test_every_rule(name, dtype, dims):
-    rule = compiled(RULES[name])
     for dim in dims:
-        rng = np.random.default_rng(dim)
-        table, slots, given = draw_update(rng, RULES[name], dim, dtype)
-        found = updated(table, slots, given, rule, STARTS)
-        assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
-        assert np.any(np.asarray(found[0]) != table) or rule.kind == "ftrl"
+        before, after = check(name, dim, dtype)
+        assert np.any(after != before) or RULES[name] == RULES["ftrl, no rate"]
 
 
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("name", ["adam", "rowwise"])
 @pytest.mark.quick(6)
 def test_every_dimension(name, dim):
-    table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
-    rule = compiled(RULES[name])
-    found = updated(table, slots, given, rule, STARTS)
-    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS))
+    check(name, dim)
+
+
+@pytest.mark.parametrize("dim", [1, 7, 20, 130])
+@pytest.mark.parametrize("name", ["adagrad", "rowwise"])
+@pytest.mark.parametrize("blocks", [(), STARTS], ids=["one block", "blocks"])
+@pytest.mark.quick(8)
+def test_sums_of_blocks_are_rounded(name, dim, blocks):
+    """Rows of a single gradient are rounded, too, and the sum over the blocks is not."""
+    check(name, dim, blocks=blocks, rounds=True)
 
 
 @pytest.mark.parametrize("missing", ["weights", "bags", "64 bits"])
@@ -81,26 +93,11 @@ def test_what_may_be_missing(missing, blocks):
     assert_same_bits(found, expected_update(table, slots, given, rule, blocks))
 
 
-@pytest.mark.parametrize("dim", [1, 7, 20, 130])
-@pytest.mark.parametrize("name", ["adagrad", "rowwise"])
-@pytest.mark.parametrize("blocks", [(), STARTS], ids=["one block", "blocks"])
-@pytest.mark.quick(8)
-def test_sums_of_blocks_are_rounded(name, dim, blocks):
-    """Rows of a single gradient are rounded, too, and the sum over the blocks is not."""
-    rule = compiled(RULES[name])
-    table, slots, given = draw_update(np.random.default_rng(dim), RULES[name], dim, "float32")
-    found = updated(table, slots, given, rule, blocks, rounds=True)
-    assert_same_bits(found, expected_update(table, slots, given, rule, blocks, rounds=True))
-
-
 def test_blocks_matter():
     """The order of the sums shows in their bits, or the tests above would show nothing."""
-    drawn = draw_update(np.random.default_rng(8), RULES["sgd"], 20, "float32")
-    sums = {
-        np.stack(list(sums_in_order(drawn[2], blocks).values())).tobytes()
-        for blocks in ((), ((70, 71), (110, 120)))
-    }
-    assert len(sums) == 2
+    _, _, given = draw_update(np.random.default_rng(8), RULES["sgd"], 20, "float32")
+    one, several = (sums_in_order(given, blocks) for blocks in ((), ((70, 71), (110, 120))))
+    assert any(np.any(one[row] != several[row]) for row in one)
 
 
 @pytest.mark.parametrize("name", ["sgd, all options", "adagrad", "adam", "rowwise"])
@@ -117,10 +114,9 @@ def test_gradients_and_rows_that_are_not_finite(name, dtype):
     with np.errstate(all="ignore"):
         expected = expected_update(table, slots, given, rule, STARTS)
     found = updated(table, slots, given, rule, STARTS)
-    assert_same_bits(
-        [widened(np.asarray(found[0])), *found[1:]], [widened(expected[0]), *expected[1:]]
-    )
-    assert np.isnan(widened(np.asarray(found[0]))).any()
+    rows = widened(np.asarray(found[0]))
+    assert_same_bits([rows, *found[1:]], [widened(expected[0]), *expected[1:]])
+    assert np.isnan(rows).any()
 
 
 @parametrize_pairs(dim=[1, 7, 64], least=[None, 0.0, -0.0], most=[None, 0.0, -0.0])
@@ -137,14 +133,11 @@ def test_bounds_that_are_zero(dim, least, most):
 
 
 def test_no_ids_change_nothing():
-    rng = np.random.default_rng(10)
-    table, slots, given = draw_update(rng, RULES["adam"], 5, "float32")
-    rows = np.full_like(given[0], -1)
-    found = updated(table, slots, (rows, *given[1:]), compiled(RULES["adam"]), STARTS)
-    assert_same_bits(found, (table, *slots))
-    none = [array[:0] for array in given[:3]]
-    found = updated(table, slots, (*none, *given[3:]), compiled(RULES["adam"]), STARTS)
-    assert_same_bits(found, (table, *slots))
+    table, slots, given = draw_update(np.random.default_rng(10), RULES["adam"], 5, "float32")
+    absent, none = np.full_like(given[0], -1), [array[:0] for array in given[:3]]
+    for now in ((absent, *given[1:]), (*none, *given[3:])):
+        found = updated(table, slots, now, compiled(RULES["adam"]), STARTS)
+        assert_same_bits(found, (table, *slots))
 
 
 # -- calls -----------------------------------------------------------------------------------------
@@ -157,28 +150,15 @@ def test_eight_devices_call_at_once():
     drawn = [draw_update(rng, optimizer, 64, "float32", n=20_000) for _ in range(devices)]
     sums = [draw_sums(rng, 64, "float32") for _ in range(devices)]
 
-    def device(held, given, sums):
-        held, given, sums = jax.tree.map(lambda x: x[0], (held, given, sums))
-        options = {
-            "bags": COUNTS,
-            "blocks": STARTS,
-        }
-        new = update_of(held[0], held[1], *given, rule=rule, **options)
-        ordered = cpu.sort_rows(given[0])
+    def device(drawn, sums):
+        (table, slots, given), sums = jax.tree.map(lambda x: x[0], (drawn, sums))
+        new = update_of(table, slots, *given, rule=rule, bags=COUNTS, blocks=STARTS)
         summed = sums_of(cpu.gather_sum, *sums, bags=BAGS)
-        return jax.tree.map(lambda x: x[None], (new, ordered, summed))
+        return jax.tree.map(lambda x: x[None], (new, cpu.sort_rows(given[0]), summed))
 
-    run = jax.jit(
-        jax.shard_map(
-            device,
-            mesh=mesh(devices),
-            in_specs=PartitionSpec("d"),
-            out_specs=PartitionSpec("d"),
-            check_vma=False,
-        )
-    )
-    operands = [(table, slots) for table, slots, _ in drawn], [given for *_, given in drawn], sums
-    stacked = [jax.tree.map(lambda *x: np.stack(x), *each) for each in operands]
+    specs = {"in_specs": PartitionSpec("d"), "out_specs": PartitionSpec("d")}
+    run = jax.jit(jax.shard_map(device, mesh=mesh(devices), check_vma=False, **specs))
+    stacked = [jax.tree.map(lambda *x: np.stack(x), *each) for each in (drawn, sums)]
     first = jax.device_get(run(*stacked))
     for _ in range(10):
         assert_same_bits(run(*stacked), first)
@@ -192,35 +172,55 @@ def test_eight_devices_call_at_once():
 def test_operands_that_do_not_fit_are_refused():
     """By the kernel itself, before it touches memory."""
     source, index, segments, weights = draw_sums(np.random.default_rng(0), 5, "float32")
-    rest = {"bags": BAGS}
-    table, slots, given = draw_update(np.random.default_rng(0), RULES["adagrad"], 5, "float32")
-    blocks = {"bags": COUNTS}
-    rule = compiled(RULES["adagrad"])
+    table, slots, (rows, bags, *rest) = draw_update(
+        np.random.default_rng(0), RULES["adagrad"], 5, "float32"
+    )
+    summed = functools.partial(sums_of, cpu.gather_sum, source, index, bags=BAGS)
+    update = functools.partial(update_of, table, rule=compiled(RULES["adagrad"]), bags=COUNTS)
+    swapped = rest[0], rest[1][::-1]
     calls = {
-        "gather_sum: one segment": lambda: sums_of(
-            cpu.gather_sum, source, index, segments[1:], weights, **rest
-        ),
-        "gather_sum: the widths": lambda: sums_of(
-            cpu.gather_sum, source, index, segments, weights, **rest, widths=(1,)
-        ),
-        "gather_sum: one weight": lambda: sums_of(
-            cpu.gather_sum, source, index, segments, weights[1:], **rest
-        ),
+        "gather_sum: one segment": lambda: summed(segments[1:], weights),
+        "gather_sum: the widths": lambda: summed(segments, weights, widths=(1,)),
+        "gather_sum: one weight": lambda: summed(segments, weights[1:]),
         "set: shapes differ": lambda: cpu.set_rows(source, index, source[: len(index) - 1]),
-        "update: slots of another length": lambda: update_of(
-            table, [slots[0][1:]], *given, rule=rule, **blocks
-        ),
-        "update: ids, bags": lambda: update_of(
-            table, slots, given[0], given[1][1:], *given[2:], rule=rule, **blocks
-        ),
-        "update: gradients of another size": lambda: update_of(
-            table, slots, *given[:-1], given[-1][::-1], rule=rule, **blocks
-        ),
-        "update: as many blocks": lambda: update_of(
-            table, slots, *given, rule=rule, bags=COUNTS, blocks=((1, 2, 3),)
-        ),
+        "update: slots of another length": lambda: update([slots[0][1:]], rows, bags, *rest),
+        "update: ids, bags": lambda: update(slots, rows, bags[1:], *rest),
+        "update: gradients of another size": lambda: update(slots, rows, bags, *swapped),
+        "update: as many blocks": lambda: update(slots, rows, bags, *rest, blocks=((1, 2, 3),)),
         "row numbers must be int32": lambda: cpu.gather_rows(source, index.astype(np.int16)),
     }
     for said, call in calls.items():
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"tpu_embed: {said}"):
             jax.block_until_ready(jax.jit(call)())
+
+
+# -- ids that the host has routed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rounds"), [("adagrad", False), ("rowwise", False), ("adagrad", True)]
+)
+def test_routed_entries_tell_their_partial_sums(name, rounds):
+    """Their blocks are the partial sums of their route, however the bags are numbered."""
+    rng, rule = np.random.default_rng(12), compiled(RULES[name])
+    table, slots, given = draw_update(rng, RULES[name], 20, "float32")
+    rows, bags, weights, gradients = given
+    # By row, and then by block; a partial sum is a run of equal rows and blocks.
+    present = np.flatnonzero((rows >= 0) & (rows < R))
+    # Counted through both features, bags 0 to 6 and 100 to 102 are in block 0.
+    first_bags = np.where(bags[:, None] < COUNTS[0], *map(np.array, STARTS))
+    block = (bags[:, None] >= first_bags).sum(axis=1)
+    order = present[np.lexsort((block[present], rows[present]))]
+    runs = np.stack([rows[order], block[order]])
+    first = np.concatenate([[True], np.any(np.diff(runs), axis=0)])
+    whole, merged = np.unique(runs[0, first], return_inverse=True)
+    sums, merged = (first.cumsum() - 1).astype(np.int32), merged.astype(np.int32)
+    # Bag b gets the number anew[b].
+    anew = rng.permutation(UPDATE_BAGS).astype(np.int32)
+    joined = np.concatenate(gradients)
+    renumbered = (joined[np.argsort(anew)],)
+    options = {"bags": (UPDATE_BAGS,), "rounds": rounds}
+    run = functools.partial(update_of, rule=rule, **options)
+    routed = whole.astype(np.int32), anew[bags[order]], weights[order], renumbered, sums, merged
+    found = jax.jit(run)(table, slots, *routed)
+    assert_same_bits(found, expected_update(table, slots, given, rule, STARTS, rounds))

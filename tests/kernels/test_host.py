@@ -3,13 +3,7 @@
 import hypothesis
 import numpy as np
 import pytest
-from host_cases import (
-    assert_same_ids,
-    assert_twins,
-    draw_blocks,
-    draw_rows,
-    written,
-)
+from host_cases import assert_same_ids, assert_twins, draw_blocks, draw_rows, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,17 +119,19 @@ def test_put_pieces(kernels, dtype):
 @needs_library
 def test_lines_that_do_not_fit_are_refused():
     """Before C++ reads or writes anything beyond their end."""
-    out, two = np.zeros(1, np.int32), np.arange(2, dtype=np.int32)
-    with pytest.raises(AssertionError):
-        host_native.take([Take(out, two, None, 0)])
-    with pytest.raises(AssertionError):
-        host_native.take([Take(out, np.zeros(2), two[:1], 0)])
-    one = np.array([[1]])
-    for ends in (one + 1, one - 2):
+    out, two, one = np.zeros(1, np.int32), np.arange(2, dtype=np.int32), np.array([[1]])
+
+    def put_pieces(ends):
+        host_native.put_pieces(out[None, None], [two], Pieces(one - 1, one - 1, ends, one), 0)
+
+    for call in (
+        lambda: host_native.take([Take(out, two, None, 0)]),
+        lambda: host_native.take([Take(out, np.zeros(2), two[:1], 0)]),
+        lambda: put_pieces(one + 1),
+        lambda: put_pieces(one - 2),
+        lambda: host_native.put([Put(out, two, two, two[:1], 0)]),
+        lambda: host_native.sort_ids([two], [two[:1]]),
+    ):
         with pytest.raises(AssertionError):
-            host_native.put_pieces(out[None, None], [two], Pieces(one - 1, one - 1, ends, one), 0)
-    with pytest.raises(AssertionError):
-        host_native.put([Put(out, two, two, two[:1], 0)])
-    with pytest.raises(AssertionError):
-        host_native.sort_ids([two], [two[:1]])
+            call()
     assert out.tolist() == [0]

@@ -90,13 +90,6 @@ def test_segment_sums(segments, seed, trailing):
     assert (np.abs(np.asarray(SCAN(values, segments, 5)) - expected) <= bound).all()
 
 
-def test_the_sum_is_that_of_its_entries_in_order():
-    values = np.array([1e8, 1.0, -1e8, 1.0], np.float32)
-    segments = np.zeros(4, np.int32)
-    assert SUM(values, segments, 1).tolist() == [1.0]
-    assert SUM(values[[0, 2, 1, 3]], segments, 1).tolist() == [2.0]
-
-
 # -- storage -------------------------------------------------------------------------------------
 
 
@@ -126,19 +119,3 @@ def test_narrowed_numbers_are_the_nearest_within_a_program():
     np.testing.assert_array_equal(np.asarray(found)[~nan], expected.view(np.uint16)[~nan])
     np.testing.assert_array_equal(np.asarray(back)[~nan], expected.astype(np.float32)[~nan])
     assert np.isnan(np.asarray(back)[nan]).all()
-
-
-def test_every_bfloat16_survives():
-    bits = jnp.arange(2**16, dtype=jnp.uint16)
-    rows = storage.decode(bits, "bfloat16").astype(jnp.float32)
-    finite = np.asarray(~jnp.isnan(rows))
-    again = storage.encode(rows, "bfloat16")
-    np.testing.assert_array_equal(np.asarray(again)[finite], np.asarray(bits)[finite])
-
-
-def test_other_dtypes_are_stored_as_they_are():
-    rows = jnp.asarray(TABLE)
-    assert storage.stored_dtype("float32") == np.float32
-    assert storage.decode(storage.encode(rows, "float32"), "float32").tolist() == TABLE.tolist()
-    counts = jnp.arange(3, dtype=jnp.int32)
-    assert storage.encode(counts, jnp.int32).dtype == np.int32

@@ -14,55 +14,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from sparsecore_interpreter import mesh_of, over_rows
 
 from tpu_embed.kernels import reference, sparsecore
-
-DEVICE = AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-MESH = AbstractMesh((1,), ("d",), (AxisType.Manual,), abstract_device=DEVICE)
-"""As a `shard_map` over one TPU has it."""
-
-
-def copy_one_by_one(copy):
-    """Return what copies the present rows of a chunk one after the other."""
-
-    def run(ids, *refs):
-        @pl.loop(0, ids.shape[0])
-        def _(i):
-            row = ids[i]
-
-            @pl.when(row >= 0)
-            def _():
-                copy(pl.ds(row, 1), pl.ds(i, 1), *refs)
-
-    return run
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """Run the kernels in Pallas' TPU interpreter, with plain copies for the indirect DMA."""
 
-    @copy_one_by_one
-    def read(row, place, table, found):
-        pltpu.sync_copy(table.at[row], found.at[place])
+    def one(i):
+        return pl.ds(i, 1)
 
-    @copy_one_by_one
-    def write(row, place, given, table):
-        pltpu.sync_copy(given.at[place], table.at[row])
+    def read(table, ids, found):
+        over_rows(ids, lambda row, i: pltpu.sync_copy(table.at[one(row)], found.at[one(i)]))
+
+    def write(given, ids, table):
+        over_rows(ids, lambda row, i: pltpu.sync_copy(given.at[one(i)], table.at[one(row)]))
 
     kernel = functools.partial(pl.kernel, interpret=pltpu.InterpretParams())
     monkeypatch.setattr(pl, "kernel", kernel)
-    monkeypatch.setattr(
-        sparsecore, "_read_present", lambda table, ids, found: read(ids, table, found)
-    )
-    monkeypatch.setattr(
-        sparsecore, "_write_present", lambda given, ids, table: write(ids, given, table)
-    )
+    monkeypatch.setattr(sparsecore, "_read_present", read)
+    monkeypatch.setattr(sparsecore, "_write_present", write)
 
 
 def run(f, *operands):
     """Run on a CPU what was traced for SparseCores."""
-    with jax.sharding.use_abstract_mesh(MESH):
+    with jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
         lowered = jax.jit(f).trace(*operands).lower(lowering_platforms=("cpu",))
         takes = inspect.signature(lowered.compile).parameters  # of JAX 0.11 and later
         where = {"device_assignment": tuple(jax.devices()[:1])}

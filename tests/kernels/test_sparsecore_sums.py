@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_cases import sums_of
 from sparsecore_interpreter import CHUNK, WORKERS, compiled, mesh_of
 
-from tpu_embed.kernels import dispatch, reference, sparsecore, sparsecore_sums
+from tpu_embed.kernels import dispatch, reference, sparsecore_sums
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
 
@@ -37,13 +37,12 @@ def loops(source, index, segments, weights):
     return sums
 
 
-def in_order(source, index, segments):
-    """Return the sums of the reference."""
-    rows, index, segments = (jnp.asarray(x) for x in (source, index, segments))
-    return REFERENCE(rows, index, segments, None)[0]
-
-
 REFERENCE = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(SUMS,)))
+
+
+def in_order(source, index, segments, weights=None):
+    """Return the sums of the reference."""
+    return np.asarray(REFERENCE(source, index, segments, weights)[0])
 
 
 @st.composite
@@ -69,8 +68,13 @@ CASES = {
     "all left out": (FILL % ROWS, 0 * FILL + SUMS),
 }
 CASES = {
-    name: (index.astype(np.int32), segments.astype(np.int32))
-    for name, (index, segments) in CASES.items()
+    "one segment has everything": (FILL % ROWS, 0 * FILL + 5),
+    "segments end with chunks": (FILL % ROWS, FILL // CHUNK),
+    "segments end with shares": (FILL % ROWS, FILL // (ENTRIES // WORKERS)),
+    "segments of one entry": (FILL % ROWS, FILL),
+    "a segment over three workers": (FILL % ROWS, np.digitize(FILL, [20, 170]).astype(np.int32)),
+    "all absent": (0 * FILL - 1, FILL // 7),
+    "all left out": (FILL % ROWS, 0 * FILL + SUMS),
 }
 
 
@@ -88,17 +92,13 @@ def with_cases(test):
 )
 def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
     source, _ = numbers(0)
-    sums = compiled(
-        functools.partial(sparsecore_sums.gather_sum, num_segments=SUMS, filled=filled),
-        *(jnp.asarray(x) for x in (source, FILL, FILL)),
-        late=late,
-    )
+    run = functools.partial(sparsecore_sums.gather_sum, num_segments=SUMS, filled=filled)
+    sums = compiled(run, source, FILL, FILL, late=late)
 
     @with_cases
     @given(entries())
     def test(case):
-        found = np.asarray(sums(source, *case))
-        expected = np.asarray(in_order(source, *case))
+        found, expected = np.asarray(sums(source, *case)), in_order(source, *case)
         read = np.full(SUMS, True) if filled else np.isin(np.arange(SUMS), case[1])
         assert np.isnan(found[~read]).all(), "nobody writes the others"
         np.testing.assert_array_equal(found[read].view(np.uint32), expected[read].view(np.uint32))
@@ -107,56 +107,40 @@ def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
 
 
 @pytest.mark.parametrize(
-    ("dim", "late", "filled"),
-    [(40, True, False), pytest.param(5, False, True, marks=pytest.mark.whole)],
+    ("dim", "late", "filled", "weighted"),
+    [
+        (40, True, False, False),
+        pytest.param(5, False, True, False, marks=pytest.mark.whole),
+        pytest.param(COLUMNS, True, True, True, marks=pytest.mark.whole),
+    ],
 )
-def test_rounded_sums_are_those_of_the_reference_rounded_once(dim, late, filled):
-    """Whatever stands behind the columns that count: 40 of 48 here, packed in 32 words."""
+def test_rounded_sums_are_those_of_the_reference_rounded_once(dim, late, filled, weighted):
+    """Whatever stands behind the columns that count: 40 of 48 here, packed in 32 words.
+
+    Weights are powers of two: their products round nowhere.
+    """
     sent = RowFormat((dim,), np.dtype(jnp.bfloat16), "words")
     source, _ = numbers(3)
     source = source[:, : RowFormat((dim,), np.dtype(np.float32), "words").words]
     source[:, dim:] = np.nan
     source[:2, :dim] = [[np.inf], [np.nan]]
-    run = functools.partial(
-        sparsecore_sums.rounded_gather_sum, row_format=sent, num_segments=SUMS, filled=filled
-    )
-    sums = compiled(run, source, FILL, FILL, late=late)
+    weights = (2.0 ** np.random.default_rng(5).integers(-2, 3, ENTRIES)).astype(np.float32)
+    weights = (weights,) if weighted else ()
+
+    def run(source, index, segments, *weights):
+        options = {"row_format": sent, "num_segments": SUMS, "filled": filled}
+        given = {"weights": weights[0]} if weights else {}
+        return sparsecore_sums.rounded_gather_sum(source, index, segments, **options, **given)
+
+    sums = compiled(run, source, FILL, FILL, *weights, late=late)
 
     @with_cases
     @given(entries())
     def test(case):
-        found = np.asarray(sums(source, *case))
-        expected = bfloat16_cases.packed(np.asarray(in_order(source[:, :dim], *case)), sent.words)
+        found = np.asarray(sums(source, *case, *weights))
+        expected = bfloat16_cases.packed(in_order(source[:, :dim], *case, *weights), sent.words)
         read = np.full(SUMS, True) if filled else np.isin(np.arange(SUMS), case[1])
         np.testing.assert_array_equal(found[read], expected[read])
-
-    test()
-
-
-@pytest.mark.whole
-def test_weights_of_rounded_sums():
-    """Weights that are powers of two: their products round nowhere."""
-    sent = RowFormat((COLUMNS,), np.dtype(jnp.bfloat16), "words")
-    source, _ = numbers(4)
-    weights = (2.0 ** np.random.default_rng(5).integers(-2, 3, ENTRIES)).astype(np.float32)
-
-    def weighted(source, index, segments, weights):
-        return sparsecore_sums.rounded_gather_sum(
-            source, index, segments, row_format=sent, num_segments=SUMS, weights=weights
-        )
-
-    sums = compiled(weighted, source, FILL, FILL, weights, late=True)
-    reference_sums = jax.jit(functools.partial(sums_of, reference.gather_sum, bags=(SUMS,)))
-
-    @with_cases
-    @given(entries())
-    def test(case):
-        index, segments = (jnp.asarray(x) for x in case)
-        (expected,) = reference_sums(source, index, segments, weights)
-        found = sums(source, *case, weights)
-        np.testing.assert_array_equal(
-            found, bfloat16_cases.packed(np.asarray(expected), sent.words)
-        )
 
     test()
 
@@ -217,44 +201,18 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
         np.testing.assert_array_equal(found, in_order(source.astype(np.float32), index, segments))
 
 
-@with_cases
-@given(entries())
-def test_every_segment_has_the_worker_in_whose_share_it_starts(case):
-    _, segments = case
-    bounds = np.asarray(sparsecore_sums.worker_bounds(jnp.asarray(segments), WORKERS, SUMS))
-    assert bounds.dtype == np.int32
-    assert bounds.shape == (WORKERS + sparsecore.WORDS,)
-    kept = [s for s in segments if s < SUMS]
-    share = -(-len(kept) // WORKERS)
-    assert bounds[0] == 0
-    np.testing.assert_array_equal(bounds[WORKERS:], len(kept))
-    for worker in range(WORKERS):
-        for entry in range(bounds[worker], bounds[worker + 1]):
-            assert kept.index(kept[entry]) // share == worker
-
-
-@pytest.mark.parametrize("kind", sparsecore.KINDS)
-def test_the_workers_of_a_device(kind):
-    with jax.sharding.use_abstract_mesh(mesh_of(kind)):
-        assert sparsecore_sums._workers_here() == (64 if kind.startswith("TPU v5") else 32)
-
-
 def test_nothing_to_sum_is_no_kernel():
-    rows, none = jnp.ones((4, 16)), jnp.zeros(0, jnp.int32)
-    one = jnp.zeros(1, jnp.int32)
+    rows, none, one = jnp.ones((4, 16)), jnp.zeros(0, jnp.int32), jnp.zeros(1, jnp.int32)
+    form = RowFormat((16,), np.dtype(jnp.bfloat16), "words")
     with jax.sharding.use_abstract_mesh(mesh_of("TPU v6 lite")):
-        np.testing.assert_array_equal(
-            sparsecore_sums.gather_sum(rows, none, none, 3), np.zeros((3, 16))
-        )
-        assert sparsecore_sums.gather_sum(rows, one, one, 0).shape == (0, 16)
-        form = RowFormat((16,), np.dtype(jnp.bfloat16), "words")
-        for count in (0, 3):
-            found = sparsecore_sums.rounded_gather_sum(rows, none, none, form, count)
-            np.testing.assert_array_equal(found, np.zeros((count, 16)))
-        packed = jnp.zeros((0, 16), jnp.uint32)
-        np.testing.assert_array_equal(
-            sparsecore_sums.gather_sum(packed, one, one, 2), np.zeros((2, 32))
-        )
+        for found, shape in (
+            (sparsecore_sums.gather_sum(rows, none, none, 3), (3, 16)),
+            (sparsecore_sums.gather_sum(rows, one, one, 0), (0, 16)),
+            (sparsecore_sums.rounded_gather_sum(rows, none, none, form, 0), (0, 16)),
+            (sparsecore_sums.rounded_gather_sum(rows, none, none, form, 3), (3, 16)),
+            (sparsecore_sums.gather_sum(jnp.zeros((0, 16), jnp.uint32), one, one, 2), (2, 32)),
+        ):
+            np.testing.assert_array_equal(found, np.zeros(shape))
 
 
 @pytest.mark.whole

@@ -30,24 +30,19 @@ def rounding_of(rows, table_ids=None):
 def expected(values, table_ids=None):
     """Return what NumPy rounds `[rows + 3, D]` to: the first table's rows, then the second's."""
     n, dim = values.shape
-    columns, rows = np.arange(dim), n - 3
-    own = [np.arange(rows) * 4 + SHARD, np.arange(3) * 4 + SHARD]
-    if table_ids is not None:
-        own = [table_ids[:rows], table_ids[rows:]]
-    bits = [
-        oracle.random_bits(SEED, name, STEP, numbers[:, None], columns)
-        for name, numbers in zip(NAMES, own, strict=True)
-    ]
+    if table_ids is None:
+        table_ids = np.concatenate([np.arange(n - 3), np.arange(3)]) * 4 + SHARD
+    parts = zip(NAMES, np.split(table_ids, [n - 3]), strict=True)
+    columns = np.arange(dim)
+    bits = [oracle.random_bits(SEED, name, STEP, own[:, None], columns) for name, own in parts]
     return oracle.round_up_or_down(values, np.concatenate(bits))
 
 
 def by_xla(values, rounding):
-    n = values.shape[0]
-    numbers = rounding.draws.numbers
-
     @jax.jit
     def run(values):
-        keys = stochastic.row_draws(rounding, jnp.arange(n, dtype=jnp.int32), numbers)
+        rows = jnp.arange(len(values), dtype=jnp.int32)
+        keys = stochastic.row_draws(rounding, rows, rounding.draws.numbers)
         return stochastic.round_rows(values, keys)
 
     return np.asarray(run(values))
@@ -55,14 +50,10 @@ def by_xla(values, rounding):
 
 def by_compiled_kernel(values, rounding):
     """Return rows of zeros after an update that makes them `values`."""
-    n = values.shape[0]
-    rule = CompiledRule("sgd", (), (1.0,))
-    ids = jnp.arange(n, dtype=jnp.int32)
-    given = RowGradients(ids, None, None, (jnp.asarray(-values),))
-    table = jnp.zeros(values.shape, jnp.uint16)
-    layout = GradientLayout((n,))
-    (new,) = jax.jit(lambda table: cpu.update_rows(table, (), given, layout, rule, rounding))(table)
-    return np.asarray(new)
+    given = RowGradients(np.arange(len(values), dtype=np.int32), None, None, (-values,))
+    layout, rule = GradientLayout((len(values),)), CompiledRule("sgd", (), (1.0,))
+    run = jax.jit(lambda table: cpu.update_rows(table, (), given, layout, rule, rounding))
+    return np.asarray(run(jnp.zeros(values.shape, jnp.uint16))[0])
 
 
 def stored_bits(rounded):
@@ -80,13 +71,9 @@ def drawn(n, dim=61):
 @pytest.mark.parametrize("n", DRAWS)
 @pytest.mark.parametrize("keyed", [False, True])
 def test_bits_are_the_same_in_numpy_xla_and_cpp(n, keyed):
-    values = drawn(n)
-    table_ids = None
-    if keyed:
-        rng = np.random.default_rng(1)
-        table_ids = rng.integers(0, 2**64, values.shape[0], np.uint64, endpoint=False)
-    rounding = rounding_of(values.shape[0] - 3, table_ids)
-    wanted = stored_bits(expected(values, table_ids))
+    values, rng = drawn(n), np.random.default_rng(1)
+    own = rng.integers(0, 2**64, len(values), np.uint64, endpoint=False) if keyed else None
+    rounding, wanted = rounding_of(len(values) - 3, own), stored_bits(expected(values, own))
     np.testing.assert_array_equal(by_xla(values, rounding), wanted)
     if cpu.load().path is not None:
         np.testing.assert_array_equal(by_compiled_kernel(values, rounding), wanted)
@@ -137,15 +124,11 @@ def test_random_bits_are_even():
 
 
 def test_whatever_bits_depend_on_changes_them():
-    one = oracle.random_bits(1, "a", 1, np.arange(99)[:, None], np.arange(9))
-    others = [
-        oracle.random_bits(2, "a", 1, np.arange(99)[:, None], np.arange(9)),
-        oracle.random_bits(1, "b", 1, np.arange(99)[:, None], np.arange(9)),
-        oracle.random_bits(1, "a", 2, np.arange(99)[:, None], np.arange(9)),
-        oracle.random_bits(1, "a", 1, np.arange(99, 198)[:, None], np.arange(9)),
-        oracle.random_bits(1, "a", 1, np.arange(99)[:, None] + 2**32, np.arange(9)),
-    ]
-    for other in others:
+    def bits(seed=1, name="a", step=1, first=0):
+        return oracle.random_bits(seed, name, step, first + np.arange(99)[:, None], np.arange(9))
+
+    one = bits()
+    for other in (bits(seed=2), bits(name="b"), bits(step=2), bits(first=99), bits(first=2**32)):
         assert (one == other).mean() < 0.01
         # Whether a number just above the middle goes up: half of the time both agree.
         assert 0.4 < ((one & 0x8000) == (other & 0x8000)).mean() < 0.6

@@ -12,42 +12,26 @@ from tpu_embed.metrics import batch_statistics
 
 def test_ids_are_counted_by_table():
     films, users = TableConfig(10, 2, name="films"), TableConfig(5, 2, name="users")
-    engine = EmbeddingEngine(
-        {
-            "bag": FeatureConfig(films, on_bad_id="drop"),
-            "ragged": FeatureConfig(films, on_bad_id="drop"),
-            "sequence": FeatureConfig(films, max_sequence_length=2),
-            "sparse": FeatureConfig(users, on_bad_id="clip"),
-        },
-        mesh=mesh(2),
-    )
-    statistics = batch_statistics(
-        engine,
-        {
-            "bag": np.array([[7, -1], [7, 3], [12, 3], [-1, -1]]),
-            "ragged": RaggedIds.from_lists([[7, 7], [-3], [1], []]),
-            "sequence": np.array([[2, -1, 9], [-1, -1, 9], [9, 7, 9], [2, 1, 9]]),
-            "sparse": SparseIds.from_lists([[9], [], [4, 1], []]),
-        },
-        hottest=3,
-    )
+    features = {
+        "bag": FeatureConfig(films, on_bad_id="drop"),
+        "ragged": FeatureConfig(films, on_bad_id="drop"),
+        "sequence": FeatureConfig(films, max_sequence_length=2),
+        "sparse": FeatureConfig(users, on_bad_id="clip"),
+    }
+    ids = {
+        "bag": np.array([[7, -1], [7, 3], [12, 3], [-1, -1]]),
+        "ragged": RaggedIds.from_lists([[7, 7], [-3], [1], []]),
+        "sequence": np.array([[2, -1, 9], [-1, -1, 9], [9, 7, 9], [2, 1, 9]]),
+        "sparse": SparseIds.from_lists([[9], [], [4, 1], []]),
+    }
+    statistics = batch_statistics(EmbeddingEngine(features, mesh=mesh(2)), ids, hottest=3)
+    names = "ids", "unique", "unique_ratio", "bad", "hottest", "hottest_share"
+    expected = {
+        "films": (12, 5, 5 / 12, 2, [(7, 5), (1, 2), (2, 2)], 5 / 12),
+        "users": (3, 2, 2 / 3, 1, [(4, 2), (1, 1)], 2 / 3),
+    }
     assert statistics == {
-        "films": {
-            "ids": 12,
-            "unique": 5,
-            "unique_ratio": 5 / 12,
-            "bad": 2,
-            "hottest": [(7, 5), (1, 2), (2, 2)],
-            "hottest_share": 5 / 12,
-        },
-        "users": {
-            "ids": 3,
-            "unique": 2,
-            "unique_ratio": 2 / 3,
-            "bad": 1,
-            "hottest": [(4, 2), (1, 1)],
-            "hottest_share": 2 / 3,
-        },
+        name: dict(zip(names, numbers, strict=True)) for name, numbers in expected.items()
     }
     assert json.loads(json.dumps(statistics))["films"]["hottest"][0] == [7, 5]
 

@@ -137,22 +137,35 @@ def test_recall_and_ndcg_are_those_of_a_loop(k):
     assert math.isnan(metrics.ndcg_at_k(ids, relevant, k, weights=np.zeros(9, bool)))
 
 
-def test_what_is_refused():
-    ids = np.zeros((2, 3), int)
-    with pytest.raises(ValueError, match=r"auc: expected arrays \[N\] of one length"):
-        metrics.auc(np.zeros(3), np.zeros(2))
-    with pytest.raises(ValueError, match=r"normalized_entropy: .*weights \[2\]"):
-        metrics.normalized_entropy(np.zeros(3), np.zeros(3), np.zeros(2))
-    with pytest.raises(ValueError, match=r"recall_at_k: expected ids \[B, K\]"):
-        metrics.recall_at_k(ids, ids[:1])
-    with pytest.raises(ValueError, match="recall_at_k: k: expected an integer >= 1"):
-        metrics.recall_at_k(ids, ids, 0)
-    with pytest.raises(ValueError, match="ndcg_at_k: expected k of at most 3"):
-        metrics.ndcg_at_k(ids, ids, 4)
-    with pytest.raises(TypeError, match="ndcg_at_k: relevant: expected integers"):
-        metrics.ndcg_at_k(ids, ids.astype(float))
+IDS, WIDE = np.zeros((2, 3), int), np.array([[2**32 + 4]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "measure", "given"),
+    [
+        (ValueError, r"auc: expected arrays \[N\] of one length", metrics.auc, ([0] * 3, [0, 0])),
+        (ValueError, r"weights \[2\]", metrics.normalized_entropy, ([0], [0], [0, 0])),
+        (TypeError, "entropy: logits: expected numbers", metrics.normalized_entropy, (["a"], [1])),
+        (TypeError, "labels: expected numbers", metrics.normalized_entropy, ([0.5], [1j])),
+        (TypeError, "weights: expected num", metrics.normalized_entropy, ([0.5], [1], [None])),
+        (ValueError, r"recall_at_k: expected ids \[B, K\]", metrics.recall_at_k, (IDS, IDS[:1])),
+        (ValueError, "k: expected an integer >= 1", metrics.recall_at_k, (IDS, IDS, 0)),
+        (ValueError, "ndcg_at_k: expected k of at most 3", metrics.ndcg_at_k, (IDS, IDS, 4)),
+        (TypeError, "relevant: expected integers", metrics.ndcg_at_k, (IDS, IDS.astype(float))),
+        (ValueError, r"ids: expected ids of 32 bits.*np\.uni", metrics.recall_at_k, (WIDE, [[4]])),
+        (ValueError, "relevant: expected ids of 32 bits", metrics.ndcg_at_k, ([[4]], WIDE)),
+    ],
+)
+def test_what_is_refused(kind, words, measure, given):
+    with pytest.raises(kind, match=words):
+        measure(*given)
+
+
+def test_weights_of_queries_and_masked_ids():
     with pytest.raises(ValueError, match=r"weights: expected shape \[2\]"):
-        metrics.recall_at_k(ids, ids, weights=np.zeros(3))
+        metrics.recall_at_k(IDS, IDS, weights=np.zeros(3))
+    keys = np.ma.masked_array(np.array([[0, 5]], np.uint64), [[True, False]])
+    assert float(metrics.recall_at_k(keys, np.array([[0, 5]], np.uint8))) == 0.5
 
 
 @pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.whole), "Explicit"])
@@ -185,26 +198,8 @@ def test_a_label_that_is_nan_is_no_negative():
         assert float(figure(scores, labels, known)) == float(figure(scores[known], labels[known]))
 
 
-def test_ids_are_never_cut():
-    with pytest.raises(ValueError, match=r"recall_at_k: ids: expected ids of 32 bits.*np\.unique"):
-        metrics.recall_at_k(np.array([[2**32 + 4]]), np.array([[4]]))
-    with pytest.raises(ValueError, match="ndcg_at_k: relevant: expected ids of 32 bits"):
-        metrics.ndcg_at_k(np.array([[4]]), np.array([[2**32 + 4]]))
-    keys = np.ma.masked_array(np.array([[0, 5]], np.uint64), [[True, False]])
-    assert float(metrics.recall_at_k(keys, np.array([[0, 5]], np.uint8))) == 0.5
-
-
 def test_nothing_retrieved_and_nothing_relevant():
     none, right = np.zeros((1, 0), int), np.array([[3, -1]])
     assert float(metrics.recall_at_k(none, right)) == float(metrics.ndcg_at_k(none, right)) == 0
     assert math.isnan(metrics.ndcg_at_k(none, [[]]))
     assert math.isnan(metrics.recall_at_k(right, [[]]))
-
-
-@pytest.mark.parametrize(
-    ("name", "given"), [("logits", ["a"]), ("labels", np.ones(1, complex)), ("weights", [None])]
-)
-def test_what_is_no_number_is_named(name, given):
-    arrays = {"logits": [0.5], "labels": [1], "weights": [1], name: given}
-    with pytest.raises(TypeError, match=f"normalized_entropy: {name}: expected numbers, got"):
-        metrics.normalized_entropy(**arrays)

@@ -11,8 +11,6 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
-from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import norms
 from tpu_embed.metrics import table_statistics
 
@@ -36,14 +34,11 @@ def _all_bad(key, shape, dtype):
 
 
 def _engine(devices, names=tuple(SIZES)):
-    initializers = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
-    tables = {
-        name: TableConfig(
-            SIZES[name], 5, initializers.get(name), name=name, **OPTIONS.get(name, {})
-        )
-        for name in names
+    first = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
+    features = {
+        n: FeatureConfig(TableConfig(SIZES[n], 5, first.get(n), name=n, **OPTIONS.get(n, {})))
+        for n in names
     }
-    features = {name: FeatureConfig(table) for name, table in tables.items()}
     return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
 
 
@@ -71,7 +66,7 @@ def _check(engine):
     state = engine.init(jax.random.key(0))
     statistics = table_statistics(engine, state)
     assert list(statistics) == list(engine.table_configs)
-    tables, slots = host_arrays(state, engine.layout)
+    tables, slots = engine.tables(state), engine.slots(state)
     for name, found in statistics.items():
         _assert_close(found, _expected(tables[name]))
         by_row = {slot: x for slot, x in slots[name].items() if x.ndim}
@@ -83,7 +78,7 @@ def _check(engine):
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_tables_and_slots_are_measured(devices, monkeypatch):
-    monkeypatch.setattr(norms, "BLOCK_ROWS", 16)
+    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 16)
     statistics = _check(_engine(devices))
     assert statistics["mod"]["non_finite_rows"] == 2
     assert statistics["half"]["non_finite_rows"] == 1
@@ -94,8 +89,8 @@ def test_tables_and_slots_are_measured(devices, monkeypatch):
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "mod"), ("words", "half")])
 @pytest.mark.quick(1)
 def test_packed_rows_are_measured(packing, name, monkeypatch):
-    monkeypatch.setattr(norms, "BLOCK_ROWS", 128)
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 128)
+    monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
     engine = _engine(2, (name,))
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     _check(engine)

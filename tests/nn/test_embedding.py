@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from nn_models import B, D, V, bag_of, ids_of, mesh_of
 
-import tpu_embed
 from tpu_embed import RaggedIds, SparseIds, nn
 from tpu_embed import optimizers as o
 
@@ -27,14 +26,8 @@ def test_embed_returns_a_row_an_id(shape, devices):
 
 
 def test_embed_takes_the_arguments_of_nnx_embed():
-    embed = nn.Embed(
-        num_embeddings=V,
-        features=D,
-        dtype=jnp.bfloat16,
-        param_dtype=jnp.bfloat16,
-        embedding_init=nnx.initializers.ones,
-        rngs=nnx.Rngs(0),
-    )
+    how = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    embed = nn.Embed(num_embeddings=V, features=D, embedding_init=nnx.initializers.ones, **how)
     assert (embed.num_embeddings, embed.features) == (V, D)
     assert embed.embedding.dtype == embed(np.array([1])).dtype == jnp.bfloat16
     assert not embed(np.array([-1])).any()  # padding
@@ -55,14 +48,13 @@ def test_bags_of_every_form(combiner, jitted):
     values, splits = np.array([3, 5, 7, 2, 2]), np.array([0, 2, 3, 3, 5])
     scales = np.array([1.0, 2.0, 3.0, 0.5, 0.5], np.float32)
     indices = np.array([[0, 0], [0, 1], [1, 0], [3, 0], [3, 1]])
-    forms = [
+    for form in (
         (ids, weights),
         (bag.place(ids, weights),),
         (bag.place(RaggedIds(values, splits, scales)),),
         (bag.place(SparseIds(indices, values, (4, 2)), scales),),
-    ]
-    forms += [] if jitted else [(RaggedIds(values, splits), scales)]
-    for form in forms:
+        *([] if jitted else [(RaggedIds(values, splits), scales)]),
+    ):
         np.testing.assert_allclose(call(bag, *form), expected, rtol=1e-6)
     grouped = call(bag, ids.reshape(2, 2, 2), weights.reshape(2, 2, 2))
     np.testing.assert_allclose(grouped, expected.reshape(2, 2, D), rtol=1e-6)
@@ -74,15 +66,6 @@ def test_sequences():
     np.testing.assert_array_equal(bag(ids), [[rows[3], 0 * rows[0]], [rows[7], rows[2]]])
 
 
-def test_placed_batches_are_trained_too():
-    ragged, dense = bag_of(o.Adagrad(0.1), devices=2), bag_of(o.Adagrad(0.1), devices=2)
-    batch = ragged.place(RaggedIds(np.array([3, 5, 7]), np.array([0, 2, 3])))
-    nnx.jit(lambda m, x: nn.fused_value_and_grad(lambda m: (m(x) ** 2).sum())(m)[0])(ragged, batch)
-    ids = np.array([[3, 5], [7, -1]])
-    nn.fused_value_and_grad(lambda m: (m(ids) ** 2).sum())(dense)
-    np.testing.assert_array_equal(ragged.embedding, dense.embedding)
-
-
 def test_copies():
     bag = bag_of(o.SGD(0.5))
     for copied in (nnx.clone(bag), copy.deepcopy(bag)):
@@ -92,15 +75,13 @@ def test_copies():
 
 def test_split_parts_parameters_tables_and_slots():
     model = nnx.Dict(bag=bag_of(o.Adam(0.1)), linear=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
-    _, params, tables, slots, rest = nnx.split(model, nnx.Param, nn.Table, nn.Slot, ...)
-    assert sorted(path for path, _ in nnx.to_flat_state(params)) == [
-        ("linear", "bias"),
-        ("linear", "kernel"),
-    ]
+    _, *parts = nnx.split(model, nnx.Param, nn.Table, nn.Slot, ...)
     (stack,) = model["bag"].tables
-    assert [path for path, _ in nnx.to_flat_state(tables)] == [("bag", "tables", stack)]
-    assert [path[:2] for path, _ in nnx.to_flat_state(slots)] == [("bag", "slots")] * 2
-    assert {path[1] for path, _ in nnx.to_flat_state(rest)} == {"step", "bad_ids", "overflows"}
+    params, tables, slots, rest = ([path for path, _ in nnx.to_flat_state(x)] for x in parts)
+    assert sorted(params) == [("linear", "bias"), ("linear", "kernel")]
+    assert tables == [("bag", "tables", stack)]
+    assert [path[:2] for path in slots] == [("bag", "slots")] * 2
+    assert {path[1] for path in rest} == {"step", "bad_ids", "overflows"}
 
 
 def test_nnx_alone_leaves_tables_as_they_are():
@@ -152,69 +133,73 @@ def test_bad_ids(dtype):
     np.testing.assert_array_equal(clipped(bad)[1], clipped.embedding[V - 1])
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("make", [lambda f: f, nnx.jit])
 @pytest.mark.quick(1)
-def test_weights_may_be_integers(jitted):
-    ids, weights = ids_of(0), np.arange(3 * B, dtype=np.int32).reshape(B, 3)
+def test_weights_may_be_integers(make):
+    ids, halves = ids_of(0), np.full((B, 3), 0.5, np.float32)
 
-    def loss(bag, ids, weights):
+    def loss(bag, weights):
         return sum((bag(ids, one) ** 2).sum() for one in weights)
 
-    def step(bag, ids, weights):
-        return nn.fused_value_and_grad(loss)(bag, ids, weights)[0]
-
-    def trained(*weights):
+    def trained(weights):
         bag = bag_of(o.SGD(0.01), combiner="mean")
-        value = (nnx.jit(step) if jitted else step)(bag, ids, weights)
+        value = make(lambda bag, x: nn.fused_value_and_grad(loss)(bag, x)[0])(bag, weights)
         return value, np.array(bag.embedding)
 
-    halves = np.full((B, 3), 0.5, np.float32)
-    found, expected = trained(weights, halves), trained(weights.astype(np.float32), halves)
-    np.testing.assert_array_equal(found[0], expected[0])
-    np.testing.assert_array_equal(found[1], expected[1])
+    weights = np.arange(3 * B, dtype=np.int32).reshape(B, 3)
+    found, expected = (trained((one, halves)) for one in (weights, weights.astype(np.float32)))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_errors():
-    bag = bag_of(o.SGD(0.1))
-    with pytest.raises(TypeError, match="expected ids of an integer dtype, got float64"):
-        bag(np.ones((2, 2)))
-    for weights in (np.ones((B, 2), np.float32), np.ones((B, 3), bool)):
-        with pytest.raises(
-            ValueError, match=r"weights: expected real numbers of the ids' shape \(16, 3\)"
-        ):
-            bag(ids_of(0), weights)
-    with pytest.raises(ValueError, match="weights of feature 'ids': expected None for one id"):
-        nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, ids_of(0, (B,)))
-    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
-        bag(bag.place(ids_of(0)), np.ones((B, 3), np.float32))
-    with pytest.raises(ValueError, match="'ids': expected ids of rank 1 or more, got rank 0"):
-        bag(np.int32(3))
-    with pytest.raises(ValueError, match="table 'films': learning_rate: expected a number"):
-        bag_of(o.SGD(lambda: 0.1))
-    with pytest.raises(ValueError, match="variance_scaling"):
-        nn.Embed(V, D, embedding_init=nnx.initializers.lecun_normal(), rngs=nnx.Rngs(0))
+IDS = ids_of(0)
 
 
-def test_a_frozen_table_stays_as_it_is():
-    embed = nn.Embed(V, D, trainable=False, rngs=nnx.Rngs(0))
-    before = np.array(embed.embedding)
-    nn.fused_value_and_grad(lambda embed: embed(ids_of(0, lowest=0)).sum())(embed)
-    np.testing.assert_array_equal(embed.embedding, before)
-    assert int(embed.rows.step[...]) == 0
+def embed_of(init=None, **options):
+    return nn.Embed(V, D, embedding_init=init, rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "words"),
+    [
+        (TypeError, lambda bag: bag(np.ones((2, 2))), "ids of an integer dtype, got float64"),
+        (ValueError, lambda bag: bag(IDS, np.ones((B, 2), np.float32)), r"ids' shape \(16, 3\)"),
+        (ValueError, lambda bag: bag(IDS, np.ones((B, 3), bool)), "weights: expected real numbers"),
+        (
+            ValueError,
+            lambda bag: nnx.jit(lambda bag, ids: bag(ids, jnp.ones(B)))(bag, IDS[:, 0]),
+            "weights of feature 'ids': expected None for one id",
+        ),
+        (
+            ValueError,
+            lambda bag: bag(bag.place(IDS), np.ones((B, 3), np.float32)),
+            "weights and spec: expected None with a Batch",
+        ),
+        (ValueError, lambda bag: bag(np.int32(3)), "'ids': expected ids of rank 1 or more, got ra"),
+        (ValueError, lambda _: bag_of(o.SGD(lambda: 0.1)), "'films': learning_rate: expected a"),
+        (ValueError, lambda _: embed_of(init=nnx.initializers.lecun_normal()), "variance_scaling"),
+        (ValueError, lambda _: embed_of()(np.array([[V]])), r'on_bad_id="drop" or "clip" of the f'),
+        (ValueError, lambda _: embed_of(on_bad_id="keep"), "^on_bad_id: expected 'error'"),
+        (
+            ValueError,
+            lambda _: bag_of(None, layer={"on_bad_id": "keep"}),
+            "^on_bad_id: expected 'error'",
+        ),
+    ],
+)
+def test_errors(kind, call, words):
+    with pytest.raises(kind, match=words):
+        call(bag_of(o.SGD(0.1)))
 
 
 def test_weights_of_the_model_are_trained_beside_the_table():
-    class Weighted(nnx.Module):
-        def __init__(self):
-            self.bag = bag_of(o.SGD(0.5), combiner="sum")
-            self.weights = nnx.Param(jnp.ones(3))
-
-        def __call__(self, ids):
-            return self.bag(ids, jnp.broadcast_to(self.weights[...], ids.shape))
-
-    model, ids = Weighted(), ids_of(0, lowest=0)
+    model, ids = nnx.Dict(bag=bag_of(o.SGD(0.5), combiner="sum")), ids_of(0, lowest=0)
+    model.weights = nnx.Param(jnp.ones(3))
     rows = np.array(model.bag.embedding)
-    _, gradients = nn.fused_value_and_grad(lambda m: m(ids).sum())(model)
+
+    def loss(model):
+        return model.bag(ids, jnp.broadcast_to(model.weights[...], ids.shape)).sum()
+
+    _, gradients = nn.fused_value_and_grad(loss)(model)
     # Sums of 16 rows, in another order.
     np.testing.assert_allclose(gradients.weights[...], rows[ids].sum((0, 2)), rtol=1e-5)
     assert (np.array(model.bag.embedding)[ids] != rows[ids]).all()
@@ -231,8 +216,7 @@ def test_a_schedule_follows_the_layers_own_step():
 def test_a_layer_is_made_inside_a_jit_and_abstractly():
     made = nnx.jit(lambda: bag_of(o.SGD(0.1)))()
     np.testing.assert_array_equal(made.embedding, bag_of(o.SGD(0.1)).embedding)
-    shapes = nnx.eval_shape(lambda: bag_of(o.SGD(0.1)))
-    (table,) = shapes.tables.values()
+    (table,) = nnx.eval_shape(lambda: bag_of(o.SGD(0.1))).tables.values()
     assert table.shape == (V, D)
 
 
@@ -242,9 +226,7 @@ def test_the_mesh_shards_the_table():
     (size,) = {shard.data.shape[0] for shard in table[...].addressable_shards}
     assert size == -(-V // 8)
     assert bag.slots[stack]["accumulators"][...].sharding == table[...].sharding
-    assert tpu_embed.nn.Embed(V, D, rngs=nnx.Rngs(0)).rows.engine.layout.axes.replicas == len(
-        jax.devices()
-    )
+    assert embed_of().rows.engine.layout.axes.replicas == len(jax.devices())
 
 
 class Summed(nnx.Module):
@@ -264,22 +246,3 @@ def test_a_model_with_layers_can_be_tabulated():
     for name in ("embed/rows", "bag", "Table", "Slot", "Counter", f"float32[8,{D}]"):
         assert name in table
     np.testing.assert_array_equal(model(ids), expected)
-
-
-@pytest.mark.parametrize("make", [Summed, lambda: nn.Embed(V, D, rngs=nnx.Rngs(0))])
-def test_bad_ids_of_a_layer_without_a_name_name_its_policy(make):
-    ids = np.array([[V]])
-    with pytest.raises(ValueError, match=r'on_bad_id="drop" or "clip" of the feature or layer'):
-        make()(ids)
-
-
-def test_an_unknown_policy_is_that_of_the_layer():
-    table = tpu_embed.TableConfig(V, D)
-    for make in (
-        lambda **options: nn.Embed(V, D, **options),
-        lambda **options: nn.EmbeddingBag(table, **options),
-    ):
-        with pytest.raises(
-            ValueError, match=r"^on_bad_id: expected 'error' \| 'drop' \| 'clip', got"
-        ):
-            make(on_bad_id="keep", rngs=nnx.Rngs(0))

@@ -41,28 +41,19 @@ def assert_jagged_equal(one, other):
 
 def loss_of(found):
     """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
-    return (found.values**2 + found.values).sum()
+    found = getattr(found, "values", found)
+    return (found**2 + found).sum()
 
 
-def step_of_engine(engine, state, batch):
-    values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
-    return engine.update(state, batch, jax.grad(lambda v: loss_of(rebuild(v)["x"]))(values))
-
-
-@nnx.jit
-def step(layer, ids):
+def fused(layer, ids):
     return nn.fused_value_and_grad(lambda layer: loss_of(layer(ids)))(layer)[0]
 
 
+step = nnx.jit(fused)
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize(
-    ("length", "devices"),
-    [
-        (2, 8),
-        pytest.param(0, 1, marks=pytest.mark.whole),
-        pytest.param(9, 8, marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.parametrize(("length", "devices"), [(2, 8), (0, 1), (9, 8)])
 def test_a_layer_returns_what_the_engine_does(devices, length):
     layer = layer_of(devices=devices, max_sequence_length=length)
     engine, state = engine_of(None, devices, max_sequence_length=length)
@@ -87,57 +78,43 @@ def test_a_placed_batch_compiles_only_in_its_first_lookup(caplog):
         assert bool(compilations) == compiles
 
 
-@pytest.mark.parametrize(
-    ("form", "devices"),
-    [
-        ("placed", 8),
-        ("traced", 8),
-        pytest.param("outside of a jit", 1, marks=pytest.mark.whole),
-        pytest.param("placed", 1, marks=pytest.mark.whole),
-        pytest.param("traced", 1, marks=pytest.mark.whole),
-        pytest.param("outside of a jit", 8, marks=pytest.mark.whole),
-    ],
-)
-@pytest.mark.quick(1)
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("form", ["outside of a jit", "placed", "traced"])
+@pytest.mark.quick(3)
 def test_a_step_has_the_bits_of_the_engines(devices, form):
     layer = layer_of(o.Adam(0.1), devices=devices)
     engine, state = engine_of(o.Adam(0.1), devices)
-    theirs = jax.jit(lambda state, batch: step_of_engine(engine, state, batch))
-    for rows in (HISTORIES, HISTORIES[::-1]):
-        ids = RaggedIds.from_lists(rows)
-        dense = DENSE if rows is HISTORIES else DENSE[::-1]
-        given = layer.place(ids) if form == "placed" else dense
-        if form == "outside of a jit":
-            nn.fused_value_and_grad(lambda layer, given=given: loss_of(layer(given)))(layer)
-        else:
-            step(layer, given)
+
+    @jax.jit
+    def theirs(state, batch):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+        gradients = jax.grad(lambda v: loss_of(rebuild(v)["x"]))(values)
+        return engine.update(state, batch, gradients)
+
+    for order in (slice(None), slice(None, None, -1)):
+        ids = RaggedIds.from_lists(HISTORIES[order])
+        given = layer.place(ids) if form == "placed" else DENSE[order]
+        (fused if form == "outside of a jit" else step)(layer, given)
         state = theirs(state, engine.place({"x": ids}))
     np.testing.assert_array_equal(layer.embedding, engine.tables(state)["films"])
     for name, slot in layer.logical_slots.items():
         np.testing.assert_array_equal(slot, engine.slots(state)["films"][name])
 
 
-def _twice(layer, values):
-    return values(layer(DENSE)), values(layer(DENSE[::-1, :3]))
-
-
 @pytest.mark.parametrize("devices", [2, 8])
 @pytest.mark.whole
 def test_several_lookups_train_as_those_of_padded_sequences(devices):
     """The gradient of a place is that of its value, so both have one gradient per id."""
-    layers = (
-        layer_of(o.Adagrad(0.1), devices=devices),
-        bag_of(o.Adagrad(0.1), devices=devices, layer={"max_sequence_length": DENSE.shape[1]}),
-    )
-    for layer, values in zip(layers, (lambda found: found.values, lambda x: x), strict=True):
+    rule, padded_to = o.Adagrad(0.1), {"max_sequence_length": DENSE.shape[1]}
+    layers = layer_of(rule, devices=devices), bag_of(rule, devices=devices, layer=padded_to)
 
-        @nnx.jit
-        def step(layer, values=values):
-            def loss(layer):
-                return sum((a**2 + a).sum() for a in jax.tree.leaves(_twice(layer, values)))
+    @nnx.jit
+    def step(layer):
+        return nn.fused_value_and_grad(
+            lambda layer: loss_of(layer(DENSE)) + loss_of(layer(DENSE[::-1, :3]))
+        )(layer)[0]
 
-            return nn.fused_value_and_grad(loss)(layer)[0]
-
+    for layer in layers:
         step(layer)
         assert int(layer.step[...]) == 1
     np.testing.assert_array_equal(*(layer.embedding for layer in layers))
@@ -145,30 +122,26 @@ def test_several_lookups_train_as_those_of_padded_sequences(devices):
 
 
 @pytest.mark.whole
-def test_the_rest_of_a_model_has_the_gradients_of_nnx():
+@pytest.mark.parametrize("placed", [True, False])
+def test_the_rest_of_a_model_has_the_gradients_of_nnx(placed):
     """A layer that is not trained may stand under `nnx.value_and_grad`, placed and dense."""
-    frozen = bag_of(None, devices=2, layer={"jagged": True}, trainable=False)
-    trained = layer_of(o.SGD(0.1), devices=2)
     linear = nnx.Linear(D, 1, rngs=nnx.Rngs(1))
 
-    def gradients_of(layer, value_and_grad, placed):
-        ids = layer.place(RAGGED) if placed else DENSE
-
+    def gradients_of(layer, value_and_grad):
         @nnx.jit
         def gradients(model, ids):
-            def loss(model):
-                return (model.linear(model.layer(ids).sums()) ** 2).sum()
+            loss = value_and_grad(lambda model: (model.linear(model.layer(ids).sums()) ** 2).sum())
+            return loss(model)[1]["linear"]
 
-            return value_and_grad(loss)(model)[1]["linear"]
-
+        ids = layer.place(RAGGED) if placed else DENSE
         return gradients(nnx.Dict(layer=layer, linear=linear), ids)
 
-    for placed in (True, False):
-        expected = gradients_of(frozen, nnx.value_and_grad, placed)
-        found = gradients_of(nnx.clone(trained), nn.fused_value_and_grad, placed)
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert np.abs(other).max() > 0
-            np.testing.assert_allclose(one, other, rtol=1e-5)  # sums in another order
+    frozen = bag_of(None, devices=2, layer={"jagged": True}, trainable=False)
+    expected = gradients_of(frozen, nnx.value_and_grad)
+    found = gradients_of(layer_of(o.SGD(0.1), devices=2), nn.fused_value_and_grad)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(other).max() > 0
+        np.testing.assert_allclose(one, other, rtol=1e-5)  # sums in another order
 
 
 def test_weights_are_differentiated_and_scale_rows():
@@ -192,19 +165,6 @@ def test_weights_are_differentiated_and_scale_rows():
     assert_jagged_equal(found, rows_found)
 
 
-@pytest.mark.whole
-def test_gradients_of_a_placed_batch_are_those_of_its_values():
-    layer = layer_of(o.SGD(1.0), devices=2)
-    batch, before = layer.place(RAGGED), np.array(layer.embedding)
-    loss = lambda layer: layer(batch).sums().sum()  # noqa: E731
-    _, (_, gradients) = nn.sparse_value_and_grad(loss)(layer)
-    (one,) = gradients.lookups[""]
-    assert one.gradient.shape == layer(batch).values.shape
-    nn.apply_table_gradients(layer, gradients.map(lambda gradient: 2 * gradient))
-    counts = np.bincount(RAGGED.values, minlength=V)
-    np.testing.assert_allclose(layer.embedding, before - 2 * counts[:, None], atol=1e-5)
-
-
 EXPLICIT, AUTO = (AxisType.Explicit,) * 2, (AxisType.Auto,) * 2
 PAIR = RaggedIds.from_lists([[3, 5], [7]])
 MESHES = {
@@ -222,12 +182,6 @@ def test_placed_batches_are_trained_on_a_mesh_of_two_axes(case):
     table = tpu_embed.TableConfig(V, D, name="films", optimizer=o.SGD(0.5))
     layer = nn.EmbeddingBag(table, jagged=jagged, mesh=mesh, batch_axes=axes, rngs=nnx.Rngs(0))
     plain = layer_of(o.SGD(0.5), jagged=jagged)
-    loss = loss_of if jagged else lambda found: (found**2 + found).sum()
-
-    @nnx.jit
-    def step(layer, ids):
-        return nn.fused_value_and_grad(lambda layer: loss(layer(ids)))(layer)[0]
-
     step(plain, plain.place(ids))
     with jax.set_mesh(mesh):
         step(layer, layer.place(ids))

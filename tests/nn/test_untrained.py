@@ -48,14 +48,6 @@ def test_a_lookup_under_differentiation_is_named_once(way):
     assert caught[0].filename == __file__
 
 
-def test_the_table_stays_as_the_warning_says():
-    model = model_of(optimizer=o.SGD(0.1))
-    before = np.array(model["films"].embedding)
-    with pytest.warns(UserWarning, match="does not train it"):
-        [nnx.value_and_grad(loss)(model) for _ in range(3)]
-    np.testing.assert_array_equal(model["films"].embedding, before)
-
-
 def test_a_table_without_optimizer_is_named_once():
     model = model_of()
     step = nnx.jit(lambda model: nn.fused_value_and_grad(loss)(model)[0])

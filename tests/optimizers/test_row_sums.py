@@ -1,14 +1,17 @@
 """Sums over a row have the same bits for any number of rows, program and device."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from facade_cases import assert_same, mesh
+from pairs import parametrize_pairs
 
 import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 
 DIMS = [1, 3, 8, 17, 64, 100, 128]
@@ -63,47 +66,29 @@ SIZES = (700, 33)
 @functools.cache
 def trained(dims, devices, placement, stacked):
     """Return tables and slots after two steps of every rule."""
-    features = {
-        f"{rule}/{dim}/{size}": tpu_embed.FeatureConfig(
-            tpu_embed.TableConfig(
-                size, dim, name=f"{rule}/{dim}/{size}", optimizer=RULES[rule], placement=placement
-            )
-        )
-        for rule in RULES
-        for dim in dims
-        for size in SIZES
-    }
+    features = {}
+    for rule, dim, size in itertools.product(RULES, dims, SIZES):
+        name, options = f"{rule}/{dim}/{size}", {"optimizer": RULES[rule], "placement": placement}
+        features[name] = FeatureConfig(TableConfig(size, dim, name=name, **options))
     engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices), stack_tables=stacked)
     state, rng = engine.init(jax.random.key(0)), np.random.default_rng(0)
+    tables = {name: feature.table for name, feature in features.items()}
     for _ in range(2):
-        sizes = {path: feature.table.vocabulary_size for path, feature in features.items()}
-        batch = engine.place({path: rng.integers(0, size, (B, H)) for path, size in sizes.items()})
+        ids = {name: rng.integers(0, one.vocabulary_size, (B, H)) for name, one in tables.items()}
         gradients = {
-            path: rng.standard_normal((B, feature.table.dim)).astype(np.float32)
-            for path, feature in features.items()
+            name: rng.standard_normal((B, one.dim)).astype(np.float32)
+            for name, one in tables.items()
         }
-        state = engine.update(state, batch, gradients)
+        state = engine.update(state, engine.place(ids), gradients)
     return jax.device_get((engine.tables(state), engine.slots(state)))
 
 
-FIRST = (17,)
-OTHERS = tuple(set(DIMS) - set(FIRST))
-SOME = [(4, "div", True), (8, "mod", False)]
-ALL = [
-    (devices, placement, stacked)
-    for devices in (1, 2, 4, 8)
-    for placement in ("mod", "div", "replicated")
-    for stacked in (True, False)
-]
-CASES = [(FIRST, *case) for case in SOME] + [
-    pytest.param(dims, *case, marks=pytest.mark.whole)
-    for dims in (FIRST, OTHERS)
-    for case in ALL
-    if (dims, case) not in [(FIRST, one) for one in SOME]
-]
-
-
-@pytest.mark.parametrize(("dims", "devices", "placement", "stacked"), CASES)
+@parametrize_pairs(
+    dims=[(17,), tuple(set(DIMS) - {17})],
+    devices=[8, 4, 2, 1],
+    placement=["mod", "div", "replicated"],
+    stacked=[False, True],
+)
 @pytest.mark.whole
 def test_rules_that_reduce_have_the_same_bits_everywhere(dims, devices, placement, stacked):
     assert_same(trained(dims, devices, placement, stacked), trained(dims, 1, "mod", True))

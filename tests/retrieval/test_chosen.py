@@ -61,31 +61,26 @@ def small_parts(monkeypatch):
 @pytest.mark.quick(2)
 def test_each_query_has_the_negatives_it_chooses(small_parts, lead, score, by_index):
     chosen, right, ids, log_q = numbers_of(lead)
-    named = dict(zip(("positive_ids", "negative_ids"), ids, strict=True))
-    named |= dict(zip(("positive_log_q", "negative_log_q"), log_q, strict=True))
-    named |= {"score": score, "temperature": 0.5}
+    names = "positive_ids", "negative_ids", "positive_log_q", "negative_log_q"
+    named = dict(zip(names, (*ids, *log_q), strict=True)) | {"chosen": chosen}
+    how = {"score": score, "temperature": 0.5}
 
     def ours(queries, rows):
         positives = right if by_index else rows[right]
-        return retrieval.sampled_softmax(queries, positives, rows, chosen=chosen, **named)
+        return retrieval.sampled_softmax(queries, positives, rows, **named, **how)
 
-    wanted = functools.partial(
-        loop, chosen=chosen, right=right, ids=ids, log_q=log_q, score=score, temperature=0.5
-    )
+    wanted = functools.partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
     check(ours, wanted, arrays_of(lead), BOUND)
 
 
 def test_without_a_choice_and_without_ids_all_rows_are_negatives(small_parts):
-    queries, rows = arrays_of((7,))
     right = np.arange(7) % K
-
-    def wanted(queries, rows):
-        return loop_sampled(queries, rows[right], rows, None, None, 1.0)
-
-    def ours(queries, rows):
-        return retrieval.sampled_softmax(queries, right, rows)
-
-    check(ours, wanted, [queries, rows], BOUND)
+    check(
+        lambda queries, rows: retrieval.sampled_softmax(queries, right, rows),
+        lambda queries, rows: loop_sampled(queries, rows[right], rows, None, None, 1.0),
+        arrays_of((7,)),
+        BOUND,
+    )
 
 
 def test_products_are_not_there_as_a_whole():
@@ -112,9 +107,7 @@ def test_an_index_that_is_no_row_is_never_silent():
     chosen[1, 2] = chosen[3, 1] = 2**30
     with pytest.raises(ValueError, match=r"positives: expected indices below .* K = 6, got 6"):
         loss(right, rows)
-    with pytest.raises(
-        ValueError, match=r"chosen: expected indices below .* K = 6, got 1073741824"
-    ):
+    with pytest.raises(ValueError, match=r"chosen: expected indices below .* got 1073741824"):
         jax.jit(lambda rows: loss(right % K, rows, chosen=chosen))(rows)
 
     @jax.jit
@@ -134,54 +127,47 @@ def test_an_index_that_is_no_row_is_never_silent():
     assert np.isfinite(spoilt[0][0]).all()
 
 
-def test_events_of_jagged_histories_on_eight_devices():
-    """By `jax.vmap` over the replicas or without: the losses and gradients of one device."""
-    items, drawn = 40, 3
+def train(devices, mapped):
+    """Return loss and table of a step over the events of histories: what is next in each?"""
+    items, rng = 40, np.random.default_rng(3)
     table = TableConfig(items, D, name="item", combiner="sum")
     features = {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}
-    rng = np.random.default_rng(3)
     histories = [rng.integers(items, size=n) for n in (3, 1, 4, 0, 2, 5, 2, 3)]
     ids = {"history": tpu_embed.RaggedIds.from_lists(histories), "item": np.arange(items)}
+    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(devices))
+    state, batch = engine.init(jax.random.key(0)), engine.place(ids)
+    events, splits = np.concatenate(histories), ids["history"].row_splits
+    own, which = (
+        tpu_embed.data.place_values(engine, batch, "history", values, splits).values
+        for values in (events, rng.integers(items, size=(len(events), 3)))
+    )
 
-    def train(devices, mapped):
-        engine = EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(devices))
-        state, batch = engine.init(jax.random.key(0)), engine.place(ids)
-        events, splits = np.concatenate(histories), ids["history"].row_splits
-        own = tpu_embed.data.place_values(engine, batch, "history", events, splits)
-        of_event = np.random.default_rng(4).integers(items, size=(len(events), drawn))
-        which = tpu_embed.data.place_values(engine, batch, "history", of_event, splits)
+    def losses(history, rows, own, which):
+        # The right item of an event is the next one of its history, if there is one.
+        positives, follows = (jnp.roll(x, -1, -1) for x in (own, history.segment_ids))
+        there = (follows == history.segment_ids) & history.valid
+        there &= jnp.arange(there.shape[-1]) < there.shape[-1] - 1
+        ids = {"positive_ids": jnp.where(there, positives, -1), "negative_ids": jnp.arange(items)}
+        return retrieval.sampled_softmax(history.values, positives, rows, chosen=which, **ids)
 
-        @jax.jit
-        def slopes(state, batch, own, which):
-            values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
+    @jax.jit
+    def step(state, batch, own, which):
+        values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
 
-            def total(values):
-                found = rebuild(values)
-                history, rows = found["history"], found["item"]
+        def total(values):
+            found = rebuild(values)
+            loss = jax.vmap(losses, (0, None, 0, 0)) if mapped else losses
+            return loss(found["history"], found["item"], own, which).sum()
 
-                def losses(history, own, which):
-                    # The right item of an event is the next one of its history, if there is one.
-                    positives, follows = (jnp.roll(x, -1, -1) for x in (own, history.segment_ids))
-                    there = (follows == history.segment_ids) & history.valid
-                    there &= jnp.arange(there.shape[-1]) < there.shape[-1] - 1
-                    return retrieval.sampled_softmax(
-                        history.values,
-                        positives,
-                        rows,
-                        chosen=which,
-                        positive_ids=jnp.where(there, positives, -1),
-                        negative_ids=jnp.arange(items),
-                    )
+        loss, gradients = jax.value_and_grad(total)(values)
+        return loss, engine.update(state, batch, gradients)
 
-                found = (jax.vmap(losses) if mapped else losses)(history, own, which)
-                return found.sum()
+    loss, state = step(state, batch, own, which)
+    return float(loss), np.asarray(engine.tables(state)["item"])
 
-            loss, gradients = jax.value_and_grad(total)(values)
-            return loss, engine.update(state, batch, gradients)
 
-        loss, state = slopes(state, batch, own.values, which.values)
-        return float(loss), np.asarray(engine.tables(state)["item"])
-
+def test_events_of_jagged_histories_on_eight_devices():
+    """By `jax.vmap` over the replicas or without: the losses and gradients of one device."""
     alone = train(1, mapped=True)
     assert alone[0] > 5
     for mapped in (True, False):
@@ -196,35 +182,32 @@ def test_scores_of_a_batch(score):
     queries, rows = arrays_of((B,))[0], arrays_of((B,), seed=5)[0]
     own = np.stack([rows, rows[::-1]], axis=1)  # [B, 2, D]
     change = unit if score == "cosine" else np.asarray
-    named = {"score": score, "temperature": 0.5}
-    pairs = (
+    for loss, given in (
         (retrieval.in_batch_softmax, (queries, rows)),
         (retrieval.sampled_softmax, (queries, rows, own)),
-    )
-    for loss, given in pairs:
+    ):
         wanted = loss(*single(*map(change, given)), temperature=0.5)
-        np.testing.assert_allclose(loss(*single(*given), **named), wanted, atol=BOUND)
+        found = loss(*single(*given), score=score, temperature=0.5)
+        np.testing.assert_allclose(found, wanted, atol=BOUND)
         with pytest.raises(ValueError, match=r"score: expected 'dot' \| 'cosine', got"):
             loss(*given, score="angle")
 
 
-def test_what_is_refused():
-    q, rows = np.ones((3, D), np.float32), np.ones((K, D), np.float32)
-    loss, which = retrieval.sampled_softmax, np.zeros((3, N), int)
+Q, ROWS = np.ones((3, D), np.float32), np.ones((K, D), np.float32)
+WHICH = np.zeros((3, N), int)
 
-    def refused(kind, match, positives, negatives, chosen):
-        with pytest.raises(kind, match=match):
-            loss(q, positives, negatives, chosen=chosen)
 
-    refused(ValueError, r"chosen: expected shape \[3, 5\], got \[2, 5\]", q, rows, which[:2])
-    refused(ValueError, r"chosen: expected shape", q, rows, which[:, 0])
-    refused(TypeError, "chosen: expected integers", q, rows, which + 0.5)
-    refused(
-        ValueError,
-        r"negatives: expected shape \[K, 4\], got \[3, 6, 4\]",
-        q,
-        np.stack([rows] * 3),
-        which,
-    )
-    refused(ValueError, r"positives: expected shape \[3\], got \[3, 5\]", which, rows, None)
-    refused(TypeError, "positives: expected floats, got bool", q > 0, rows, None)
+@pytest.mark.parametrize(
+    ("kind", "words", "positives", "negatives", "chosen"),
+    [
+        (ValueError, r"chosen: expected shape \[3, 5\], got \[2, 5\]", Q, ROWS, WHICH[:2]),
+        (ValueError, "chosen: expected shape", Q, ROWS, WHICH[:, 0]),
+        (TypeError, "chosen: expected integers", Q, ROWS, WHICH + 0.5),
+        (ValueError, r"shape \[K, 4\], got \[3, 6, 4\]", Q, np.stack([ROWS] * 3), WHICH),
+        (ValueError, r"positives: expected shape \[3\], got \[3, 5\]", WHICH, ROWS, None),
+        (TypeError, "positives: expected floats, got bool", Q > 0, ROWS, None),
+    ],
+)
+def test_what_is_refused(kind, words, positives, negatives, chosen):
+    with pytest.raises(kind, match=words):
+        retrieval.sampled_softmax(Q, positives, negatives, chosen=chosen)

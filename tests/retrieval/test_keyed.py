@@ -45,39 +45,35 @@ def test_random_steps_against_a_dictionary():
     assert {2, 5, -1} == set(np.asarray(found.ids).reshape(-1).tolist())
 
 
-def test_a_mask_of_the_caller_adds_no_row_without_a_key():
-    engine = make(1)
-    state = engine.init(jax.random.key(0))
-    state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
-    everything = np.ones(CAPACITY, bool)
-    found = retrieval.top_k(engine, state, "t", np.ones((1, 2)), 2, allowed=everything)
-    assert found.ids.tolist() == [[0, -1]]
-
-
 def test_what_is_refused():
     engine = make(1)
-    before = state = engine.init(jax.random.key(0))
-    before = jax.tree.map(lambda x: x.copy(), before)
-    state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
-    queries = np.ones((1, DIM), np.float32)
-    with pytest.raises(ValueError, match=r"allowed= inside a jit.*retrieval.keyed_rows\(engine"):
-        jax.jit(lambda s: retrieval.top_k(engine, s, "t", queries, 1))(state)
-    with pytest.raises(ValueError, match="the newest state, of step 1"):
-        retrieval.top_k(engine, before, "t", queries, 1)
-    with pytest.raises(ValueError, match="the newest state, of step 1"):
-        retrieval.keyed_rows(engine, before, "t")
-    with pytest.raises(TypeError, match="keys_of: ids: expected integers, got float64"):
-        retrieval.keys_of(engine, state, "t", [0.5])
-    plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
-    with pytest.raises(ValueError, match="expected a table with a dynamic vocabulary, got 'p'"):
-        retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")
-
-
-def test_keys_are_looked_up_outside_a_jit():
-    engine = make(1)
     state = engine.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="keyed_rows: expected a call outside a jit"):
-        jax.jit(lambda s: retrieval.keyed_rows(engine, s, "t"))(state)
-    with pytest.raises(ValueError, match=r"keys_of: expected a call outside a jit.*what the jit"):
-        jax.jit(lambda ids: retrieval.keys_of(engine, state, "t", ids))(np.arange(2))
-    assert retrieval.keys_of(engine, state, "t", [[], []]).shape == (2, 0)
+    before = jax.tree.map(lambda x: x.copy(), state)
+    state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
+    plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
+
+    def search(state):
+        return retrieval.top_k(engine, state, "t", np.ones((1, DIM), np.float32), 1)
+
+    def rows(state):
+        return retrieval.keyed_rows(engine, state, "t")
+
+    def of_plain():
+        return retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")
+
+    def keys(ids):
+        return retrieval.keys_of(engine, state, "t", ids)
+
+    for words, call in (
+        (r"allowed= inside a jit.*retrieval.keyed_rows\(engine", lambda: jax.jit(search)(state)),
+        ("the newest state, of step 1", lambda: search(before)),
+        ("the newest state, of step 1", lambda: rows(before)),
+        ("expected a table with a dynamic vocabulary, got 'p'", of_plain),
+        ("keyed_rows: expected a call outside a jit", lambda: jax.jit(rows)(state)),
+        (r"keys_of: .* outside a jit.*what the jit", lambda: jax.jit(keys)(np.arange(2))),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
+    with pytest.raises(TypeError, match="keys_of: ids: expected integers, got float64"):
+        keys([0.5])
+    assert keys([[], []]).shape == (2, 0)

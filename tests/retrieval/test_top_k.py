@@ -13,8 +13,6 @@ from search_cases import assert_found, expected, integers
 import tpu_embed
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
-from tpu_embed.retrieval import search
 
 DIM = 3
 SIZES = {"mod": 131, "stacked": 40, "div": 77, "whole": 23, "half": 61}
@@ -39,6 +37,15 @@ def loaded(engine):
     return engine.load_arrays(engine.init(jax.random.key(0)), rows), rows
 
 
+SMALL_BLOCKS = {
+    "PRODUCT_NUMBERS": 16,
+    "LEAST_ROWS": 16,
+    "BUNDLE_ROWS": 4,
+    "FEW_BUNDLES": (0, 1),
+    "LEAST_HIDDEN": 2,
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     """Blocks of 16 rows in bundles of 4, so that small tables have several of each.
@@ -46,23 +53,24 @@ def small_blocks():
     What a query must not find is hidden in rounds of 2 rows, unless a block's share is more.
     """
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(search, "PRODUCT_NUMBERS", 16)
-        patched.setattr(search, "LEAST_ROWS", 16)
-        patched.setattr(search, "BUNDLE_ROWS", 4)
-        patched.setattr(search, "FEW_BUNDLES", (0, 1))
-        patched.setattr(search, "LEAST_HIDDEN", 2)
+        for name, number in SMALL_BLOCKS.items():
+            patched.setattr(f"tpu_embed.retrieval.scan.{name}", number)
         yield
+
+
+def checked(devices, name, queries, k, exclude=None):
+    """Search a table of integers, and compare with what must be found."""
+    engine = engine_of(devices)
+    state, rows = loaded(engine)
+    found = retrieval.top_k(engine, state, name, queries, k, exclude=exclude)
+    assert_found(found, expected(rows[name], queries, k, exclude))
 
 
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.quick(2)
 def test_integers_are_exact(devices, name):
-    engine = engine_of(devices)
-    state, rows = loaded(engine)
-    queries = integers(7, 5, DIM)
-    wanted = expected(rows[name], queries, 9)
-    assert_found(retrieval.top_k(engine, state, name, queries, 9), wanted)
+    checked(devices, name, integers(7, 5, DIM), 9)
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.whole)])
@@ -107,22 +115,21 @@ def test_cosines(devices):
     state, rows = loaded(engine)
     lengths = 10.0 ** np.random.default_rng(19).integers(-30, 30, (SIZES["mod"], 1))
     table, queries = (rows["mod"] * lengths).astype(np.float32), integers(20, 4, DIM) + 0.5
-    state = engine.load_arrays(state, {"mod": table})
-    found = retrieval.top_k(
-        engine, state, "mod", queries, SIZES["mod"], score="cosine", temperature=0.25
-    )
+    state, how = engine.load_arrays(state, {"mod": table}), {"score": "cosine", "temperature": 0.25}
+    found = retrieval.top_k(engine, state, "mod", queries, SIZES["mod"], **how)
+    ids, scores = np.asarray(found.ids), np.asarray(found.scores)
     units = [
         x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-300)
         for x in (queries.astype(np.float64), table.astype(np.float64))
     ]
-    wanted = np.take_along_axis(units[0] @ units[1].T, np.asarray(found.ids), axis=1) / 0.25
+    wanted = np.take_along_axis(units[0] @ units[1].T, ids, axis=1) / 0.25
     # A quotient, a square root and D products of numbers up to 1, each of which rounds once.
-    np.testing.assert_allclose(found.scores, wanted, atol=4 * 16 * np.finfo(np.float32).eps)
-    assert (np.diff(found.scores) <= 0).all()
-    assert (np.sort(found.ids) == np.arange(SIZES["mod"])).all()
-    zeros = np.take_along_axis(~table.any(axis=1), np.asarray(found.ids).reshape(-1), axis=0)
+    np.testing.assert_allclose(scores, wanted, atol=4 * 16 * np.finfo(np.float32).eps)
+    assert (np.diff(scores) <= 0).all()
+    assert (np.sort(ids) == np.arange(SIZES["mod"])).all()
+    zeros = ~table.any(axis=1)[ids]
     assert zeros.any()
-    assert not np.asarray(found.scores).reshape(-1)[zeros].any()
+    assert not scores[zeros].any()
 
 
 def test_a_temperature_divides_scores_and_changes_no_id():
@@ -137,17 +144,12 @@ def test_a_temperature_divides_scores_and_changes_no_id():
         np.testing.assert_array_equal(found.scores, (scores / temperature).astype(np.float32))
 
 
-def test_fewer_rows_than_k():
-    engine = engine_of(2)
-    state, rows = loaded(engine)
-    queries = integers(9, 2, DIM)
-    for k, exclude in (
-        (40, None),
-        (23, [[3, 4] * 12, [-1, 22] * 12]),
-        (23, np.tile(np.arange(24), (2, 1))),
-    ):
-        found = retrieval.top_k(engine, state, "whole", queries, k, exclude=exclude)
-        assert_found(found, expected(rows["whole"], queries, k, exclude))
+@pytest.mark.parametrize(
+    ("k", "exclude"),
+    [(40, None), (23, [[3, 4] * 12, [-1, 22] * 12]), (23, np.tile(np.arange(24), (2, 1)))],
+)
+def test_fewer_rows_than_k(k, exclude):
+    checked(2, "whole", integers(9, 2, DIM), k, exclude)
 
 
 @pytest.mark.parametrize("packing", ["lanes", "words"])
@@ -155,7 +157,7 @@ def test_fewer_rows_than_k():
 @pytest.mark.quick(1)
 def test_packed_rows(monkeypatch, packing, name):
     """As they lie on TPUs: a block begins at a multiple of 128, which may be before its table."""
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
     engine = engine_of.__wrapped__(2, ("mod", "stacked", "half"))
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     state, rows = loaded(engine)
@@ -194,11 +196,12 @@ def test_what_is_no_number_is_no_answer():
 
 def test_zeros_are_equal():
     """With D = 1 a product with -1 is -0.0, which `jax.lax.top_k` would put after 0.0."""
-    nothing = search.Found(jnp.full((1, 3), -jnp.inf), jnp.full((1, 3), -1))
-    scores, usable = jnp.array([[-0.0, 0.0, 1.0, -0.0]]), jnp.array([True, True, True, False])
-    # [B, G, 1 bundle]
-    found = search.merge_block(nothing, scores[:, :, None], usable, jnp.int32(10))
-    assert found.indices.tolist() == [[12, 10, 11]]
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(4, 1, name="t")), mesh=mesh(1))
+    rows = np.array([[0.0], [-0.0], [-1.0], [0.0]], np.float32)
+    state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": rows})
+    for k in (3, 4):
+        found = retrieval.top_k(engine, state, "t", -np.ones((1, 1), np.float32), k)
+        assert found.ids.tolist() == [[2, 0, 1, 3][:k]]
 
 
 @pytest.mark.whole
@@ -244,61 +247,58 @@ def test_a_second_call_compiles_nothing():
     assert program._cache_size() == before + 1
 
 
-def test_what_is_refused():
-    engine, other = engine_of(1, ("mod",)), engine_of(1, ("whole",))
-    state, queries = engine.init(jax.random.key(0)), integers(14, 2, DIM)
-
-    def refused(kind, match, **changes):
-        given = {"table": "mod", "queries": queries, "k": 2, "state": state, **changes}
-        with pytest.raises(kind, match=match):
-            retrieval.top_k(given.pop("engine", engine), **given)
-
-    refused(ValueError, r"table: expected one of \['mod'\], got 'films'", table="films")
-    refused(
-        ValueError,
-        r"top_k: queries: expected shape \[B, 3\].*got \[2, 4\]",
-        queries=integers(1, 2, 4),
-    )
-    refused(ValueError, r"top_k: queries: expected shape \[B, 3\]", queries=queries[0])
-    refused(TypeError, "top_k: queries: expected floats, got int64", queries=[[1, 2, 3]])
-    refused(ValueError, "top_k: k: expected an integer >= 1, got 0", k=0)
-    refused(ValueError, "expected an integer >= 1, got 2.0", k=2.0)
-    refused(ValueError, "state: expected stacks", state=other.init(jax.random.key(0)))
-    refused(TypeError, "top_k: engine: expected an EmbeddingEngine.*embedding.engine", engine=state)
-    refused(TypeError, "top_k: exclude: expected integers", exclude=[[1.0], [2.0]])
-    refused(ValueError, r"top_k: exclude: expected shape \[2, E\]", exclude=[1, 2])
-    elsewhere = {"queries": jax.device_put(queries, jax.devices()[1])}
-    refused(ValueError, r"queries: expected an array on the host, or on all 1 devices", **elsewhere)
-    refused(ValueError, r"top_k: score: expected 'dot' \| 'cosine', got 'angle'", score="angle")
-    refused(ValueError, "top_k: temperature: expected one number above 0, got 0", temperature=0)
-    refused(TypeError, "top_k: allowed: expected bool", allowed=np.ones(131))
-    refused(ValueError, r"top_k: allowed: expected shape \[131\]", allowed=np.ones(3, bool))
-    with pytest.raises(TypeError, match="top_k: expected a search that is not differentiated"):
-        jax.grad(lambda q: retrieval.top_k(engine, state, "mod", q, 2).scores.sum())(queries)
+QUERIES = integers(14, 2, DIM)
 
 
-def test_a_donated_state_is_refused():
+@pytest.mark.parametrize(
+    ("kind", "words", "changes"),
+    [
+        (ValueError, r"table: expected one of \['mod'\], got 'films'", {"table": "films"}),
+        (ValueError, r"shape \[B, 3\].*got \[2, 4\]", {"queries": integers(1, 2, 4)}),
+        (ValueError, r"top_k: queries: expected shape \[B, 3\]", {"queries": QUERIES[0]}),
+        (TypeError, "top_k: queries: expected floats, got int64", {"queries": [[1, 2, 3]]}),
+        (ValueError, "top_k: k: expected an integer >= 1, got 0", {"k": 0}),
+        (ValueError, "expected an integer >= 1, got 2.0", {"k": 2.0}),
+        (TypeError, "expected an EmbeddingEngine.*embedding.engine", {"engine": "mine"}),
+        (TypeError, "top_k: exclude: expected integers", {"exclude": [[1.0], [2.0]]}),
+        (ValueError, r"top_k: exclude: expected shape \[2, E\]", {"exclude": [1, 2]}),
+        (ValueError, r"top_k: score: expected 'dot' \| 'cosine', got 'angle'", {"score": "angle"}),
+        (ValueError, "temperature: expected one number above 0, got 0", {"temperature": 0}),
+        (TypeError, "top_k: allowed: expected bool", {"allowed": np.ones(131)}),
+        (ValueError, r"top_k: allowed: expected shape \[131\]", {"allowed": np.ones(3, bool)}),
+    ],
+)
+def test_what_is_refused(kind, words, changes):
     engine = engine_of(1, ("mod",))
+    given = {"engine": engine, "state": engine.init(jax.random.key(0)), "table": "mod"}
+    with pytest.raises(kind, match=words):
+        retrieval.top_k(**given | {"queries": QUERIES, "k": 2} | changes)
+
+
+def test_states_and_calls_that_are_refused():
+    engine, other = engine_of(1, ("mod",)), engine_of(1, ("whole",))
     state = engine.init(jax.random.key(0))
+
+    def search(queries=QUERIES, state=state):
+        return retrieval.top_k(engine, state, "mod", queries, 2)
+
+    with pytest.raises(ValueError, match="state: expected stacks"):
+        search(state=other.init(jax.random.key(0)))
+    with pytest.raises(ValueError, match="an array on the host, or on all 1 devices"):
+        search(jax.device_put(QUERIES, jax.devices()[1]))
+    with pytest.raises(TypeError, match="top_k: expected a search that is not differentiated"):
+        jax.grad(lambda q: search(q).scores.sum())(QUERIES)
     engine.update_in_place(state, engine.place({"mod": np.arange(8)}), {"mod": np.ones((8, DIM))})
     with pytest.raises(ValueError, match="donated to an earlier call"):
-        retrieval.top_k(engine, state, "mod", integers(0, 1, DIM), 2)
-
-
-def test_tables_on_the_host_are_refused():
+        search()
     table = TableConfig(100, DIM, name="far", storage=tpu_embed.HostStorage(device_rows=32))
     engine = EmbeddingEngine(FeatureConfig(table), o.SGD(0.1), mesh=mesh(1))
-    state = engine.init(jax.random.key(0))
     with pytest.raises(ValueError, match=r"top_k: expected tables .*engine.rows\(state, 'far'"):
-        retrieval.top_k(engine, state, "far", integers(0, 1, DIM), 2)
+        retrieval.top_k(engine, engine.init(jax.random.key(0)), "far", QUERIES, 2)
 
 
 def test_users_who_have_seen_nothing_exclude_nothing():
-    engine = engine_of(1, ("mod",))
-    state, queries = engine.init(jax.random.key(0)), integers(15, 2, DIM)
-    wanted = retrieval.top_k(engine, state, "mod", queries, 3)
-    found = retrieval.top_k(engine, state, "mod", queries, 3, exclude=[[], []])
-    np.testing.assert_array_equal(found.ids, wanted.ids)
+    checked(1, "mod", integers(15, 2, DIM), 3, np.zeros((2, 0), int))
 
 
 @pytest.mark.parametrize("wrap", [lambda search: search, jax.jit])

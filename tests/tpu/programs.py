@@ -13,12 +13,10 @@ from jax.sharding import Mesh
 from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, optimizers, planning
 from tpu_embed.core.update import Operands
 from tpu_embed.planning.compiled import abstract_batch, abstract_state, describe_topology
-from tpu_embed.planning.targets import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"} | {
-    "tpu7x": "tpu7x:2x2x1"
-}
+SMALL = {chip: f"{chip}:2x2" for chip in ("v5e", "v6e")}
+SMALL |= {chip: f"{chip}:2x2x1" for chip in ("v4", "v5p", "tpu7x")}
 OPTIMIZERS = {
     "sgd": optimizers.SGD(0.1),
     "adagrad": optimizers.Adagrad(0.1),
@@ -34,40 +32,20 @@ def quickstart(placement="mod", dim=16, dtype="float32"):
     table = TableConfig(10_000, dim, dtype=dtype, placement=placement, name="item")
     users = dataclasses.replace(table, vocabulary_size=3_000, combiner="mean", name="user")
     days = dataclasses.replace(table, vocabulary_size=7, combiner="sqrtn", name="day")
-    tables = {"items": (table, 20), "users": (users, 1), "days": (days, 5)}
-    features = {name: FeatureConfig(table) for name, (table, _) in tables.items()}
-    shapes = {
-        name: jax.ShapeDtypeStruct((1024, hot), np.int32) for name, (_, hot) in tables.items()
-    }
-    return features, shapes
+    features = {"items": table, "users": users, "days": days}
+    hot = {"items": 20, "users": 1, "days": 5}
+    shapes = {name: jax.ShapeDtypeStruct((1024, width), np.int32) for name, width in hot.items()}
+    return {name: FeatureConfig(table) for name, table in features.items()}, shapes
 
 
 def hosted():
     """Return features of two tables on the host and one that is not, and shapes of a batch."""
     features, shapes = quickstart(dim=128)
     for name in ("items", "users"):
-        storage = HostStorage(device_rows=30_000)
-        table = dataclasses.replace(
-            features[name].table, vocabulary_size=2**40, combiner="sum", storage=storage
-        )
+        far = {"vocabulary_size": 2**40, "storage": HostStorage(device_rows=30_000)}
+        table = dataclasses.replace(features[name].table, combiner="sum", **far)
         features[name] = FeatureConfig(table)
     return features, shapes
-
-
-def dlrm(rows=None, batch=None):
-    """Return features, optimizer and shapes of a batch of DLRM-DCNv2, its tables cut to `rows`."""
-    features, optimizer, shapes = config_of("dlrm_dcnv2").workload()
-    if rows:
-        features = {
-            name: dataclasses.replace(feature, table=_at_most(feature.table, rows))
-            for name, feature in features.items()
-        }
-    if batch:
-        shapes = {
-            name: jax.ShapeDtypeStruct((batch, *shape.shape[1:]), shape.dtype)
-            for name, shape in shapes.items()
-        }
-    return features, optimizer, shapes
 
 
 def dlrm_v4(most=None, **sizes):
@@ -85,10 +63,6 @@ def config_of(name):
     return module
 
 
-def _at_most(table, rows):
-    return dataclasses.replace(table, vocabulary_size=min(rows, table.vocabulary_size))
-
-
 def many(tables):
     """Return features of so many tables, of three widths, and shapes of a batch."""
     features, shapes = {}, {}
@@ -101,7 +75,7 @@ def many(tables):
 
 def engine_for(name, features, optimizer):
     """Return an engine on a topology, and its mesh."""
-    mesh = Mesh(np.array(describe_topology(Topology(name))), ("devices",))
+    mesh = Mesh(np.array(describe_topology(planning.Topology(name))), ("devices",))
     placed = planning.resolve(features, optimizer, mesh=mesh)
     return EmbeddingEngine(placed, optimizer, mesh=mesh), mesh
 

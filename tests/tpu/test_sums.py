@@ -17,8 +17,8 @@ from programs import SMALL
 from tpu_embed.kernels import dispatch, rounded
 from tpu_embed.kernels.formats import RowFormat
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
+from tpu_embed.planning import Topology
 from tpu_embed.planning.compiled import describe_topology
-from tpu_embed.planning.targets import Topology
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"

@@ -5,8 +5,7 @@ an output moves, the gradient must exist and be that of `jax.grad`; if none move
 In a few cases connection is decided by structure; each says what is expected, and why.
 """
 
-from __future__ import annotations
-
+import gradient_loops
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,17 +1,19 @@
 """Interception: gradients of a loss by activations, also by those that it does not use."""
 
-from __future__ import annotations
-
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jagged_cases import SOME, C, D, S
+from jagged_cases import make as make_jagged
 from jax.sharding import PartitionSpec as P
+from training_cases import mesh_of
 
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
 from tpu_embed.training import (
     Optimizer,
     create_dummy_table_variables,
@@ -28,11 +30,7 @@ FEATURES = {
     "seen": [FeatureConfig(ITEM), FeatureConfig(ITEM, max_sequence_length=4)],
     "pair": Pair(FeatureConfig(USER), FeatureConfig(ITEM)),
 }
-SHAPES = {
-    "user": (5, 3),
-    "seen": [(5, 2), (5, 4, 2)],
-    "pair": Pair((5, 3), (5, 2)),
-}
+SHAPES = {"user": (5, 3), "seen": [(5, 2), (5, 4, 2)], "pair": Pair((5, 3), (5, 2))}
 
 
 class Halved:
@@ -61,6 +59,11 @@ def loss_of(x, factor=1.0):
     return factor * (pair + sequence + (x["user"] ** 3).sum())
 
 
+through_dummies = functools.partial(
+    get_gradients_through_dummy_table_variables, feature_config=FEATURES
+)
+
+
 def equal(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -74,11 +77,7 @@ def test_dummies_are_zeros_grouped_by_table():
     activations = draw()
     activations["user"] = activations["user"].astype(jnp.bfloat16)
     dummies = create_dummy_table_variables(activations, FEATURES)
-    found = {
-        table: {path: (dummy.shape, dummy.dtype.name) for path, dummy in group.items()}
-        for table, group in dummies.items()
-    }
-    assert found == {
+    assert jax.tree.map(lambda dummy: (dummy.shape, dummy.dtype.name), dummies) == {
         "item": {
             "pair/right": ((5, 2), "float32"),
             "seen/0": ((5, 2), "float32"),
@@ -89,19 +88,21 @@ def test_dummies_are_zeros_grouped_by_table():
     assert not any(np.asarray(dummy).any() for dummy in jax.tree.leaves(dummies))
 
 
-def test_one_feature_alone():
-    activation = jnp.ones((2, 3))
+def test_one_feature_alone_and_a_loss_that_is_an_array_counts_with_its_sum():
+    activation = jnp.arange(6.0).reshape(2, 3)
     dummies = create_dummy_table_variables(activation, FeatureConfig(USER))
     assert {name: list(group) for name, group in dummies.items()} == {"table_0": ["feature"]}
     assert np.array_equal(hook(activation, dummies), activation)
+    value, found = through_dummies(lambda x: x**2, activation, feature_config=FeatureConfig(USER))
+    assert np.array_equal(value, activation**2)
+    assert np.array_equal(found, 2 * activation)
 
 
 def test_the_hook_changes_no_bit():
     odd = np.array([-0.0, 0.0, np.inf, 1e-45], np.float32)
     odd = np.concatenate([odd, np.array([0x7FC12345, 0xFF800001], np.uint32).view(np.float32)])
     for make in (lambda f: f, jax.jit):
-        dummies = {"item": {"0": jnp.ones(6)}}
-        (found,) = make(hook)([odd], dummies)
+        (found,) = make(hook)([odd], {"item": {"0": jnp.ones(6)}})
         assert np.array_equal(np.asarray(found).view(np.uint32), odd.view(np.uint32))
 
 
@@ -118,12 +119,13 @@ def test_the_cotangent_goes_to_the_activation_and_to_its_dummy():
 
 
 def test_dummies_of_other_activations_are_errors():
-    with pytest.raises(ValueError, match=r"expected features \['a'\], got \['b'\]"):
-        hook({"b": jnp.ones(2)}, {"item": {"a": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"a: expected float32 of shape \(3,\), as its dummy"):
-        hook({"a": jnp.ones(2)}, {"item": {"a": jnp.ones(3)}})
-    with pytest.raises(ValueError, match=r"a: expected bfloat16 .* got float32 of shape \(2,\)"):
-        hook({"a": jnp.ones(2)}, {"item": {"a": jnp.ones(2, jnp.bfloat16)}})
+    for name, dummy, words in (
+        ("b", jnp.ones(2), r"expected features \['b'\], got \['a'\]"),
+        ("a", jnp.ones(3), r"a: expected float32 of shape \(3,\), as its dummy"),
+        ("a", jnp.ones(2, jnp.bfloat16), r"a: expected bfloat16 .* got float32 of shape \(2,\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            hook({"a": jnp.ones(2)}, {"item": {name: dummy}})
     with pytest.raises(ValueError, match="activations: pair is missing"):
         create_dummy_table_variables({}, FEATURES)
 
@@ -131,22 +133,30 @@ def test_dummies_of_other_activations_are_errors():
 # -- gradients -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [None, Halved()])
-@pytest.mark.parametrize("make", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.quick(1)
-def test_gradients_are_those_by_the_activations(optimizer, make):
+@pytest.mark.parametrize(
+    ("optimizer", "config", "make"),
+    [
+        (None, FEATURES, lambda f: f),
+        (Halved(), None, lambda f: f),
+        (None, None, jax.jit),
+        (Halved(), FEATURES, jax.jit),
+    ],
+)
+@pytest.mark.quick(2)
+def test_gradients_are_those_by_the_activations(optimizer, config, make):
+    """With a configuration and without, in two calls."""
     activations = draw()
 
     @make
     def run(activations, factor):
         return get_gradients_through_dummy_table_variables(
-            loss_of, activations, factor, feature_config=FEATURES, optimizer=optimizer
+            loss_of, activations, factor, feature_config=config, optimizer=optimizer
         )
 
-    value, found = run(activations, jnp.float32(3))
-    expected = jax.grad(loss_of)(activations, 3.0 if optimizer is None else 1.5)
-    np.testing.assert_allclose(value, loss_of(activations, 3.0), rtol=1e-6)  # never scaled
-    equal(found, expected)
+    for factor in (1.0, 3.0):
+        value, found = run(activations, jnp.float32(factor))
+        np.testing.assert_allclose(value, loss_of(activations, factor), rtol=1e-6)  # never scaled
+        equal(found, jax.grad(loss_of)(activations, factor * (0.5 if optimizer else 1.0)))
     if optimizer is not None:
         through = make(lambda a: get_gradients_through_compute_gradients(optimizer, loss_of, a))
         equal(through(activations), jax.grad(loss_of)(activations, 0.5))
@@ -154,51 +164,49 @@ def test_gradients_are_those_by_the_activations(optimizer, make):
 
 def test_features_come_in_the_order_of_their_configuration():
     names = ["b", "c", "a"]
-    features = {name: FeatureConfig(ITEM) for name in names}
     activations = {name: jnp.full((1, 2), float(i)) for i, name in enumerate(names)}
-
-    def loss(x):
-        return sum((activation**2).sum() for activation in x.values())
-
-    _, found = get_gradients_through_dummy_table_variables(
-        loss, activations, feature_config=features
+    config = {name: FeatureConfig(ITEM) for name in names}
+    _, found = through_dummies(
+        lambda x: sum((one**2).sum() for one in x.values()), activations, feature_config=config
     )
     assert list(found) == names
     assert [found[name][0, 0].item() for name in names] == [0.0, 2.0, 4.0]
 
 
-def test_a_loss_that_is_an_array_counts_with_its_sum():
-    activation = jnp.arange(6.0).reshape(2, 3)
-    value, found = get_gradients_through_dummy_table_variables(
-        lambda x: x**2, activation, feature_config=FeatureConfig(USER)
-    )
-    assert np.array_equal(value, activation**2)
-    assert np.array_equal(found, 2 * activation)
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (
+            lambda x: x["pair"].right.sum() + jnp.floor(x["user"]).sum(),
+            r"'table_0' \(index 0\).*computed but not used",
+        ),
+        (lambda x: x["user"].sum(), r"'item' \(index 1\)"),
+        (lambda x: jnp.argmax(x["user"]), "loss: expected a float array, got int32"),
+    ],
+    ids=["first table unused", "second", "integers"],
+)
+def test_a_loss_is_float_and_uses_every_table(loss, words):
+    with pytest.raises(ValueError, match=words):
+        through_dummies(loss, draw())
 
 
-def test_an_unused_table_is_an_error_with_name_and_index():
-    activations = draw()
-
-    def loss(x):
-        return x["pair"].right.sum() + jnp.floor(x["user"]).sum()
-
-    with pytest.raises(ValueError, match=r"'table_0' \(index 0\).*computed but not used"):
-        get_gradients_through_dummy_table_variables(loss, activations, feature_config=FEATURES)
-    with pytest.raises(ValueError, match=r"'item' \(index 1\)"):
+def test_errors_of_arguments():
+    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
+        get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), draw())
+    with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
+        through_dummies(loss_of, [1])
+    words = r"table 'seen/1' \(index 3\).*computed but not used.*feature_config says which share"
+    with pytest.raises(ValueError, match=words):  # without a configuration, a table each
         get_gradients_through_dummy_table_variables(
-            lambda x: x["user"].sum(), activations, feature_config=FEATURES
+            lambda x: loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]}), draw()
         )
 
 
 def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
     activations = draw()
-
-    def loss(x):
-        return x["user"].sum() + (x["seen"][0] ** 2).sum()
-
     with pytest.warns(UserWarning, match="zero gradients") as caught:
-        _, found = get_gradients_through_dummy_table_variables(
-            loss, activations, feature_config=FEATURES
+        _, found = through_dummies(
+            lambda x: x["user"].sum() + (x["seen"][0] ** 2).sum(), activations
         )
     expected = jax.tree.map(jnp.zeros_like, activations)
     expected["user"], expected["seen"][0] = jnp.ones((5, 3)), 2 * activations["seen"][0]
@@ -211,61 +219,25 @@ def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
 
 
 def test_through_compute_gradients_an_unused_feature_has_none():
-    activations = draw()
-    found = get_gradients_through_compute_gradients(
-        Halved(), lambda x: x["user"].sum(), activations
-    )
+    through = get_gradients_through_compute_gradients
+    found = through(Halved(), lambda x: x["user"].sum(), draw())
     assert np.array_equal(found["user"], np.full((5, 3), 0.5))
     assert found["seen"] == [None, None]
     assert found["pair"] == Pair(None, None)
-
-
-def test_a_loss_must_be_float():
-    activations = draw()
-    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
-        get_gradients_through_dummy_table_variables(
-            lambda x: jnp.argmax(x["user"]), activations, feature_config=FEATURES
-        )
-    with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
-        get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), activations)
-    with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
-        get_gradients_through_dummy_table_variables(loss_of, [1], feature_config=FEATURES)
 
 
 # -- without a feature configuration ---------------------------------------------------------------
 
 
 def test_without_a_configuration_each_activation_is_a_table_of_its_own():
-    activations = draw()
-    dummies = create_dummy_table_variables(activations)
-    shapes = {name: {p: d.shape for p, d in group.items()} for name, group in dummies.items()}
-    assert shapes == {
+    dummies = create_dummy_table_variables(draw())
+    assert jax.tree.map(jnp.shape, dummies) == {
         "pair/left": {"pair/left": (5, 3)},
         "pair/right": {"pair/right": (5, 2)},
         "seen/0": {"seen/0": (5, 2)},
         "seen/1": {"seen/1": (5, 4, 2)},
         "user": {"user": (5, 3)},
     }
-    equal(hook(activations, dummies), activations)
-
-
-@pytest.mark.parametrize("optimizer", [None, Halved()])
-def test_gradients_without_a_configuration(optimizer):
-    activations = draw()
-    value, found = get_gradients_through_dummy_table_variables(
-        loss_of, activations, 3.0, optimizer=optimizer
-    )
-    np.testing.assert_allclose(value, loss_of(activations, 3.0), rtol=1e-6)
-    equal(found, jax.grad(loss_of)(activations, 3.0 if optimizer is None else 1.5))
-    assert list(found) == list(activations)
-
-
-def test_without_a_configuration_every_activation_must_be_used():
-    words = r"table 'seen/1' \(index 3\).*computed but not used.*feature_config says which share"
-    with pytest.raises(ValueError, match=words):
-        get_gradients_through_dummy_table_variables(
-            lambda x: loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]}), draw()
-        )
 
 
 def test_activations_of_one_path_are_an_error():
@@ -278,13 +250,13 @@ def test_activations_of_one_path_are_an_error():
 # --------------------------------------------------------------------------------------------------
 
 
-def test_two_calls_know_nothing_of_each_other():
-    activations = draw()
-    for factor in (1.0, 2.0):
-        _, found = get_gradients_through_dummy_table_variables(
-            loss_of, activations, factor, feature_config=FEATURES
-        )
-        equal(found, jax.grad(loss_of)(activations, factor))
+def in_both_ways(loss, activations, reduction):
+    """Return the gradients of a replica's loss in both ways, on 8 replicas."""
+    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="devices", reduction=reduction)
+    _, first = get_gradients_through_dummy_table_variables(
+        loss, activations, feature_config=FeatureConfig(USER), optimizer=optimizer
+    )
+    return first, get_gradients_through_compute_gradients(optimizer, loss, activations)
 
 
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", 8), ("sum", 1)])
@@ -292,43 +264,106 @@ def test_two_calls_know_nothing_of_each_other():
 @pytest.mark.quick(2)
 def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
     """Each replica's part is that of its own loss by its own activations, over S = 8 under mean."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction=reduction)
-    activations, features = {"user": jnp.arange(48.0).reshape(16, 3)}, {"user": FEATURES["user"]}
-
-    def loss(x):
-        return jnp.mean(jnp.sin(x["user"]))
+    activations = jnp.arange(48.0).reshape(16, 3)
 
     def local(activations):
-        _, first = get_gradients_through_dummy_table_variables(
-            loss, activations, feature_config=features, optimizer=optimizer
-        )
-        return first, get_gradients_through_compute_gradients(optimizer, loss, activations)
+        return in_both_ways(lambda x: jnp.mean(jnp.sin(x)), activations, reduction)
 
-    shards = jax.shard_map(local, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=check_vma)
-    expected = np.cos(np.asarray(activations["user"], np.float64)) / 6 / scale
-    for found in jax.jit(shards)(activations):
+    specs = {"in_specs": P("devices"), "out_specs": P("devices"), "check_vma": check_vma}
+    expected = np.cos(np.asarray(activations, np.float64)) / 6 / scale
+    for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(activations):
         # Cosines of numbers below 48, in float32.
-        np.testing.assert_allclose(found["user"], expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("d",))
-    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction="sum")
-    activations, features = {"user": jnp.ones((2, 3))}, {"user": FEATURES["user"]}
-
     def local(activations, x):
-        def loss(activations):
-            return activations["user"].sum() * x[0]
+        both = in_both_ways(lambda found: found.sum() * x[0], activations, "sum")
+        return jax.tree.map(lambda found: found[None], both)
 
-        _, first = get_gradients_through_dummy_table_variables(
-            loss, activations, feature_config=features, optimizer=optimizer
-        )
-        second = get_gradients_through_compute_gradients(optimizer, loss, activations)
-        return first["user"][None], second["user"][None]
-
-    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
+    specs = {"in_specs": (P(), P("devices")), "out_specs": P("devices"), "check_vma": check_vma}
     x = jnp.arange(8.0)
-    for found in jax.jit(jax.shard_map(local, mesh=mesh, **specs))(activations, x):
+    for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(jnp.ones((2, 3)), x):
         assert np.array_equal(found[:, 0, 0], x)
+
+
+# -- jagged sequences: a `Jagged` counts as its values ---------------------------------------------
+
+SEEN, OF_USER = TableConfig(9, D, name="item"), TableConfig(7, 3, name="user")
+JAGGED = {
+    "seen": [FeatureConfig(SEEN, jagged=True), FeatureConfig(SEEN)],
+    "user": FeatureConfig(OF_USER, jagged=True),
+}
+
+
+def jagged():
+    seen, user = (make_jagged(SOME, shape=(dim,)) for dim in (D, 3))
+    bag = jnp.arange(12.0).reshape(6, D)
+    return {"seen": [seen, bag], "user": user.with_values(jnp.nan_to_num(user.values))}
+
+
+def loss_of_jagged(found, factor=1.0):
+    seen, bag = found["seen"]
+    return factor * ((seen.means() * bag).sum() + (found["user"].values ** 3).sum())
+
+
+def expected_of_jagged(factor=1.0):
+    values, rebuild = split_activations(jagged())
+    return jax.grad(lambda values: loss_of_jagged(rebuild(values), factor))(values)
+
+
+through_jagged = functools.partial(
+    get_gradients_through_dummy_table_variables, feature_config=JAGGED
+)
+through_compute_gradients = functools.partial(
+    get_gradients_through_compute_gradients, Optimizer(optax.sgd(0.1), "sgd")
+)
+
+
+def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
+    given = jagged()
+    dummies = create_dummy_table_variables(given, JAGGED)
+    assert jax.tree.map(jnp.shape, dummies) == {
+        "item": {"seen/0": (S, C, D), "seen/1": (6, D)},
+        "user": {"user": (S, C, 3)},
+    }
+    hooked = hook(given, dummies)
+    assert isinstance(hooked["user"], Jagged)
+    jax.tree.map(np.testing.assert_array_equal, hooked, given)
+    by_dummy = jax.grad(lambda dummies: loss_of_jagged(hook(given, dummies)))(dummies)
+    np.testing.assert_array_equal(by_dummy["item"]["seen/0"], expected_of_jagged()["seen"][0])
+    np.testing.assert_array_equal(by_dummy["user"]["user"], expected_of_jagged()["user"])
+    with pytest.raises(ValueError, match=r"hook: activations: user: expected float32 of shape"):
+        hook({**given, "user": given["seen"][0]}, dummies)
+
+
+@pytest.mark.parametrize("make", [lambda f: f, jax.jit])
+@pytest.mark.quick(1)
+def test_gradients_are_those_by_the_values(make):
+    """They are what `update` takes, in both ways; the loss gets a `Jagged`."""
+
+    @make
+    def intercepted(given, factor):
+        first = through_jagged(loss_of_jagged, given, factor)
+        return first, through_compute_gradients(lambda x: loss_of_jagged(x, factor), given)
+
+    (value, first), second = intercepted(jagged(), 2.0)
+    np.testing.assert_allclose(value, loss_of_jagged(jagged(), 2.0), rtol=1e-6)
+    equal(first, expected_of_jagged(2.0))
+    equal(second, expected_of_jagged(2.0))
+
+
+def test_a_jagged_that_the_loss_does_not_use():
+    given = jagged()
+    with pytest.raises(ValueError, match=r"table 'user' \(index 1\).*computed but not used"):
+        through_jagged(lambda x: x["seen"][1].sum(), given)
+    with pytest.warns(UserWarning, match=r"table 'item': the loss does not depend on seen/0"):
+        _, found = through_jagged(lambda x: x["seen"][1].sum() + x["user"].sums().sum(), given)
+    np.testing.assert_array_equal(found["seen"][0], np.zeros((S, C, D)))
+
+    def of_lengths(found):  # the row splits alone, integers through which no gradient flows
+        return (found["seen"][1] * found["user"].lengths.reshape(-1, 1).astype(float)).sum()
+
+    found = through_compute_gradients(of_lengths, given)
+    assert found["seen"][0] is found["user"] is None

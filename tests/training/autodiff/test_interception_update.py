@@ -1,7 +1,5 @@
 """Interception in a data-parallel step: `update` gets scaled activation gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -84,15 +82,8 @@ def by_compute_gradients(loss, activations):
     return get_gradients_through_compute_gradients(CROSSED, loss, activations)
 
 
-@pytest.mark.parametrize(
-    ("intercept", "check_vma"),
-    [
-        (by_dummies, True),
-        (by_compute_gradients, False),
-        pytest.param(by_dummies, False, marks=pytest.mark.whole),
-        pytest.param(by_compute_gradients, True, marks=pytest.mark.whole),
-    ],
-)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("intercept", [by_dummies, by_compute_gradients])
 @pytest.mark.whole
 def test_scaled_gradients_train_as_one_device_with_the_whole_batch(intercept, check_vma):
     """Replicas' means over 8 are the mean over all; unscaled, gradients would be 8 times as large.
@@ -104,14 +95,12 @@ def test_scaled_gradients_train_as_one_device_with_the_whole_batch(intercept, ch
 
     def each(kernel, activations, x):
         found = intercept(lambda activations: loss(kernel, activations, x), activations)
-        kernel, _, _ = CROSSED.minimize(
-            lambda kernel: loss(kernel, activations, x), kernel, CROSSED.init(kernel)
-        )
+        by_kernel = functools.partial(loss, activations=activations, x=x)
+        kernel, _, _ = CROSSED.minimize(by_kernel, kernel, CROSSED.init(kernel))
         return found, kernel
 
-    mesh = engine.layout.axes.mesh
     specs = {"in_specs": (P(), P("r"), P("r")), "out_specs": (P("r"), P()), "check_vma": check_vma}
-    step = jax.jit(jax.shard_map(each, mesh=mesh, **specs))
+    step = jax.jit(jax.shard_map(each, mesh=engine.layout.axes.mesh, **specs))
     found, kernel = step(KERNEL, engine.lookup(state, batch), X)
     got = finished(engine, engine.update(state, batch, found), kernel)
     for a, b, start in zip(got, one_device(), (START, 0.1, KERNEL), strict=True):

@@ -1,21 +1,19 @@
 """Optimizer: the methods of its TensorFlow ancestor, against float64 loops."""
 
-from __future__ import annotations
-
 import collections
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optimizer_cases
-import oracle_rules
 import pytest
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import IndexedSlices
-from tpu_embed.training import Optimizer
+from tpu_embed.training import CrossShardOptimizer, Optimizer
 
 V, D = 7, 2
 RNG = np.random.default_rng(3)
@@ -28,7 +26,6 @@ ROWS = np.array([5, 1, V, 5, 0], np.int32)  # 5 twice, V is padding
 VALUES = RNG.normal(size=(2, 5, D)).astype(np.float32)
 DENSE = RNG.normal(size=(2, 3, D)).astype(np.float32)
 Pair = collections.namedtuple("Pair", ["left", "right"])
-NAMES = ("RowWiseAdagrad", "Adam", "FTRL", "LAMB", "CustomOptimizer")
 
 
 def params():
@@ -57,9 +54,9 @@ def applied(optimizer, steps=2):
     return now, state
 
 
-def summed(step):
-    """Return the gradients of the rows of the table that are touched, float64."""
-    sums = {}
+def summed(step, every=False):
+    """Return the float64 gradients of the rows of the table that are touched, or of every row."""
+    sums = dict.fromkeys(range(V), np.zeros(D)) if every else {}
     for row, value in zip(ROWS.tolist(), VALUES[step].astype(np.float64), strict=True):
         if row < V:
             sums[row] = sums.get(row, 0.0) + value
@@ -68,17 +65,8 @@ def summed(step):
 
 def oracle(optimizer, start, gradients):
     """Return rows and slots after updates; `gradients`: per step, row -> gradient."""
-    name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
-    rows = [row.astype(np.float64) for row in start]
-    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
-    for t, step in enumerate(gradients, start=1):
-        rate = optimizer.learning_rate
-        rate = float(rate(t - 1)) if callable(rate) else rate
-        for row, g in step.items():
-            rows[row], slots[row] = oracle_rules.apply(
-                name, hyper, rows[row], slots[row], g, t, rate
-            )
-    return np.stack(rows), {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}
+    *_, last = optimizer_cases.oracle_steps(optimizer, start, gradients)
+    return last
 
 
 def same_bits(a, b):
@@ -90,15 +78,24 @@ def slots_of(optimizer, state, path):
     return {name: optimizer.get_slot(state, path, name) for name in optimizer.get_slot_names(state)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.quick(2)
-def test_rules_dense_and_sparse(name):
+def path(name):
+    return f"['{name}']"
+
+
+NAMES = ("RowWiseAdagrad", "Adam", "FTRL", "LAMB", "CustomOptimizer")
+RULES = [optimizer_cases.CASES[name][1] for name in NAMES]
+WHOLE = o.Adam(0.1, lazy_adam=False, weight_decay_factor=0.1)
+
+
+@pytest.mark.parametrize("rule", [*RULES, WHOLE], ids=[*NAMES, "every row"])
+@pytest.mark.quick(3)
+def test_rules_dense_and_sparse(rule):
     """float32 against float64; all else keeps its bits. `test_cross_shard` has every rule."""
-    rule = optimizer_cases.CASES[name][1]
     optimizer = Optimizer(rule, "opt")
     now, state = applied(optimizer)
+    every = not getattr(rule, "lazy_adam", True)
     expected = {
-        "table": oracle(rule, PARAMS["table"], [summed(0), summed(1)]),
+        "table": oracle(rule, PARAMS["table"], [summed(0, every), summed(1, every)]),
         "kernel": oracle(rule, PARAMS["kernel"], [dict(enumerate(g)) for g in DENSE]),
     }
     for leaf, (rows, slots) in expected.items():
@@ -107,17 +104,13 @@ def test_rules_dense_and_sparse(name):
         assert got.keys() == slots.keys()
         for slot, values in slots.items():
             np.testing.assert_allclose(got[slot], values, rtol=2e-5, atol=5e-6)
-    untouched = [2, 3, 4, 6]
-    assert np.array_equal(now["table"][np.array(untouched)], PARAMS["table"][untouched])
+    untouched = np.array([2, 3, 4, 6])
+    same = np.array_equal(now["table"][untouched], PARAMS["table"][untouched])
+    assert same != every
     assert np.array_equal(now["bias"], PARAMS["bias"])
-    first = optimizer.init(params())
-    before, after = (slots_of(optimizer, s, "['bias']") for s in (first, state))
+    before, after = (slots_of(optimizer, s, "['bias']") for s in (optimizer.init(params()), state))
     assert same_bits(before, after)
     assert int(state.step) == int(optimizer.get_non_slot(state)["step"]) == 2
-
-
-def path(name):
-    return f"['{name}']"
 
 
 def plain(tx):
@@ -131,29 +124,24 @@ def plain(tx):
     return jax.jit(step)
 
 
-OPTAX = {name: tx for name, (tx, _) in optimizer_cases.OPTAX_CASES.items() if name != "schedule"}
-
-
 @pytest.mark.parametrize("name", ["adamw by schedule", "chain"])
 @pytest.mark.quick(1)
 def test_a_row_separable_transform_updates_touched_rows_as_it_updates_a_whole(name):
-    tx = OPTAX[name]
+    tx, _ = optimizer_cases.OPTAX_CASES[name]
     optimizer = Optimizer(tx, "opt")
     now, state = params(), optimizer.init(params())
+    whole, inner = jnp.asarray(PARAMS["table"]), tx.init(jnp.asarray(PARAMS["table"]))
     apply = jax.jit(lambda g, *held: optimizer.apply_gradients([(g, "['table']")], *held))
     for t in range(2):
         now, state = apply(slices(t), now, state)
-    whole, inner = jnp.asarray(PARAMS["table"]), tx.init(jnp.asarray(PARAMS["table"]))
-    for t in range(2):
         whole, inner = plain(tx)(slices(t).to_dense(), inner, whole)
     touched, other = np.array([0, 1, 5]), np.array([2, 3, 4, 6])
     # two compiled forms of one expression
     np.testing.assert_allclose(now["table"][touched], whole[touched], rtol=1e-5, atol=1e-6)
     assert np.array_equal(now["table"][other], PARAMS["table"][other])
-    for slot in optimizer.get_slot_names(state):
-        values = np.asarray(optimizer.get_slot(state, "['table']", slot))
-        assert not values[other].any()
-        assert values[touched].any()
+    for values in slots_of(optimizer, state, "['table']").values():
+        assert not np.asarray(values)[other].any()
+        assert np.asarray(values)[touched].any()
 
 
 def test_dense_parameters_take_the_transform_as_it_is():
@@ -189,15 +177,14 @@ def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
     optimizer = Optimizer(tx, "opt")
     every = [(np.ones_like(leaf), path(name)) for name, leaf in PARAMS.items()]
     some = [(None, path("table")), (np.full(3, 3, np.float32), path("bias"))]
-    apply = [
+    first, second = (
         jax.jit(functools.partial(optimizer.apply_gradients, given)) for given in (every, some)
-    ]
-    before, start = apply[0](params(), optimizer.init(params()))
-    after, end = apply[1](before, start)
+    )
+    before, start = first(params(), optimizer.init(params()))
+    after, end = second(before, start)
     for name in ("table", "kernel"):
         assert np.array_equal(after[name], before[name])
-        slots = (slots_of(optimizer, state, path(name)) for state in (start, end))
-        assert same_bits(*slots)
+        assert same_bits(*(slots_of(optimizer, state, path(name)) for state in (start, end)))
     counts = [optimizer.get_non_slot(state) for state in (start, end)]
     assert [int(count["step"]) for count in counts] == [1, 2]
     for name in counts[0].keys() - {"step", "0_skip_state"}:
@@ -205,38 +192,10 @@ def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
 
 
 def test_a_clip_by_the_global_norm_sees_the_gradients_that_there_are():
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0))
-    optimizer = Optimizer(tx, "opt")
-    now, _ = optimizer.apply_gradients(
-        [(jnp.full(3, 2.0), "['bias']"), (None, "['kernel']")], params(), optimizer.init(params())
-    )
+    optimizer = Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "opt")
+    given = [(jnp.full(3, 2.0), "['bias']"), (None, "['kernel']")]
+    now, _ = optimizer.apply_gradients(given, params(), optimizer.init(params()))
     np.testing.assert_allclose(now["bias"], PARAMS["bias"] - 1 / np.sqrt(3), rtol=1e-6)
-
-
-def test_sparse_updates_are_in_place_and_make_nothing_of_the_table_s_size():
-    size = 100_000
-    optimizer = Optimizer(o.Adagrad(0.1), "opt")
-    tree = {"table": jnp.ones((size, D))}
-    state = optimizer.init(tree)
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(tree, state, gradient):
-        return optimizer.apply_gradients([(gradient, "['table']")], tree, state)
-
-    memory = step.lower(tree, state, slices(0, size)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < size * D
-    assert memory.alias_size_in_bytes >= 2 * 4 * size * D
-
-
-def test_lazy_adam_off_moves_every_row():
-    rule = o.Adam(0.1, lazy_adam=False)
-    optimizer = Optimizer(rule, "opt")
-    now, state = applied(optimizer)
-    every = [{row: summed(t).get(row, np.zeros(D)) for row in range(V)} for t in range(2)]
-    rows, slots = oracle(rule, PARAMS["table"], every)
-    np.testing.assert_allclose(now["table"], rows, rtol=2e-5, atol=5e-6)
-    got = optimizer.get_slot(state, "['table']", "momenta")
-    np.testing.assert_allclose(got, slots["momenta"], rtol=2e-5, atol=5e-6)
 
 
 def test_tables_of_any_rank_and_bfloat16():
@@ -245,12 +204,10 @@ def test_tables_of_any_rank_and_bfloat16():
     gradient = IndexedSlices(jnp.ones((2, 3, D), jnp.bfloat16), jnp.array([4, 4]), table.shape)
     apply = jax.jit(lambda g, *held: optimizer.apply_gradients([(g, "")], *held))
     now, state = apply(gradient, table, optimizer.init(table))
-    assert now.dtype == jnp.bfloat16
-    a = optimizer.get_slot(state, "", "accumulators")
-    expected = np.full((V, 3), 0.1)
-    expected[4] += 4.0
-    assert a.dtype == jnp.float32
-    np.testing.assert_allclose(a, expected, rtol=1e-6)
+    accumulators = optimizer.get_slot(state, "", "accumulators")
+    assert (now.dtype, accumulators.dtype) == (jnp.bfloat16, jnp.float32)
+    expected = np.where(np.arange(V) == 4, 4.1, 0.1)[:, None]
+    np.testing.assert_allclose(accumulators, expected + np.zeros(3), rtol=1e-6)
     row = np.asarray(table[4], np.float64) - 0.1 * 2 / np.sqrt(4.1)
     np.testing.assert_allclose(np.asarray(now[4], np.float64), row, rtol=2**-8)
     assert np.array_equal(np.delete(now, 4, 0), np.delete(table, 4, 0))
@@ -261,15 +218,10 @@ def test_tables_of_any_rank_and_bfloat16():
 
 def test_any_iterable_in_any_order():
     optimizer = Optimizer(o.Adam(0.1), "opt")
-    state = optimizer.init(params())
-    given = pairs()
-    one = optimizer.apply_gradients(given, params(), state)
-    assert same_bits(one, optimizer.apply_gradients(iter(given[::-1]), params(), state))
+    state, given = optimizer.init(params()), pairs()
     lists = [[DENSE[0].tolist(), "['kernel']"]]
-    assert same_bits(
-        optimizer.apply_gradients(given[1:], params(), state),
-        optimizer.apply_gradients(lists, params(), state),
-    )
+    for one, other in ((given, iter(given[::-1])), (given[1:], lists)):
+        assert same_bits(*(optimizer.apply_gradients(x, params(), state) for x in (one, other)))
 
 
 @pytest.mark.parametrize("form", [tuple, jax.tree_util.keystr], ids=["key path", "keystr"])
@@ -298,32 +250,26 @@ def test_a_path_is_a_key_path_or_its_keystr(form):
 
 @pytest.mark.parametrize("path", [(), ""], ids=["key path", "keystr"])
 def test_the_path_of_a_tree_that_is_one_array(path):
-    optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
-    w = jnp.ones(2)
-    now, state = optimizer.apply_gradients(
-        [(jnp.ones(2), path)], w, optimizer.init(w), constraints={path: lambda x: x + 0.25}
-    )
+    optimizer, w = Optimizer(optax.sgd(1.0, momentum=0.5), "opt"), jnp.ones(2)
+    constraints = {path: lambda x: x + 0.25}
+    given = [(jnp.ones(2), path)], w, optimizer.init(w)
+    now, state = optimizer.apply_gradients(*given, constraints=constraints)
     assert now.tolist() == [0.25, 0.25]
     assert optimizer.get_slot(state, path, "trace").tolist() == [1, 1]
+    assert [name for name, _ in optimizer.variables(state)] == ["step", "trace"]
 
 
 def test_constraints_follow_dense_updates_only():
     optimizer = Optimizer(optax.sgd(0.1), "opt")
-    seen = []
-
-    def positive(x):
-        seen.append(x)
-        return jnp.maximum(x, 0)
-
-    constraints = {"['kernel']": positive, "['bias']": positive}
+    positive = functools.partial(jnp.maximum, 0)
     given = [(jnp.asarray(DENSE[0]), "['kernel']"), (None, "['bias']")]
-    now, _ = optimizer.apply_gradients(
-        given, params(), optimizer.init(params()), constraints=constraints
-    )
+    constraints = {"['kernel']": positive, "['bias']": positive}
+    state = optimizer.init(params())
+    now, _ = optimizer.apply_gradients(given, params(), state, constraints=constraints)
     expected = np.maximum(PARAMS["kernel"] - np.float32(0.1) * DENSE[0], 0)
     np.testing.assert_allclose(now["kernel"], expected, rtol=1e-6, atol=1e-7)
+    assert PARAMS["bias"].min() < 0
     assert np.array_equal(now["bias"], PARAMS["bias"])
-    assert len(seen) == 1
 
 
 def test_learning_rates_of_every_kind():
@@ -333,16 +279,11 @@ def test_learning_rates_of_every_kind():
         calls.append(1)
         return 0.5
 
-    for rate, given, expected in (
-        (0.5, None, 0.5),
-        (lambda count: 0.5 + 0 * count, None, 0.5),
-        (host, None, 0.5),
-        (host, 0.25, 0.25),
-    ):
+    halves = [(rate, None, 0.5) for rate in (0.5, lambda count: 0.5 + 0 * count, host)]
+    for rate, given, expected in (*halves, (host, 0.25, 0.25)):
         optimizer = Optimizer(o.SGD(rate), "opt")
-        now, _ = optimizer.apply_gradients(
-            pairs(), params(), optimizer.init(params()), learning_rate=given
-        )
+        state = optimizer.init(params())
+        now, _ = optimizer.apply_gradients(pairs(), params(), state, learning_rate=given)
         kernel = PARAMS["kernel"] - np.float32(expected) * DENSE[0]
         np.testing.assert_allclose(now["kernel"], kernel, rtol=1e-5, atol=1e-6)
         row = PARAMS["table"][5] - expected * summed(0)[5]
@@ -360,3 +301,96 @@ def test_nothing_is_scaled_or_summed_without_an_axis():
 
     mapped = jax.vmap(step, axis_name="replicas")(jnp.array([1.0, 3.0]))
     assert mapped.tolist() == [-1.0, -3.0]
+
+
+# -- the state, and pickles ------------------------------------------------------------------------
+
+
+def test_slots_exist_from_init_and_have_names():
+    optimizer = Optimizer(o.AdagradMomentum(0.1), "opt")
+    state = optimizer.init(params())
+    assert optimizer.get_name() == "opt"
+    assert optimizer.get_slot_names(state) == ["accumulators", "momenta"]
+    assert optimizer.get_slot(state, "['kernel']", "momenta").shape == (3, D)
+    assert optimizer.get_slot(state, "['kernel']", "velocity") is None
+    assert sorted(optimizer.get_non_slot(state)) == ["count", "step"]
+    names = [f"['{name}']/{slot}" for name in params() for slot in ("accumulators", "momenta")]
+    assert [name for name, _ in optimizer.variables(state)] == [*names, "count", "step"]
+
+
+def test_slots_of_a_chain_bear_its_positions_and_masked_parameters_have_none():
+    mask = {"bias": False, "kernel": True, "table": True}
+    last = optax.masked(optax.trace(0.5), mask)
+    optimizer = Optimizer(optax.chain(optax.trace(0.9), optax.scale_by_adam(), last), "opt")
+    state = optimizer.init(params())
+    assert optimizer.get_slot_names(state) == ["0_trace", "2_trace", "mu", "nu"]
+    gradient = jnp.arange(6.0).reshape(3, D)
+    _, state = optimizer.apply_gradients([(gradient, "['kernel']")], params(), state)
+    assert np.array_equal(optimizer.get_slot(state, "['kernel']", "0_trace"), gradient)
+    assert np.array_equal(optimizer.get_slot(state, "['bias']", "0_trace"), np.zeros(3))
+    assert optimizer.get_slot(state, "['bias']", "2_trace") is None
+    assert optimizer.get_slot(state, "['kernel']", "2_trace").shape == (3, D)
+
+
+# -- a transform that counts by the name of `step` -------------------------------------------------
+
+
+def counted():
+    """Return a transform whose state is a step, from 10 on."""
+
+    def update(updates, state, params=None):
+        return updates, {"step": state["step"] + 1}
+
+    return optax.GradientTransformation(lambda params: {"step": jnp.int32(10)}, update)
+
+
+@pytest.mark.parametrize("tx", [counted(), optax.chain(optax.trace(0.9), counted())])
+def test_a_transform_s_own_step_stands_beside_the_optimizer_s(tx):
+    optimizer = Optimizer(tx, "opt")
+    gradients = [(jnp.ones(3), "['bias']")]
+    _, state = optimizer.apply_gradients(gradients, params(), optimizer.init(params()))
+    found = {name: int(leaf) for name, leaf in optimizer.get_non_slot(state).items()}
+    assert found == {"step": 1, "inner_step": 11}
+    assert found.items() <= {n: v.sum().item() for n, v in optimizer.variables(state)}.items()
+
+
+def test_a_slot_called_step_stands_beside_the_optimizer_s():
+    def rule(gradient, row, slots, learning_rate, step):
+        return row - learning_rate * gradient, {"step": slots["step"] + 1}
+
+    optimizer = Optimizer(o.CustomOptimizer(rule, {"step": 5.0}), "opt")
+    variables = dict(optimizer.variables(optimizer.init(jnp.ones(2))))
+    assert variables["inner_step"].tolist() == [5.0, 5.0]
+    assert int(variables["step"]) == 0
+
+
+# -- pickles ---------------------------------------------------------------------------------------
+
+
+def scaled(updates, state, params=None):
+    return jax.tree.map(lambda g: -g, updates), state
+
+
+def no_state(params):
+    return optax.EmptyState()
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        o.Adagrad(0.5),
+        o.Adam(0.1, lazy_adam=False, clipvalue=1.0),
+        optax.GradientTransformation(no_state, scaled),
+    ],
+    ids=["rule", "options", "transform of named functions"],
+)
+def test_a_pickled_optimizer_does_the_same(tx):
+    alone = Optimizer(tx, "opt")
+    for optimizer in (alone, CrossShardOptimizer(alone, "sum", axis_name="r")):
+        again = pickle.loads(pickle.dumps(optimizer))
+        assert again.get_name() == optimizer.get_name()
+        results = []
+        for one in (optimizer, again):
+            given = [(jnp.ones(3), "['bias']")], params(), one.init(params())
+            results.append(one.apply_gradients(*given, skip_gradients_aggregation=True))
+        jax.tree.map(np.testing.assert_array_equal, *map(jax.tree.leaves, results))
