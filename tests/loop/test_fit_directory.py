@@ -2,29 +2,12 @@
 
 import errno
 import fcntl
-import functools
 import os
 import warnings
 
 import numpy as np
 import pytest
-from loop_cases import batches, loss_of_tables, plain_engine
-
-import tpu_embed
-
-
-@functools.cache
-def engine():
-    return plain_engine()
-
-
-def trained(source=None, **options):
-    source = batches(6, names=("item",)) if source is None else source
-    return tpu_embed.fit(engine(), loss_of_tables, source, **{"progress": False} | options)
-
-
-def table(report):
-    return np.asarray(engine().tables(report.state)["item"])
+from fit_cases import table, trained
 
 
 def ends_at(step):

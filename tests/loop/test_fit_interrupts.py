@@ -1,53 +1,23 @@
 """Whatever ends a run of `fit`, the next call goes on to the bits of an undisturbed run."""
 
 import contextlib
-import functools
 import itertools
 import shutil
 
 import numpy as np
 import pytest
+from fit_cases import STEPS, assert_undisturbed, full_engine, run, steps_in
 from flax import nnx
 from interrupt_cases import Interrupt, from_a_signal
-from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_network, make_engine
+from loop_cases import DENSE, Network, Stateful, batches, loss_of_network
 
-import tpu_embed
 from tpu_embed.io.checkpoint import tables
 from tpu_embed.loop.network import split_model
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.run import Run, new_run
 from tpu_embed.loop.step import Parts, make_train_step
 
-STEPS, EVERY = 14, 4
 EVALUATION = list(batches(2))
-
-
-@functools.cache
-def engine():
-    return make_engine()
-
-
-def run(directory, source=None, **options):
-    """Call `fit` as a program that is started again would."""
-    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
-    given |= {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "directory": directory}
-    source = batches(STEPS + 3) if source is None else source
-    return tpu_embed.fit(engine(), loss_of_network, source, **given)
-
-
-@functools.cache
-def undisturbed():
-    return left_by(engine(), run(None))
-
-
-def assert_undisturbed(report):
-    assert report.step == STEPS
-    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-def steps_in(directory):
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def of_the_loop(code):
@@ -164,7 +134,7 @@ def test_a_batch_that_was_admitted_but_not_trained_on_is_not_saved(tmp_path):
         run(tmp_path / "run", source)
     assert steps_in(tmp_path / "run") == [4]
     assert "run has step 4; the same call goes on" in error.value.__notes__[-1]
-    assert_undisturbed(run(tmp_path / "run"))
+    assert_undisturbed(run(tmp_path / "run", batches(STEPS)))
 
 
 def test_an_interrupt_is_saved_and_says_so(tmp_path):
@@ -212,7 +182,7 @@ def of_a_step(code):
 
 
 def test_what_cuts_a_step_at_any_bytecode_leaves_nothing_to_be_saved_or_a_run_between_two_steps():
-    made, source = engine(), Stateful(200)
+    made, source = full_engine(), Stateful(200)
     objective, network = split_model(loss_of_network, Network(nnx.Rngs(0)))
     step, lost = make_train_step(objective, DENSE, Parts(made, 1, ()), 0), 0
 

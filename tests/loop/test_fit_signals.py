@@ -8,21 +8,16 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
+from fit_cases import STEPS, assert_undisturbed, run, steps_in
 from interrupt_cases import ends_within
-from loop_cases import Stateful, batches, left_by, loss_of_tables, make_engine
+from loop_cases import Stateful, batches
 
-import tpu_embed
 from tpu_embed.io.checkpoint import tables
 
-STEPS, EVERY = 14, 4
 BOTH = (signal.SIGINT, signal.SIGTERM)
-
-
-@functools.cache
-def engine():
-    return make_engine()
 
 
 def handlers():
@@ -37,31 +32,13 @@ def handlers_come_back():
     assert handlers() == before
 
 
-def run(directory, source=None, **options):
-    """Call `fit` as a program that is started again would."""
-    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
-    source = Stateful(STEPS) if source is None else source
-    return tpu_embed.fit(engine(), loss_of_tables, source, directory=directory, **given)
-
-
-@functools.cache
-def undisturbed():
-    return left_by(engine(), run(None))
-
-
-def assert_undisturbed(report):
-    assert report.step == STEPS
-    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
 def assert_goes_on(directory):
     """Check that the same call ends with the bits of an undisturbed run."""
     assert_undisturbed(run(directory))
 
 
 def last_step(directory):
-    return max((int(one.name) for one in directory.iterdir() if one.name.isdigit()), default=0)
+    return max(steps_in(directory), default=0)
 
 
 def send(number, after=0.0):
@@ -228,7 +205,12 @@ def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
 
 def test_in_another_thread_it_trains_as_before():
     reports = []
-    thread = threading.Thread(target=lambda: reports.append(run(None)))
+
+    def train():
+        with jax.numpy_dtype_promotion("standard"):  # which each thread sets for itself
+            reports.append(run(None))
+
+    thread = threading.Thread(target=train)
     thread.start()
     thread.join()
     assert_undisturbed(reports[0])

@@ -1,15 +1,15 @@
 """A loss may ask for the number of its step, and for random numbers that are new in each step."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_cases import with_network
 from flax import nnx
-from loop_cases import DENSE, Network, loss_of_network, mesh, of_items, plain_engine
+from loop_cases import loss_of_network, mesh, of_items, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed.loop.network import split_model
@@ -64,7 +64,7 @@ def test_each_part_of_a_batch_has_random_numbers_of_its_own():
     assert first.metrics["drawn"] == pytest.approx(np.mean(parts))
 
 
-LOSSES: dict[str, tuple[Any, tuple[str, ...]]] = {
+LOSSES = {
     "both": (drawing, ("step", "rng")),
     "None by default": (lambda activations, *, rng=None: 0, ("rng",)),
     "a value by default": (lambda activations, *, step=5, rng: 0, ("rng",)),
@@ -127,9 +127,8 @@ def copied(network, activations, wanted):
 
 
 def test_a_copy_of_the_model_that_drops_is_warned_of():
-    options = {"optimizer": DENSE, "steps": 1}
     with pytest.warns(UserWarning, match="model: dropout 'dropout': expected random numbers drawn"):
-        trained(copied, model=Network(nnx.Rngs(0)), **options)
+        trained(steps=1, **with_network() | {"loss": copied})
 
 
 def reseeded(network, activations, wanted, *, rng):
@@ -141,24 +140,16 @@ def reseeded(network, activations, wanted, *, rng):
     return loss_of_network(copy, activations, wanted)
 
 
-def without_dropout():
-    network = Network(nnx.Rngs(0))
-    network.dropout.rate = 0.0
-    return network
+def without_module(model, activations, wanted):
+    return ((activations["item"] @ model["w"] - wanted) ** 2).mean()
 
 
-@pytest.mark.parametrize("case", ["drawn", "of the step", "rate 0", "no module"])
-def test_nobody_is_warned_without_a_reason(case):
+@pytest.mark.parametrize("loss", [loss_of_network, reseeded, copied, without_module])
+def test_nobody_is_warned_without_a_reason(loss):
     """Warnings are errors in these tests."""
-    model = without_dropout() if case == "rate 0" else Network(nnx.Rngs(0))
-    losses = {"drawn": loss_of_network, "of the step": reseeded}
-    options = {"optimizer": DENSE, "steps": 1, "evaluation": list(of_items(1))}
-    if case == "no module":
-        options = {"optimizer": optax.sgd(0.1), "steps": 1}
-        model, losses[case] = (
-            {"w": np.ones(2)},
-            lambda model, activations, wanted: (
-                (activations["item"] @ model["w"] - wanted) ** 2
-            ).mean(),
-        )
-    trained(losses.get(case, copied), model=model, **options)
+    options = with_network() | {"loss": loss, "evaluation": list(of_items(1))}
+    if loss is copied:
+        options["model"].dropout.rate = 0.0
+    if loss is without_module:
+        options |= {"model": {"w": np.ones(2)}, "optimizer": optax.sgd(0.1)}
+    trained(steps=1, **options)

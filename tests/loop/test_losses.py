@@ -1,20 +1,15 @@
 """A loss that is not finite ends a run, and nothing that it made is saved."""
 
-import functools
 import itertools
 
 import numpy as np
 import pytest
-from loop_cases import loss_of_tables, mesh, of_items, plain_engine
+from fit_cases import engine, steps_in, table, trained
+from loop_cases import loss_of_tables, mesh, of_items
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit
 from tpu_embed.data import Prefetcher
 from tpu_embed.optimizers import SGD
-
-
-@functools.cache
-def engine():
-    return plain_engine()
 
 
 def source(bad, read=None):
@@ -26,14 +21,6 @@ def source(bad, read=None):
         yield ids, np.full(8, np.nan, np.float32) if step == bad else wanted
 
 
-def steps_in(directory):
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
-
-
-def run(batches, directory=None, **options):
-    return fit(engine(), loss_of_tables, batches, directory=directory, progress=False, **options)
-
-
 WORDS = r"fit: loss of step 5: expected a finite number, got nan; .*on_nonfinite=.continue"
 
 
@@ -41,24 +28,24 @@ WORDS = r"fit: loss of step 5: expected a finite number, got nan; .*on_nonfinite
 def test_it_ends_the_run_at_most_depth_steps_later(depth):
     read = []
     with pytest.raises(FloatingPointError, match=WORDS):
-        run(source(5, read), depth=depth)
+        trained(source(5, read), depth=depth)
     assert 5 <= len(read) <= 5 + depth + depth  # steps that followed, and what was placed ahead
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
 def test_the_last_checkpoint_is_from_before_it(every, tmp_path):
     with pytest.raises(FloatingPointError, match=WORDS) as error:
-        run(source(5), tmp_path, save_every=every, keep=None)
+        trained(source(5), directory=tmp_path, save_every=every, keep=None)
     before = [step for step in range(1, 5) if step % every == 0]
     assert steps_in(tmp_path) == before
     last = f"has step {before[-1]}; the same call goes on" if before else "there is no checkpoint"
     assert last in error.value.__notes__[-1]
-    assert run(source(0), tmp_path, steps=8).step == 8
+    assert trained(source(0), directory=tmp_path, steps=8).step == 8
 
 
 def test_a_depth_beside_a_prefetcher_is_checked_too():
     with pytest.raises(ValueError, match="fit: depth: expected an integer >= 1, got -1"):
-        run(Prefetcher(engine(), source(0)), depth=-1)
+        trained(Prefetcher(engine(), source(0)), depth=-1)
 
 
 def failing():
@@ -77,7 +64,7 @@ def test_whatever_comes_first_its_state_is_neither_reported_nor_saved(how, tmp_p
     given, options = cases[how]
     reports = []
     with pytest.raises((FloatingPointError, OSError)) as error:
-        run(given, tmp_path, depth=9, callback=reports.append, **options)
+        trained(given, directory=tmp_path, depth=9, callback=reports.append, **options)
     assert "loss of step 5" in " ".join([str(error.value), *error.value.__notes__])
     assert reports == []
     assert steps_in(tmp_path) == []
@@ -86,23 +73,16 @@ def test_whatever_comes_first_its_state_is_neither_reported_nor_saved(how, tmp_p
 def test_continue_goes_on():
     reports = []
     options = {"on_nonfinite": "continue", "report_every": 1, "callback": reports.append}
-    assert run(source(2), steps=4, **options).step == 4
+    assert trained(source(2), steps=4, **options).step == 4
     assert [bool(np.isfinite(report.loss)) for report in reports] == [True, False, False, False]
-    with pytest.raises(
-        ValueError, match=r"on_nonfinite: expected 'stop' \| 'continue', got 'skip'"
-    ):
-        run(source(0), on_nonfinite="skip")
+    with pytest.raises(ValueError, match=r"expected 'stop' \| 'continue', got 'skip'"):
+        trained(source(0), on_nonfinite="skip")
 
 
 def test_with_skip_the_tables_are_those_without_the_step():
     """As the message proposes."""
     item = FeatureConfig(TableConfig(40, 2, name="item"))
-    options = {"mesh": mesh(2), "on_bad_gradient": "skip"}
-    skipping = EmbeddingEngine({"item": item}, SGD(0.5), **options)
-    found = fit(
-        skipping, loss_of_tables, source(2), steps=3, on_nonfinite="continue", progress=False
-    )
-    expected = run(source(0), steps=2)
-    np.testing.assert_array_equal(
-        skipping.tables(found.state)["item"], engine().tables(expected.state)["item"]
-    )
+    made = EmbeddingEngine({"item": item}, SGD(0.5), mesh=mesh(2), on_bad_gradient="skip")
+    options = {"on_nonfinite": "continue", "progress": False}
+    found = made.tables(fit(made, loss_of_tables, source(2), steps=3, **options).state)["item"]
+    np.testing.assert_array_equal(found, table(trained(source(0), steps=2)))

@@ -5,29 +5,12 @@ import functools
 import jax
 import optax
 import pytest
-from flax import nnx
-from loop_cases import (
-    DENSE,
-    Network,
-    loss_of_network,
-    loss_of_tables,
-    mesh,
-    of_items,
-    plain_engine,
-)
+from fit_cases import engine, trained, with_network
+from loop_cases import loss_of_tables, mesh, of_items
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, fit
 from tpu_embed import optimizers as o
-
-
-@functools.cache
-def engine():
-    return plain_engine()
-
-
-def trained(loss=loss_of_tables, **options):
-    return fit(engine(), loss, of_items(6), progress=False, **options)
 
 
 def test_checkpoints_of_others_are_refused(tmp_path):
@@ -39,9 +22,8 @@ def test_checkpoints_of_others_are_refused(tmp_path):
 
 def test_a_run_of_another_model_is_refused_with_a_remedy(tmp_path):
     trained(directory=tmp_path / "run", steps=1)
-    options = {"loss": loss_of_network, "model": Network(nnx.Rngs(0)), "optimizer": DENSE}
     with pytest.raises(FileNotFoundError, match="none of model") as refused:
-        trained(directory=tmp_path / "run", **options)
+        trained(directory=tmp_path / "run", **with_network())
     assert "to begin a new run instead, name another directory" in "".join(refused.value.__notes__)
 
 
@@ -52,7 +34,7 @@ def test_a_network_of_another_dtype_is_refused_with_what_fit_has(tmp_path):
     def run(dtype):
         model = {"w": jax.numpy.ones(2, dtype)}
         options = {"model": model, "optimizer": optax.sgd(0.5), "steps": 2}
-        return trained(loss, directory=tmp_path, **options)
+        return trained(loss=loss, directory=tmp_path, **options)
 
     run("float32")
     with pytest.raises(ValueError, match=r"expected dtype bfloat16, got .*32; go on with") as error:
@@ -70,9 +52,7 @@ def test_another_rule_is_refused_with_what_fit_has(rules, tmp_path):
     first, second = map(with_rule, rules)
     run = functools.partial(fit, loss=loss_of_tables, directory=tmp_path / "run", progress=False)
     run(first, source=of_items(4), steps=2, keep=1)
-    with pytest.raises(
-        ValueError, match=r"expected slots of .*, got those of .*; go on with"
-    ) as one:
+    with pytest.raises(ValueError, match=r"expected slots of .*, got those .*; go on with") as one:
         run(second, source=of_items(4), steps=4, keep=1)
     said = "".join([str(one.value), *one.value.__notes__])
     assert "state=" in said
@@ -85,8 +65,7 @@ def test_another_rule_is_refused_with_what_fit_has(rules, tmp_path):
 
 
 def test_a_run_does_not_go_on_without_its_network(tmp_path):
-    network = {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "loss": loss_of_network}
-    trained(directory=tmp_path / "run", steps=2, keep=1, **network)
+    trained(directory=tmp_path / "run", steps=2, keep=1, **with_network())
     with pytest.raises(ValueError, match=r"fit: model: expected one, as it is in .*, got None; "):
         trained(directory=tmp_path / "run", steps=4, keep=1)
-    assert trained(directory=tmp_path / "run", steps=4, **network).step == 4
+    assert trained(directory=tmp_path / "run", steps=4, **with_network()).step == 4

@@ -2,13 +2,13 @@
 
 import functools
 
+import fit_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from loop_cases import DENSE, Network, batches, loss_of_network, mesh, plain_engine
+from loop_cases import mesh, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
@@ -125,9 +125,7 @@ def test_of_a_mean_over_the_examples_parts_change_no_bit_of_a_table():
 
 
 def test_a_network_is_passed_k_times_and_changed_once():
-    options = {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "progress": False}
-    items = batches(3, names=("item",))
-    report = fit(plain_engine(), loss_of_network, items, micro_batches=2, **options)
+    report = fit_cases.trained(steps=3, micro_batches=2, **fit_cases.with_network())
     assert (report.step, report.model.dropout.rngs.count[...]) == (3, 3 * 2)
 
 
