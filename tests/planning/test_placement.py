@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, planning
@@ -16,28 +16,15 @@ def _auto(rows, dim=4, **options):
     return TableConfig(rows, dim, placement="auto", **options)
 
 
-def _mesh(devices):
-    return Mesh(np.array(jax.devices()[:devices]), ("d",))
-
-
+EACH = o.SGD(use_gradient_accumulation=False)
 CASES = {
     "tiny": (_auto(4096), 8, "replicated", "tiny, 64.0 KiB"),
     "large": (_auto(4097), 8, "mod", "64.0 KiB, over 64.0 KiB"),
     "narrow": (_auto(8192, dtype="bfloat16"), 8, "replicated", "tiny, 64.0 KiB"),
     "alone": (_auto(10), 1, "mod", "one device"),
     "axes": (_auto(10, shard_axes=("d",)), 8, "mod", "shard_axes given"),
-    "each": (
-        _auto(10, optimizer=o.SGD(use_gradient_accumulation=False)),
-        8,
-        "mod",
-        "its optimizer does not accumulate gradients",
-    ),
-    "fixed": (
-        _auto(10, optimizer=o.SGD(use_gradient_accumulation=False), trainable=False),
-        8,
-        "replicated",
-        "tiny, 160 B",
-    ),
+    "each": (_auto(10, optimizer=EACH), 8, "mod", "its optimizer does not accumulate gradients"),
+    "fixed": (_auto(10, optimizer=EACH, trainable=False), 8, "replicated", "tiny, 160 B"),
     "vast": (_auto(10**20), 8, "mod", "1455191522.8 TiB, over 64.0 KiB"),
 }
 
@@ -59,14 +46,14 @@ def test_not_too_many_are_replicated():
 def test_what_is_not_auto_is_the_same_object():
     shared, other = _auto(10), TableConfig(10, 4)
     features = {"a": FeatureConfig(shared), "b": [FeatureConfig(other), FeatureConfig(shared)]}
-    resolved = planning.resolve(features, mesh=_mesh(2))
+    resolved = planning.resolve(features, mesh=mesh(2))
     assert resolved["a"].table is resolved["b"][1].table
     assert resolved["a"].table.placement == "replicated"
     assert resolved["b"][0].table is other
     assert shared.placement == "auto"
-    assert planning.resolve(resolved, mesh=_mesh(2)) is resolved
+    assert planning.resolve(resolved, mesh=mesh(2)) is resolved
     plain = {"b": FeatureConfig(other)}
-    assert planning.resolve(plain, mesh=_mesh(2)) is plain
+    assert planning.resolve(plain, mesh=mesh(2)) is plain
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -75,11 +62,11 @@ def test_the_facade_resolves(devices):
     """Tables are keyed by what was declared, and have the bits of the placement chosen."""
     tiny, large = _auto(10, name="tiny"), _auto(5000, name="large")
     features = {"tiny": FeatureConfig(tiny), "large": FeatureConfig(large)}
-    embedding = tpu_embed.TPUEmbedding(features, o.SGD(0.5), mesh=_mesh(devices))
+    embedding = tpu_embed.TPUEmbedding(features, o.SGD(0.5), mesh=mesh(devices))
     embedding.enqueue({name: np.arange(4) for name in features})
     embedding.apply_gradients(jax.tree.map(np.ones_like, embedding.dequeue()))
     engine = tpu_embed.EmbeddingEngine(
-        planning.resolve(features, o.SGD(0.5), mesh=_mesh(devices)), o.SGD(0.5), mesh=_mesh(devices)
+        planning.resolve(features, o.SGD(0.5), mesh=mesh(devices)), o.SGD(0.5), mesh=mesh(devices)
     )
     before = engine.tables(engine.init(jax.random.key(0)))
     for table in (tiny, large):

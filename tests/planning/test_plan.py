@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
+from facade_cases import mesh
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 import tpu_embed
@@ -32,10 +32,6 @@ def _dlrm(batch=65_536):
     return features, ids
 
 
-def _mesh(devices):
-    return Mesh(np.array(jax.devices()[:devices]), ("d",))
-
-
 TABLES = {
     "mod": TableConfig(1001, 8, name="mod"),
     "div": TableConfig(333, 8, name="div", placement="div", optimizer=o.RowWiseAdagrad()),
@@ -46,11 +42,13 @@ TABLES = {
 FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
 
 
-@pytest.mark.parametrize("devices", [8])
-def test_what_is_held_is_what_the_engine_holds(devices):
-    batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
-    found = planning.plan(FEATURES, o.Adagrad(), _mesh(devices), batch)
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=_mesh(devices))
+def test_what_is_held_and_sent_is_that_of_the_engine():
+    rng = np.random.default_rng(0)
+    sizes = {name: table.vocabulary_size for name, table in TABLES.items()}
+    batch = {n: rng.integers(0, size, (64, 3)).astype(np.int32) for n, size in sizes.items()}
+    found = planning.plan(FEATURES, o.Adagrad(), mesh(8), batch)
+    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=mesh(8))
+    assert found.spec == engine.place(batch).spec
     state = engine.init(jax.random.key(0))
     for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
         shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
@@ -60,23 +58,7 @@ def test_what_is_held_is_what_the_engine_holds(devices):
     assert sum(table.slot_bytes for table in found.tables) == found.held["slots"]
     assert found.stacks == len(engine.layout.stacks)
     padding = {table.name: table.padding for table in found.tables}
-    assert padding == {
-        "mod": -1001 % devices,
-        "div": -333 % devices,
-        "everywhere": 0,
-        "narrow": -77 % devices,
-        "fixed": -50 % devices,
-    }
-
-
-def test_the_spec_of_ids_is_that_of_place():
-    rng = np.random.default_rng(0)
-    batch = {
-        name: rng.integers(0, table.vocabulary_size, (64, 3)).astype(np.int32)
-        for name, table in TABLES.items()
-    }
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=_mesh(8))
-    assert planning.plan(FEATURES, o.Adagrad(), _mesh(8), batch).spec == engine.place(batch).spec
+    assert padding == {n: -size % 8 for n, size in sizes.items()} | {"everywhere": 0}
 
 
 @pytest.mark.parametrize("rows", [1_000, 100_000])
@@ -85,7 +67,7 @@ def test_uniform_ids_ask_for_what_is_expected(rows):
     features = {"x": FeatureConfig(TableConfig(rows, 4, name="x"))}
     ids = np.random.default_rng(0).integers(0, rows, (512, 20)).astype(np.int32)
     shape = {"x": jax.ShapeDtypeStruct(ids.shape, ids.dtype)}
-    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(), mesh=_mesh(8))
+    engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(), mesh=mesh(8))
     placed = engine.place({"x": ids}).spec.stacks[0]
     expected = planning.plan(features, o.Adagrad(), 8, shape).spec.stacks[0]
     # Buckets round up by an eighth; the fullest of 64 pairs is a little above the mean.
@@ -115,9 +97,7 @@ def test_dlrm_fits_a_cube_of_v5p():
 def test_dlrm_is_refused_on_four_v5e_with_figures():
     features, batch = _dlrm()
     found = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch)
-    with pytest.raises(
-        ValueError, match=r"at most 15\.8 GiB a device, got .* too much; .* devices"
-    ):
+    with pytest.raises(ValueError, match=r"at most 15\.8 GiB a device, got .*; .* devices"):
         found.check()
     assert json.loads(found.to_json())["remedies"] == list(found.remedies)
     (devices,) = [remedy for remedy in found.remedies if "16 devices" in remedy]
@@ -131,12 +111,9 @@ def _changed(features, **changes):
     return {n: dataclasses.replace(f, table=tables[n]) for n, f in features.items()}
 
 
-CHANGES = {
-    "no replicated": {"placement": "mod"},
-    "bfloat16": {"dtype": "bfloat16"},
-    "row-wise": {"optimizer": o.RowWiseAdagrad()},
-}
-CHANGES["all changes"] = CHANGES["no replicated"] | CHANGES["bfloat16"] | CHANGES["row-wise"]
+ALL = {"placement": "mod", "dtype": "bfloat16", "optimizer": o.RowWiseAdagrad()}
+NAMES = {"no replicated": "placement", "bfloat16": "dtype", "row-wise": "optimizer"}
+CHANGES = {"all changes": ALL} | {name: {key: ALL[key]} for name, key in NAMES.items()}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -147,9 +124,9 @@ def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
         "b": TableConfig(2**11, 32, name="b", placement="replicated"),
     }
     features = {name: FeatureConfig(table) for name, table in tables.items()}
-    batch: Any = {name: np.arange(64).reshape(32, 2) for name in features}
+    batch = {name: np.arange(64).reshape(32, 2) for name in features}
     if ids == "shapes":
-        batch = {name: jax.ShapeDtypeStruct((32, 2), np.int32) for name in features}
+        batch = jax.eval_shape(lambda: batch)
     whole = planning.plan(features, o.Adam(0.1), "v5e:2x2", batch)
     alike = planning.plan(_changed(features, **CHANGES[change]), o.Adam(0.1), "v5e:2x2", batch)
     assert alike.bytes_per_device < whole.bytes_per_device
@@ -162,16 +139,13 @@ def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
 
 def test_remedies_are_only_those_there_are():
     """More devices hold no more replicated rows; SGD has no slots; int32 numbers no more rows."""
-    features = {
-        "x": FeatureConfig(TableConfig(2**20, 128, dtype="bfloat16", placement="replicated"))
-    }
+    table = TableConfig(2**20, 128, dtype="bfloat16", placement="replicated")
+    features = {"x": FeatureConfig(table)}
     batch = {"x": jax.ShapeDtypeStruct((16, 2), np.int32)}
     found = planning.plan(features, o.SGD(), "v5e:2x2", batch, memory=2**27)
     first, second = found.remedies
-    assert first == (
-        "v5e:4x4 (16 devices), the same global batch: 256.0 MiB of tables and slots alone, "
-        "still too much"
-    )
+    assert first.startswith("v5e:4x4 (16 devices), the same global batch: 256.0 MiB of tables and")
+    assert first.endswith("still too much")
     assert second.startswith("no replicated tables")
     assert second.endswith("would fit")
     vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
@@ -195,9 +169,9 @@ def test_remedies_are_only_those_there_are():
 def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
     kind = planning.Topology(topology).chip.device_kind
     device = AbstractDevice(kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=device)
+    abstract = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=device)
     batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
-    found = planning.plan(FEATURES, o.Adagrad(), mesh, batch)
+    found = planning.plan(FEATURES, o.Adagrad(), abstract, batch)
     expected = planning.plan(FEATURES, o.Adagrad(), topology, batch)
     assert (found.held, found.passing) == (expected.held, expected.passing)
     assert found.target == f"4 × {kind}"
@@ -205,7 +179,7 @@ def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
 
 
 def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
-    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    axes = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
     tables = {
         "a": TableConfig(1001, 8, name="a", shard_axes="model"),
         "b": TableConfig(33, 1, name="b", dtype="bfloat16", placement="div"),
@@ -213,8 +187,8 @@ def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
     }
     features = {name: FeatureConfig(table) for name, table in tables.items()}
     batch = {name: np.zeros((16, 2), np.int32) for name in features}
-    found = planning.plan(features, optax.adam(0.1), mesh, batch)
-    engine = tpu_embed.EmbeddingEngine(features, optax.adam(0.1), mesh=mesh)
+    found = planning.plan(features, optax.adam(0.1), axes, batch)
+    engine = tpu_embed.EmbeddingEngine(features, optax.adam(0.1), mesh=axes)
     state = jax.eval_shape(engine.init, jax.random.key(0))
     shards = {stack.name: stack.num_shards for stack in engine.layout.stacks}
     rows = {stack.name: stack.physical_rows for stack in engine.layout.stacks}
@@ -284,12 +258,12 @@ def test_accelerator_types_are_topologies():
         for count in (8, 128):
             slice_ = planning.Topology(f"{kind}-{count}")
             assert np.prod(slice_.shape) * counted == count
-    with pytest.raises(
-        ValueError, match=r"accelerator type v5p-4: expected a number of TensorCores, .* 8, 16, "
-    ):
-        planning.Topology("v5p-4")
-    with pytest.raises(ValueError, match=r"v6e-512: expected a number of chips, among 1, 4, 8, "):
-        planning.Topology("v6e-512")
+    for name, counted in {
+        "v5p-4": "TensorCores, .* 8, 16",
+        "v6e-512": "chips, among 1, 4, 8",
+    }.items():
+        with pytest.raises(ValueError, match=f"{name}: expected a number of {counted}, "):
+            planning.Topology(name)
     for misspelt in ("vp5:2x2x1", "v5pp-8", "v5P:2x2x1"):
         with pytest.raises(ValueError, match=r"topology: .*; did you mean v5p\?"):
             planning.Topology(misspelt)
@@ -356,15 +330,16 @@ def test_as_json():
 
 def test_errors():
     batch = {n: np.zeros((8, 2), int) for n in FEATURES}
-    for target in ("v9:2x2", "v5p", "v5p:2x2", "v5e:2x2x2", "v5e:0x2", "v5e:2x"):
-        with pytest.raises(ValueError, match="topology: expected"):
-            planning.plan(FEATURES, o.Adagrad(), target, batch)
-    bad: list[Any] = [0, -1, True, None, 2.0]
-    for target in bad:
-        with pytest.raises(ValueError, match="target: expected a mesh, a topology or a number"):
-            planning.plan(FEATURES, o.Adagrad(), target, batch)
-    bad = [0, -1, True, 2.0, "16 GiB", float("nan")]
-    for memory in bad:
+    wrong = {
+        "topology: expected": ["v9:2x2", "v5p", "v5p:2x2", "v5e:2x2x2", "v5e:0x2", "v5e:2x"],
+        "target: expected a mesh, a topology or a number": [0, -1, True, None, 2.0],
+        "batch size: expected a positive multiple of 3": [3],
+    }
+    for words, targets in wrong.items():
+        for target in targets:
+            with pytest.raises(ValueError, match=words):
+                planning.plan(FEATURES, o.Adagrad(), target, batch)
+    for memory in (0, -1, True, 2.0, "16 GiB", float("nan")):
         with pytest.raises(ValueError, match="memory, bytes of a device: expected an integer >= 1"):
             planning.plan(FEATURES, o.Adagrad(), 8, batch, memory=memory)
     for dtype in (np.float32, np.bool_):
@@ -374,8 +349,6 @@ def test_errors():
     mixed = {**batch, "mod": jax.ShapeDtypeStruct((8, 2), np.int32)}
     with pytest.raises(ValueError, match="batch: expected ids, or shapes"):
         planning.plan(FEATURES, o.Adagrad(), 2, mixed)
-    with pytest.raises(ValueError, match="batch size: expected a positive multiple of 3"):
-        planning.plan(FEATURES, o.Adagrad(), 3, batch)
 
 
 def test_no_array_of_a_sparse_core_has_more_than_16_gib():

