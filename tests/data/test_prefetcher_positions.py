@@ -2,15 +2,14 @@
 
 import itertools
 import json
-import linecache
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from data_cases import SIZE, batch, engine, source
+from data_cases import SIZE, batch, engine, source, wait_for
+from interrupt_cases import Interrupt, from_a_signal
 
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
@@ -121,52 +120,27 @@ def test_no_more_is_placed_ahead_after_a_position():
     with Prefetcher(engine(), counted(), depth=3) as batches:
         batches.set_state({"batches": 50})
         next(batches)
-        deadline = time.monotonic() + 20
-        while len(read) < 54 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: len(read) >= 54)
         time.sleep(0.1)  # the thread has time for more
         assert len(read) == 50 + 1 + 3
 
 
-def interrupt_at(line):
-    """Return a trace function that raises at the given line, of those that `next` runs.
-
-    Not at a `with`: a trace may raise between its end and the release of a lock, a signal may not.
-    """
-    seen = itertools.count()
-
-    def trace(frame, event, _):
-        path = frame.f_code.co_filename
-        if Path(path).name not in ("prefetcher.py", "worker.py"):
-            return None
-        code = linecache.getline(path, frame.f_lineno).strip()
-        if event == "line" and not code.startswith("with ") and next(seen) == line:
-            raise KeyboardInterrupt
-        return trace
-
-    return trace
+def of_the_prefetcher(code):
+    return Path(code.co_filename).name in ("prefetcher.py", "worker.py")
 
 
 def test_no_batch_comes_twice_after_an_interrupt():
     """Whichever line it hits, the position says which batch the loop took last."""
-    hit = 0
-    for line in range(60):
-        with Prefetcher(engine(), enumerate_from_one(4)) as batches:
+    hit, numbered = 0, [(batch(number), number) for number in range(1, 5)]
+    for at in range(1, 300):
+        with Prefetcher(engine(), numbered) as batches:
             given = [next(batches)[1]]
-            before = sys.gettrace()
-            sys.settrace(interrupt_at(line))
-            try:
+            with Interrupt(of_the_prefetcher, at, from_a_signal, only_signals=True) as interrupt:
                 given.append(next(batches)[1])
-            except KeyboardInterrupt:
-                hit += 1
-            finally:
-                sys.settrace(before)
+            hit += interrupt.seen >= at
             taken = batches.get_state()["batches"]
-            rest = [number for _, number in batches]
-            assert rest == list(range(taken + 1, 5))
+            assert [number for _, number in batches] == list(range(taken + 1, 5))
             assert given[-1] <= taken
-    assert 10 < hit < 60, "all lines of a call were reached"
-
-
-def enumerate_from_one(count):
-    return ((batch(number), number) for number in range(1, count + 1))
+        if interrupt.seen < at:
+            break
+    assert 10 < hit < 299, "all places of a call were reached"
