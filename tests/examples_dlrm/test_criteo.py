@@ -27,14 +27,9 @@ def test_criteo_reads_plain_and_compressed(lines, files, block):
         ("", "expected 40 fields separated by tabs, got 1"),
         (line() + "\t", "expected 40 fields separated by tabs, got 41"),
         (line(label=2), "field 1: expected the label, 0 or 1, got b'2'"),
-        (line(label=""), "field 1: expected the label, 0 or 1, got b''"),
-        (
-            line(integers=["", "1.5"]),
-            "field 3: expected an integer of 18 digits at most, or nothing, got b'1.5'",
-        ),
-        (line(integers=["-"]), "field 2: expected an integer of 18 digits at most, or nothing"),
+        (line(integers=["", "1.5"]), "field 3: expected an integer of 18 digits at most"),
+        (line(integers=["-"]), "field 2: expected an integer of 18 digits at most"),
         (line(integers=["9" * 19]), "field 2: expected an integer of 18 digits at most"),
-        (line()[:20], "expected 40 fields separated by tabs, got 20"),
         (line(numbers=["0x1f"]), "field 15: expected hexadecimal digits, 16 at most, or nothing"),
         (line(numbers=["f" * 17]), "field 15: expected hexadecimal digits, 16 at most"),
     ],
@@ -51,19 +46,17 @@ def test_criteo_takes_numbers_of_64_bits(tmp_path):
     assert ids[:3].tolist() == [(2**64 - 1) % ROWS[0], 15 % ROWS[1], 0]
 
 
-def test_criteo_names_a_file_cut_short(files, tmp_path):
-    path = tmp_path / "cut.gz"
-    path.write_bytes(files[1].read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"cut.gz:\d+: expected whole gzip data, got: Compressed"):
-        list(criteo.read(path, ROWS))
-
-
-@pytest.mark.parametrize("empty", [b"", gzip.compress(b"", mtime=0)], ids=["plain", "gzip"])
-def test_criteo_names_an_empty_file(tmp_path, empty):
-    path = tmp_path / "day"
-    path.write_bytes(empty)
-    with pytest.raises(ValueError, match="day:1: expected lines, got an empty file"):
-        list(criteo.read(path, ROWS))
+def test_criteo_names_a_file_cut_short_or_empty(files, tmp_path):
+    path = tmp_path / "day.gz"
+    empty = "day.gz:1: expected lines, got an empty file"
+    for content, words in (
+        (files[1].read_bytes()[:-200], r"day.gz:\d+: expected whole gzip data, got: Compressed"),
+        (b"", empty),
+        (gzip.compress(b""), empty),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            list(criteo.read(path, ROWS))
 
 
 def test_a_missing_or_negative_number_counts_as_zero(tmp_path):
@@ -83,19 +76,12 @@ def test_convert_refuses_before_it_writes(files, tmp_path):
     assert len(dlrm_data.Stored.open(tmp_path, ROWS)) == 60  # what was there is as it was
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scale", "0"], r"error: scale: expected 0 < scale <= 1, got 0.0"),
-        (["--scale", "nan"], r"error: scale: expected 0 < scale <= 1, got nan"),
-        (["day_9"], "error: day_9: expected a file to read, got none there"),
-    ],
-)
-def test_convert_as_a_command(files, tmp_path, monkeypatch, capsys, arguments, message):
-    command = ["criteo.py", "--out", str(tmp_path / "out"), str(files[0])]
-    monkeypatch.setattr(sys, "argv", [*command, "--scale", "1e-5"])
+def test_convert_as_a_command(files, tmp_path, monkeypatch, capsys):
+    command = ["criteo.py", "--out", str(tmp_path / "out"), str(files[0]), "--scale"]
+    monkeypatch.setattr(sys, "argv", [*command, "1e-5"])
     criteo.main()
     assert "60 examples in " in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, *arguments])
-    with pytest.raises(SystemExit, match=message):
-        criteo.main()
+    for scale in ("0.0", "nan"):
+        monkeypatch.setattr(sys, "argv", [*command, scale])
+        with pytest.raises(SystemExit, match=f"error: scale: expected 0 < scale <= 1, got {scale}"):
+            criteo.main()

@@ -19,9 +19,8 @@ def test_network_has_the_workloads_parameters():
 def randomised(network, rng):
     """Return the network with other values everywhere, biases too."""
     graph, params = nnx.split(network)
-    return nnx.merge(
-        graph, jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype) * 0.3, params)
-    )
+    drawn = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), a.dtype) * 0.3, params)
+    return nnx.merge(graph, drawn)
 
 
 def dense_layers(sequential, x, *, relu_at_end):
@@ -49,10 +48,8 @@ def test_network_is_the_formula():
     assert len(network.crosses) == 3
     for cross in network.crosses:
         assert cross.down.bias is None
-        V, W, b = (
-            np.asarray(a[...], np.float64)
-            for a in (cross.down.kernel, cross.up.kernel, cross.up.bias)
-        )
+        arrays = cross.down.kernel, cross.up.kernel, cross.up.bias
+        V, W, b = (np.asarray(array[...], np.float64) for array in arrays)
         assert V.shape == W.T.shape == (27 * 4, 3)
         x = x0 * (x @ V @ W + b) + x
     want = dense_layers(network.top, x, relu_at_end=False)[:, 0]

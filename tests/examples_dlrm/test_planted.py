@@ -42,9 +42,8 @@ def test_expected_auc_counts_pairs():
     p = np.random.default_rng(0).integers(1, 9, size=40) / 10
     pairs = [(i, j) for i in range(40) for j in range(40) if i != j]
     top = sum(p[i] * (1 - p[j]) * ((p[i] > p[j]) + (p[i] == p[j]) / 2) for i, j in pairs)
-    assert planted.expected_auc(p) == pytest.approx(
-        top / sum(p[i] * (1 - p[j]) for i, j in pairs), rel=1e-12
-    )
+    expected = top / sum(p[i] * (1 - p[j]) for i, j in pairs)
+    assert planted.expected_auc(p) == pytest.approx(expected, rel=1e-12)
 
 
 def test_best_auc_is_that_of_the_true_logits():

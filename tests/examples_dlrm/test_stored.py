@@ -27,18 +27,6 @@ def test_stored_refuses_what_is_not_whole(files, converted, tmp_path):
         criteo.convert([files[0], bad], tmp_path, ROWS)
     with pytest.raises(ValueError, match=r"expected meta.json: convert with"):
         dlrm_data.Stored.open(tmp_path, ROWS)
-    with pytest.raises(ValueError, match="expected files to convert, got none"):
-        criteo.convert([], tmp_path, ROWS)
-
-
-@pytest.mark.parametrize("block", [1, 7, 10, 64, 1000])
-def test_order_of_blocks_is_a_permutation(block):
-    for seed in range(5):
-        order = np.random.default_rng(seed).permutation(-(-100 // block))
-        rows = dlrm_data._rows(np.arange(100), order, 100, block)
-        assert sorted(rows) == list(range(100))
-        breaks = np.flatnonzero(np.diff(rows) != 1)
-        assert len(breaks) <= len(order) - 1
 
 
 def rows_of(stored, batches):
@@ -48,7 +36,7 @@ def rows_of(stored, batches):
     return [place[example.tobytes()] for batch in batches for example in batch.dense]
 
 
-@pytest.mark.parametrize("block", [1, 8])
+@pytest.mark.parametrize("block", [1, 8, 1000])
 def test_epochs_are_shuffled_by_seed_and_epoch(stored, block):
     def epoch(seed, number):
         batches = list(stored.shuffled(30, seed=seed, epoch=number, block=block))

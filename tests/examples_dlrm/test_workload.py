@@ -29,18 +29,20 @@ def test_scaled_keeps_what_is_not_asked_for():
     assert thin.top == (256, 256, 128, 64, 1)
 
 
-def test_config_refuses():
-    with pytest.raises(ValueError, match="scale: expected 0 < scale <= 1, got 2"):
-        CONFIG.scaled(2)
-    with pytest.raises(ValueError, match="network: expected 0 < network <= 1, got 0"):
-        CONFIG.scaled(1, network=0)
-    for name in ("dim", "most_hot"):
-        with pytest.raises(ValueError, match=f"{name}: expected {name} >= 1, got 0"):
-            CONFIG.scaled(1, **{name: 0})
-    with pytest.raises(ValueError, match="bottom: expected 64"):
-        dataclasses.replace(CONFIG, dim=64)
-    with pytest.raises(ValueError, match="hots: expected 26 as in rows, got 1"):
-        dataclasses.replace(CONFIG, hots=(1,))
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: CONFIG.scaled(2), "scale: expected 0 < scale <= 1, got 2"),
+        (lambda: CONFIG.scaled(1, network=0), "network: expected 0 < network <= 1, got 0"),
+        (lambda: CONFIG.scaled(1, dim=0), "dim: expected dim >= 1, got 0"),
+        (lambda: CONFIG.scaled(1, most_hot=0), "most_hot: expected most_hot >= 1, got 0"),
+        (lambda: dataclasses.replace(CONFIG, dim=64), "bottom: expected 64"),
+        (lambda: dataclasses.replace(CONFIG, hots=(1,)), "hots: expected 26 as in rows, got 1"),
+    ],
+)
+def test_config_refuses(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 def test_features_are_the_tables_in_order():
