@@ -32,11 +32,6 @@ def handlers_come_back():
     assert handlers() == before
 
 
-def assert_goes_on(directory):
-    """Check that the same call ends with the bits of an undisturbed run."""
-    assert_undisturbed(run(directory))
-
-
 def last_step(directory):
     return max(steps_in(directory), default=0)
 
@@ -91,13 +86,11 @@ def test_signals_at_random_moments(count, tmp_path):
         there = f"has step {done}; the same call goes on" if done else "there is no checkpoint"
         assert there in error.value.__notes__[-1]
         if done > STEPS - 4 or disturbed == count - 1:
-            assert_goes_on(directory)
+            assert_undisturbed(run(directory))
             done, directory = 0, tmp_path / f"after {disturbed}"
 
 
-@pytest.mark.parametrize(
-    ("where", "number"), [("source", signal.SIGTERM), ("evaluation", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("where", "number"), [("source", BOTH[1]), ("evaluation", BOTH[0])])
 def test_a_wait_for_data_ends(where, number, tmp_path):
     never = threading.Event()
 
@@ -114,7 +107,7 @@ def test_a_wait_for_data_ends(where, number, tmp_path):
         run(tmp_path, Stateful(STEPS) if options else Sending(5, wait), **options)
     assert last_step(tmp_path) == 5
     never.set()
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 @pytest.mark.parametrize("number", BOTH)
@@ -141,7 +134,7 @@ def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
         run(tmp_path, callback=callback, report_every=1)
     join_saves()
     assert last_step(tmp_path) == 4
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
@@ -166,7 +159,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
     disk.set()
     join_saves()
     assert last_step(tmp_path) == 6
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
@@ -181,7 +174,7 @@ def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
     with ended_by(signal.SIGTERM):
         run(tmp_path)
     assert last_step(tmp_path) == STEPS
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
@@ -200,7 +193,7 @@ def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (error.value.code, last_step(tmp_path)) == (3, 6)
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_in_another_thread_it_trains_as_before():

@@ -4,11 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from fit_cases import engine, steps_in, table, trained
+from fit_cases import steps_in, table, trained
 from loop_cases import loss_of_tables, mesh, of_items
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit
-from tpu_embed.data import Prefetcher
 from tpu_embed.optimizers import SGD
 
 
@@ -43,11 +42,6 @@ def test_the_last_checkpoint_is_from_before_it(every, tmp_path):
     assert trained(source(0), directory=tmp_path, steps=8).step == 8
 
 
-def test_a_depth_beside_a_prefetcher_is_checked_too():
-    with pytest.raises(ValueError, match="fit: depth: expected an integer >= 1, got -1"):
-        trained(Prefetcher(engine(), source(0)), depth=-1)
-
-
 def failing():
     yield from itertools.islice(source(5), 5)
     raise OSError("disk gone")
@@ -56,13 +50,8 @@ def failing():
 @pytest.mark.parametrize("how", ["report", "end", "error"])
 def test_whatever_comes_first_its_state_is_neither_reported_nor_saved(how, tmp_path):
     """The loss of step 5 is not looked at yet when the run is reported, ends, or fails."""
-    cases = {
-        "report": (source(5), {"report_every": 5}),
-        "end": (source(5), {"steps": 5}),
-        "error": (failing(), {}),
-    }
-    given, options = cases[how]
-    reports = []
+    options = {"report": {"report_every": 5}, "end": {"steps": 5}, "error": {}}[how]
+    given, reports = failing() if how == "error" else source(5), []
     with pytest.raises((FloatingPointError, OSError)) as error:
         trained(given, directory=tmp_path, depth=9, callback=reports.append, **options)
     assert "loss of step 5" in " ".join([str(error.value), *error.value.__notes__])

@@ -82,7 +82,7 @@ def test_nothing_is_sent_on_one_device():
     assert found.fits
 
 
-def test_dlrm_fits_a_cube_of_v5p():
+def test_dlrm_fits_a_cube_of_v5p_which_is_explained():
     features, batch = _dlrm()
     found = planning.plan(features, o.Adagrad(0.005), "v5p:4x4x4", batch)
     found.check()
@@ -92,6 +92,11 @@ def test_dlrm_fits_a_cube_of_v5p():
     assert found.held["slots"] == found.held["tables"]
     tiny = {t.name for t in found.tables if t.placement == "replicated"}
     assert tiny == {f"t{i:02d}" for i, rows in enumerate(DLRM_ROWS) if rows <= 128}
+    text = found.explain()
+    assert "v5p:4x4x4: 64 device(s), global batch 65,536, 26 table(s) in 2 stack(s)" in text
+    (line,) = [line.split() for line in text.splitlines() if line.startswith("t05 ")]
+    assert line == "t05 float32 replicated tiny, 1.5 KiB 3 128 3 0 4.0 KiB 4.0 KiB".split()
+    assert text.splitlines()[2].endswith("of 95.7 GiB a device")
 
 
 def test_dlrm_is_refused_on_four_v5e_with_figures():
@@ -106,11 +111,6 @@ def test_dlrm_is_refused_on_four_v5e_with_figures():
     assert devices.endswith(f": {readable(larger.bytes_per_device)}, would fit")
 
 
-def _changed(features, **changes):
-    tables = {n: dataclasses.replace(f.table, **changes) for n, f in features.items()}
-    return {n: dataclasses.replace(f, table=tables[n]) for n, f in features.items()}
-
-
 ALL = {"placement": "mod", "dtype": "bfloat16", "optimizer": o.RowWiseAdagrad()}
 NAMES = {"no replicated": "placement", "bfloat16": "dtype", "row-wise": "optimizer"}
 CHANGES = {"all changes": ALL} | {name: {key: ALL[key]} for name, key in NAMES.items()}
@@ -123,12 +123,15 @@ def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
         "a": TableConfig(2**14, 64, name="a"),
         "b": TableConfig(2**11, 32, name="b", placement="replicated"),
     }
-    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    features = jax.tree.map(FeatureConfig, tables)
+    changed = {
+        n: FeatureConfig(dataclasses.replace(t, **CHANGES[change])) for n, t in tables.items()
+    }
     batch = {name: np.arange(64).reshape(32, 2) for name in features}
     if ids == "shapes":
         batch = jax.eval_shape(lambda: batch)
     whole = planning.plan(features, o.Adam(0.1), "v5e:2x2", batch)
-    alike = planning.plan(_changed(features, **CHANGES[change]), o.Adam(0.1), "v5e:2x2", batch)
+    alike = planning.plan(changed, o.Adam(0.1), "v5e:2x2", batch)
     assert alike.bytes_per_device < whole.bytes_per_device
     for room, word in {0: "would fit", -1: "still too much"}.items():
         memory = alike.bytes_per_device + room
@@ -201,17 +204,6 @@ def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
     assert found.spec == engine.place(batch).spec
 
 
-def test_explained():
-    features, batch = _dlrm()
-    text = planning.plan(features, o.Adagrad(0.005), "v5p:4x4x4", batch).explain()
-    assert "v5p:4x4x4: 64 device(s), global batch 65,536, 26 table(s) in 2 stack(s)" in text
-    (line,) = [line.split() for line in text.splitlines() if line.startswith("t05 ")]
-    assert line == "t05 float32 replicated tiny, 1.5 KiB 3 128 3 0 4.0 KiB 4.0 KiB".split()
-    assert "64 devices, each █" in text
-    assert text.splitlines()[2].endswith("of 95.7 GiB a device")
-    assert max(len(line) for line in text.splitlines()) <= 120
-
-
 def test_explained_has_totals_first_and_then_what_takes_most():
     tables = {"a": (1000, 8), "b": (90_000, 128), "c": (50_000, 16)}
     features = {n: FeatureConfig(TableConfig(*sizes, name=n)) for n, sizes in tables.items()}
@@ -258,15 +250,11 @@ def test_accelerator_types_are_topologies():
         for count in (8, 128):
             slice_ = planning.Topology(f"{kind}-{count}")
             assert np.prod(slice_.shape) * counted == count
-    for name, counted in {
-        "v5p-4": "TensorCores, .* 8, 16",
-        "v6e-512": "chips, among 1, 4, 8",
-    }.items():
-        with pytest.raises(ValueError, match=f"{name}: expected a number of {counted}, "):
+    wrong = {"v5p-4": "TensorCores, .* 8, 16", "v6e-512": "chips, among 1, 4, 8"}
+    wrong |= dict.fromkeys(("vp5:2x2x1", "v5pp-8", "v5P:2x2x1"), r"topology: .* did you mean v5p\?")
+    for name, words in wrong.items():
+        with pytest.raises(ValueError, match=words):
             planning.Topology(name)
-    for misspelt in ("vp5:2x2x1", "v5pp-8", "v5P:2x2x1"):
-        with pytest.raises(ValueError, match=r"topology: .*; did you mean v5p\?"):
-            planning.Topology(misspelt)
 
 
 @pytest.mark.parametrize("kind", planning.CHIPS)
@@ -309,8 +297,8 @@ def test_explained_names_are_whole_and_no_markup(monkeypatch):
     assert max(len(line) for line in lines) <= 120
     assert text.count("123,456,789") == 3
     assert "…  " not in text
-    assert any(line.startswith("[bold]x  ") for line in lines)
-    assert any(line.startswith(":smile:  ") for line in lines)
+    for name in names[:2]:
+        assert any(line.startswith(f"{name}  ") for line in lines)
     start = next(i for i, line in enumerate(lines) if line.startswith("user/"))
     assert "".join(line.split(" ")[0] for line in lines[start:]).startswith(long)
     assert "\x1b" not in text

@@ -54,30 +54,22 @@ LAYOUT = "core/layout/layout.py"
 BAD = {
     "higher floor": ("optimizers/sgd.py", "from tpu_embed.core import engine"),
     "the top": (HOST, "import tpu_embed"),
-    "the top by name": (HOST, "from tpu_embed import TableConfig"),
-    "inside a function": (HOST, "def _f():\n    import tpu_embed.stateful"),
     "relative": (HOST, "from ...training import gradients"),
-    "later in core": (LAYOUT, "from tpu_embed.core.engine import EmbeddingEngine"),
     "later in core, relative": (LAYOUT, "from .. import engine"),
-    "later in io": ("io/delta/delta.py", "from tpu_embed.io.serving import load_model"),
     "past a package": (LAYOUT, "from tpu_embed.core.ids.host_ids import HostIds"),
     "config above core": ("config.py", "from tpu_embed.core import ids"),
     "sibling": ("io/files.py", "from tpu_embed.planning import memory"),
     "device query": (HOST, "import jax\nN = len(jax.devices())"),
-    "array": (HOST, "import jax.numpy as jnp\nZERO = jnp.zeros(())"),
     "default argument": (HOST, "from jax import numpy as np\ndef _f(x=np.ones(3)): ..."),
     "environment": (HOST, "import os\nos.environ['XLA_FLAGS'] = ''"),
-    "class body": (HOST, "import jax\nclass _C:\n    key = jax.random.key(0)"),
     "no method docstring": (HOST, 'class C:\n    """Doc."""\n    def public(self): ...'),
 }
 GOOD = {
     "lower floor": (HOST, "from tpu_embed import _checks, config"),
     "earlier in core": (LAYOUT, "from tpu_embed.core.ids import HostIds"),
-    "same room": (LAYOUT, "from tpu_embed.core.layout.stacks import Stack"),
     "same package": ("io/serving/served.py", "from tpu_embed.io import files"),
     "top": ("__init__.py", "from tpu_embed.stateful import TPUEmbedding"),
     "later": (HOST, "import jax\ndef _f():\n    return jax.devices()"),
-    "types": (HOST, "import jax.numpy as jnp\nF = jnp.dtype('float32')"),
     "private": (HOST, "def _private(): ..."),
 }
 SKETCH = {"tpu_embed"} | {

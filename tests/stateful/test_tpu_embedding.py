@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from facade_cases import (
-    FEATURES,
     ITEM,
     USER,
     assert_same,
@@ -299,13 +298,3 @@ def test_describe():
     assert rates["d"] == {"tag": 1}
     assert rates["a"] == {"tag": 2}
     assert (rates["e"], rates["f"]) == (0.125, None)
-
-
-def test_tables_of_one_kind_share_a_stack():
-    tables = make_embedding().describe()["tables"]
-    assert tables["item"]["stack"] != tables["user"]["stack"]
-    other = tpu_embed.TableConfig(5, 2, name="other")
-    config = {**FEATURES, "z": tpu_embed.FeatureConfig(other)}
-    tables = make_embedding_of(config, o.Adagrad(0.5)).describe()["tables"]
-    assert tables["other"]["stack"] == tables["item"]["stack"]
-    assert (tables["item"]["offset"], tables["other"]["offset"]) == (0, 3)

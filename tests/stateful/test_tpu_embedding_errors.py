@@ -100,22 +100,12 @@ def _step(embedding):
     return np.asarray(embedding.dequeue())
 
 
-def test_an_exception_of_a_learning_rate():
-    values = iter([0.5, None, "much", 0.5])
-
-    def rate():
-        value = next(values)
-        if value is None:
-            raise ZeroDivisionError
-        return value
-
-    embedding = _one_table(o.Momentum(rate))
+def test_a_learning_rate_that_is_no_number():
+    values = iter([0.5, "much", 0.5])
+    embedding = _one_table(o.Momentum(lambda: next(values)))
     embedding.apply_gradients(_step(embedding))
     given = _step(embedding)
     before = snapshot(embedding)
-    with pytest.raises(ZeroDivisionError):
-        embedding.apply_gradients(given)
-    assert_same(snapshot(embedding), before)
     with pytest.raises(ValueError, match=r"learning_rate .*rate: expected .* a number, got 'much'"):
         embedding.apply_gradients(given)
     assert_same(snapshot(embedding), before)
@@ -152,18 +142,14 @@ def test_what_a_learning_rate_raises_is_no_device_error(kind, while_tracing):
 
 
 class Fault:
-    """A rule that fails while it is traced, or on the device, when told to."""
+    """A rule that fails on the device, when told to."""
 
-    def __init__(self):
-        self.tracing = False
-        self.running = False
+    running = False
 
     def optimizer(self):
         return o.CustomOptimizer(self._rule, {"seen": 0.0}, 0.5)
 
     def _rule(self, gradient, row, slots, learning_rate, step):
-        if self.tracing:
-            raise ZeroDivisionError("while tracing")
         zero = jax.pure_callback(self._on_host, jax.ShapeDtypeStruct((), jnp.float32))
         return row - learning_rate * gradient + zero, {"seen": slots["seen"] + 1}
 
@@ -171,20 +157,6 @@ class Fault:
         if self.running:
             raise ZeroDivisionError("while running")
         return np.float32(0)
-
-
-def test_an_exception_while_tracing_changes_nothing():
-    fault = Fault()
-    embedding = _one_table(fault.optimizer())
-    given = _step(embedding)
-    before = snapshot(embedding)
-    fault.tracing = True
-    with pytest.raises(ZeroDivisionError, match="while tracing"):
-        embedding.apply_gradients(given)
-    assert_same(snapshot(embedding), before)
-    fault.tracing = False
-    embedding.apply_gradients(given)
-    assert_same(embedding.retrieve()[0]["t"][:2], given - np.float32(0.5) * given)
 
 
 def _fail_on_the_device(pipelined=False):
