@@ -68,7 +68,7 @@ def test_a_position_holds_the_states_of_all_processes(two):
     for process, (*_, (position, at_once, again)) in enumerate(two):
         states = [{"json": {"next": 4}}, {"json": {"next": 14}}]
         assert json.loads(json.dumps(position)) == position
-        shapes = position.pop("shapes")  # of the jagged feature; test_prefetcher_shapes.py
+        shapes = position.pop("shapes")  # of the jagged feature; test_prefetcher_positions.py
         assert shapes
         assert position == {"batches": 4, "sources": states}
         assert at_once == again == [10 * process + number for number in (5, 6, 7)]

@@ -17,9 +17,8 @@ import pytest
 from data_cases import LONG, ROWS, SIZE, batch, engine, source, threads, wait_for
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
 from tpu_embed.data import Prefetcher
-from tpu_embed.vocabulary import DynamicVocabulary
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -76,8 +76,3 @@ def test_the_facade_resolves(devices):
     placed = embedding.describe()["tables"]
     assert placed["tiny"]["placement"] == ("replicated" if devices > 1 else "mod")
     assert placed["large"]["placement"] == "mod"
-
-
-def test_a_bad_mesh_is_the_engines_error():
-    with pytest.raises(ValueError, match=r"mesh: expected a jax\.sharding\.Mesh"):
-        tpu_embed.TPUEmbedding(FeatureConfig(_auto(10)), o.SGD(), mesh="all")

@@ -157,29 +157,17 @@ def test_first_pages_show_the_picture_in_both_schemes(page):
 
 
 def undonated(code):
-    """Yield the lines of jitted functions that call `engine.update` without donating anything."""
-
-    def updates(function):
-        return re.search(r"engine\.update\(|fused_value_and_grad", ast.unparse(function))
-
-    def is_jit(node):
-        return isinstance(node, ast.Attribute) and node.attr == "jit"
-
-    def is_bare(node):
-        if not isinstance(node, ast.Call):
-            return is_jit(node)
-        donates = any((keyword.arg or "").startswith("donate") for keyword in node.keywords)
-        return any(map(is_jit, (node.func, *node.args))) and not donates
-
+    """Yield the lines where what calls `engine.update` is jitted without donating anything."""
     tree = ast.parse(code)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    for function in functions.values():
-        if updates(function) and any(map(is_bare, function.decorator_list)):
-            yield function.decorator_list[0].lineno
-    for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]:
-        given = functions.get(getattr(call.args[0], "id", ""), call.args[0])
-        if is_jit(call.func) and is_bare(call) and updates(given):
-            yield call.lineno
+    jits = [(how, function) for function in functions.values() for how in function.decorator_list]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    jits += [(call, functions.get(getattr(call.args[0], "id", ""), call.args[0])) for call in calls]
+    for jit, function in jits:
+        text = ast.unparse(jit)
+        is_bare = re.match(r"(functools\.partial\()?\w+\.jit\b", text) and "donate" not in text
+        if is_bare and re.search(r"engine\.update\(|fused_value_and_grad", ast.unparse(function)):
+            yield jit.lineno
 
 
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))

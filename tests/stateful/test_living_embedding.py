@@ -23,10 +23,9 @@ from living_cases import (
 from oracle_vocabulary import VocabularyOracle
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.vocabulary import DynamicVocabulary
 
 STEPS = 7
 

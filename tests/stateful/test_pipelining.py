@@ -92,14 +92,3 @@ def test_pipelined_or_not_the_tables_are_the_same(pipelined):
     expected = np.float32([[0], [1], [2], [0]]) * total
     np.testing.assert_array_equal(embedding.retrieve()[0]["t"], np.repeat(expected, 2, axis=1))
     assert int(embedding.state.step) == 4
-
-
-def test_tables_that_are_loaded_are_seen_by_lookups_issued_before():
-    embedding = _embedding(True)
-    embedding.enqueue(IDS, training=False)
-    embedding.enqueue(IDS, training=False)
-    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
-    embedding.load({"t": rows})
-    assert np.array_equal(embedding.dequeue(), rows[IDS] * FULL)
-    embedding.load({"t": rows + 1})
-    assert np.array_equal(embedding.dequeue(), (rows[IDS] + 1) * FULL)

@@ -106,7 +106,7 @@ def test_a_learning_rate_that_is_no_number():
     embedding.apply_gradients(_step(embedding))
     given = _step(embedding)
     before = snapshot(embedding)
-    with pytest.raises(ValueError, match=r"learning_rate .*rate: expected .* a number, got 'much'"):
+    with pytest.raises(ValueError, match=r"learning_rate .*: expected .* a number, got 'much'"):
         embedding.apply_gradients(given)
     assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
