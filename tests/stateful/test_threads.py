@@ -175,13 +175,9 @@ def test_the_first_of_two_threads_sets_the_size(monkeypatch):
 
     monkeypatch.setattr(embedding.engine, "place", place_both)
     threads = [Thread(embedding.enqueue, batch(0, size)) for size in (4, 8)]
-    errors = []
     for thread in threads:
-        try:
-            thread.join()
-        except ValueError as error:
-            errors.append(str(error))
-    (said,) = errors
+        threading.Thread.join(thread, LONG)
+    (said,) = (str(thread.error) for thread in threads if thread.error is not None)
     size = embedding.describe()["per_replica_batch_size"]
     assert said.startswith(f"enqueue: batch size per replica: expected {size}, the size it was ")
     assert embedding.waiting == 1
