@@ -11,7 +11,7 @@ import pytest
 
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers
-from tpu_embed.check import PARTS, PartReport, oracle, parts, run_parts, trainings
+from tpu_embed.check import PARTS, PartReport, run_parts, speed, trainings
 from tpu_embed.core.layout import Layout
 from tpu_embed.kernels import dispatch
 
@@ -22,16 +22,8 @@ def part(name, devices=1):
     return found
 
 
-DEVICES = {
-    "kernels": 8,
-    "inputs": 8,
-    "placements": 1,
-    "mesh": 8,
-    "traced": 2,
-    "rules": 1,
-    "bits": 2,
-    "speed": 1,
-}
+DEVICES = {"kernels": 8, "inputs": 8, "placements": 1, "mesh": 8}
+DEVICES |= {"traced": 2, "rules": 1, "bits": 2, "speed": 1}
 """On how many devices `make test` runs each part; `test_the_command_passes` runs all on 1 and 8."""
 
 
@@ -57,16 +49,15 @@ def test_every_rule_and_every_part_is_there():
 @pytest.mark.whole
 @pytest.mark.parametrize("devices", [1, 3, 8])
 def test_the_command_passes(devices):
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "JAX_PLATFORMS": "cpu",
-    }
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"XLA_FLAGS": flag, "JAX_PLATFORMS": "cpu"}
     python = [sys.executable, "-m", "tpu_embed", "check", "--json"]
     done = subprocess.run(python, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert found["ok"]
+    assert (found["ok"], found["failed"]) == (True, [])
     assert [one["name"] for one in found["parts"]] == list(PARTS)
+    assert not any(one["faults"] for one in found["parts"])
     assert len(found["devices"]) == devices
 
 
@@ -84,26 +75,14 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_json_has_every_figure(run):
-    status, out = run("--only", "traced", "--json")
-    found = json.loads(out)
-    assert (status, found["ok"], found["failed"]) == (0, True, [])
-    assert len(found["devices"]) == jax.device_count()
-    assert [(one["name"], one["ok"], one["faults"]) for one in found["parts"]] == [
-        ("traced", True, [])
-    ]
-
-
 def test_no_speed_leaves_it_out(run, monkeypatch):
     ran = []
     for name in PARTS:
         monkeypatch.setitem(PARTS, name, lambda devices, report, name=name: ran.append(name) or "")
     assert run("--no-speed")[0] == 0
     assert ran == [name for name in PARTS if name != "speed"]
-    assert run("--no-speed", "--only", "speed") == (
-        "error: check: expected a part to run, got --only speed --no-speed",
-        "",
-    )
+    said = "error: check: expected a part to run, got --only speed --no-speed"
+    assert run("--no-speed", "--only", "speed") == (said, "")
 
 
 def test_hosts_find_each_other_first(run, monkeypatch):
@@ -151,9 +130,7 @@ def test_one_wrong_device_is_found(monkeypatch):
 
     monkeypatch.setattr(dispatch, "sort_rows", wrong)
     (fault,) = part("kernels", 4).faults
-    assert fault.where == (
-        "kernel sort_rows, rows, by device: 300 of 1200 numbers differ, first at (3, 0)"
-    )
+    assert fault.where.startswith("kernel sort_rows, rows, by device: 300 of 1200 numbers differ")
 
 
 def test_a_wrong_rule_is_named(monkeypatch):
@@ -217,16 +194,3 @@ def test_what_compare_finds():
         "shape, shape",
         "one: 1 of 3 numbers differ, first at (1,)",
     ]
-
-
-def test_the_loops_on_numbers_worked_by_hand():
-    table = np.array([[1.0, 2.0], [3.0, 4.0]])
-    bags = [[(0, 1.0), (1, 3.0)], []]
-    mean = oracle.Bags(bags, "mean", (2,))
-    assert oracle.lookup(table, mean).tolist() == [[2.5, 3.5], [0.0, 0.0]]
-    assert oracle.lookup(table, oracle.Bags(bags, "sum", (2,))).tolist()[0] == [10.0, 14.0]
-    root = oracle.lookup(table, oracle.Bags(bags, "sqrtn", (2,)))
-    np.testing.assert_allclose(root[0], np.array([10.0, 14.0]) / np.sqrt(10))
-    gradient = np.array([[4.0, 8.0], [1.0, 1.0]])
-    found = oracle.row_gradients(mean, gradient)
-    assert [(b, row, g.tolist()) for b, row, g in found] == [(0, 0, [1, 2]), (0, 1, [3, 6])]

@@ -56,14 +56,9 @@ def test_ends_and_errors_come_everywhere_at_the_same_batch(two):
         for seen, _ in found[:-1]:
             assert seen == ended
         for (_, uneven), (_, failed), (_, refused) in (found[:3], found[3:6]):
-            assert uneven[0] == "ValueError"
-            assert (
-                "expected a batch in every process, or in none, got no more batches in"
-                in (uneven[1])
-            )
-            assert "process 1; give every process equally many batches" in uneven[1]
-            assert failed[0] == "OSError"
-            assert refused[0] == "ValueError"
+            assert (uneven[0], failed[0], refused[0]) == ("ValueError", "OSError", "ValueError")
+            said = "expected a batch in every process, or in none, got no more batches in process 1"
+            assert said in uneven[1]
             told = "place: process 1 refused its part of the batch: "
             assert failed[1] == ("" if process else told) + "disk gone"
             assert refused[1].startswith("feature 'user'" if process else told)
@@ -73,7 +68,7 @@ def test_a_position_holds_the_states_of_all_processes(two):
     for process, (*_, (position, at_once, again)) in enumerate(two):
         states = [{"json": {"next": 4}}, {"json": {"next": 14}}]
         assert json.loads(json.dumps(position)) == position
-        shapes = position.pop("shapes")  # of the jagged feature; test_prefetcher_shapes.py
+        shapes = position.pop("shapes")  # of the jagged feature; test_prefetcher_positions.py
         assert shapes
         assert position == {"batches": 4, "sources": states}
         assert at_once == again == [10 * process + number for number in (5, 6, 7)]

@@ -54,13 +54,10 @@ def test_options_of_place():
         next(Prefetcher(engine(), [longer], spec=spec))
 
 
-@pytest.mark.parametrize("depth", [0, -1, 1.5, True])
-def test_a_bad_depth(depth):
-    with pytest.raises(ValueError, match="depth: expected an integer >= 1"):
-        Prefetcher(engine(), [], depth)
-
-
-def test_no_iterable():
+def test_a_bad_depth_and_no_iterable_are_refused():
+    for depth in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="depth: expected an integer >= 1"):
+            Prefetcher(engine(), [], depth)
     with pytest.raises(TypeError, match="batches: expected an iterable, got int"):
         Prefetcher(engine(), 3)
 
@@ -79,13 +76,9 @@ def test_a_second_loop_beside_the_first_is_refused():
     batches = Prefetcher(engine(), source(7))
     for _, number in batches:
         assert number == 0
-        with pytest.raises(
-            RuntimeError, match="expected one loop at a time, got a second iterator"
-        ):
+        with pytest.raises(RuntimeError, match="expected one loop at a time, got a second iter"):
             iter(batches)
         break
-    with pytest.raises(RuntimeError, match="one loop at a time"):
-        zip(batches, batches, strict=True)
     batches.close()
 
 
@@ -118,18 +111,12 @@ def test_several_threads_share_the_batches():
     assert sorted(seen) == list(range(60))
 
 
-def test_two_prefetchers_of_one_engine():
-    pairs = zip(Prefetcher(engine(), source(9)), Prefetcher(engine(), source(9)), strict=True)
-    assert all(first[1] == second[1] for first, second in pairs)
-
-
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.quick(1)
 def test_the_stateful_api_takes_placed_batches(pipelined):
     """The bits are those of `enqueue` alone."""
-    embedding, other = (
-        facade_cases.make_embedding(pipeline_execution_with_tensor_core=pipelined) for _ in "ab"
-    )
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    embedding, other = (facade_cases.make_embedding(**options) for _ in "ab")
     with Prefetcher(embedding.engine, map(facade_cases.batch, range(6))) as batches:
         if pipelined:
             embedding.enqueue(next(batches))

@@ -1,19 +1,22 @@
-"""`Prefetcher.get_state`: what was taken, as JSON, and the same batches after it."""
+"""`Prefetcher.get_state`: what was taken, as JSON, and the same batches and rooms after it."""
 
 import itertools
 import json
-import linecache
-import sys
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from data_cases import SIZE, batch, engine, source
+from data_cases import SIZE, batch, engine, source, wait_for
+from facade_cases import mesh
+from interrupt_cases import Interrupt, from_a_signal
 
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
+from tpu_embed.core.place import rooms
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
+from tpu_embed.optimizers import SGD
 
 
 class Counter:
@@ -121,52 +124,110 @@ def test_no_more_is_placed_ahead_after_a_position():
     with Prefetcher(engine(), counted(), depth=3) as batches:
         batches.set_state({"batches": 50})
         next(batches)
-        deadline = time.monotonic() + 20
-        while len(read) < 54 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: len(read) >= 54)
         time.sleep(0.1)  # the thread has time for more
         assert len(read) == 50 + 1 + 3
 
 
-def interrupt_at(line):
-    """Return a trace function that raises at the given line, of those that `next` runs.
-
-    Not at a `with`: a trace may raise between its end and the release of a lock, a signal may not.
-    """
-    seen = itertools.count()
-
-    def trace(frame, event, _):
-        path = frame.f_code.co_filename
-        if Path(path).name not in ("prefetcher.py", "worker.py"):
-            return None
-        code = linecache.getline(path, frame.f_lineno).strip()
-        if event == "line" and not code.startswith("with ") and next(seen) == line:
-            raise KeyboardInterrupt
-        return trace
-
-    return trace
+def of_the_prefetcher(code):
+    return Path(code.co_filename).name in ("prefetcher.py", "worker.py")
 
 
 def test_no_batch_comes_twice_after_an_interrupt():
     """Whichever line it hits, the position says which batch the loop took last."""
-    hit = 0
-    for line in range(60):
-        with Prefetcher(engine(), enumerate_from_one(4)) as batches:
+    hit, numbered = 0, [(batch(number), number) for number in range(1, 5)]
+    for at in range(1, 300):
+        with Prefetcher(engine(), numbered) as batches:
             given = [next(batches)[1]]
-            before = sys.gettrace()
-            sys.settrace(interrupt_at(line))
-            try:
+            with Interrupt(of_the_prefetcher, at, from_a_signal, only_signals=True) as interrupt:
                 given.append(next(batches)[1])
-            except KeyboardInterrupt:
-                hit += 1
-            finally:
-                sys.settrace(before)
+            hit += interrupt.seen >= at
             taken = batches.get_state()["batches"]
-            rest = [number for _, number in batches]
-            assert rest == list(range(taken + 1, 5))
+            assert [number for _, number in batches] == list(range(taken + 1, 5))
             assert given[-1] <= taken
-    assert 10 < hit < 60, "all lines of a call were reached"
+        if interrupt.seen < at:
+            break
+    assert 10 < hit < 299, "all places of a call were reached"
 
 
-def enumerate_from_one(count):
-    return ((batch(number), number) for number in range(1, count + 1))
+V = 60
+
+
+def engine_of(devices, **more):
+    features = {"seen": FeatureConfig(TableConfig(V, 2, name="items"), jagged=True), **more}
+    return EmbeddingEngine(features, SGD(0.1), mesh=mesh(devices))
+
+
+def draw(seed, count):
+    """Return batches of 8 histories, now long, now short."""
+    rng, found = np.random.default_rng(seed), []
+    for _ in range(count):
+        most = int(rng.choice([2, 40, 3, 900], p=[0.5, 0.2, 0.25, 0.05]))
+        lengths = rng.integers(0, most + 1, 8)
+        splits = np.concatenate([[0], np.cumsum(lengths)])
+        found.append({"seen": RaggedIds(rng.integers(0, V, splits[-1]), splits)})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shapes_are_those_of_an_unbroken_run(monkeypatch, seed):
+    """Rooms grow in the middle of what is left."""
+    monkeypatch.setattr(rooms, "SMALL", 16)
+    rng, data = np.random.default_rng([seed, 1]), draw(seed, 30)
+    unbroken, positions = [], []
+    with Prefetcher(engine_of(1), data) as batches:
+        for batch in batches:
+            unbroken.append(batch.spec)
+            positions.append(batches.get_state())
+    assert len(set(unbroken)) > 1
+    for stop in rng.choice(29, 3, replace=False):
+        resumed = Prefetcher(engine_of(1), data, depth=int(rng.integers(1, 5)))
+        resumed.set_state(json.loads(json.dumps(positions[stop])))
+        assert resumed.get_state() == positions[stop]
+        with resumed:
+            assert [batch.spec for batch in resumed] == unbroken[stop + 1 :]
+            assert resumed.get_state() == positions[-1]
+
+
+def test_other_devices_and_features_choose_anew():
+    with Prefetcher(engine_of(1), draw(0, 3)) as batches:
+        list(batches)
+        position = batches.get_state()
+    more = FeatureConfig(TableConfig(V, 4, name="others"))
+    for made, data in (
+        (engine_of(8), draw(0, 4)),
+        (engine_of(1, user=more), [one | {"user": np.arange(8)} for one in draw(0, 4)]),
+    ):
+        own = [made.place(one).spec for one in data][-1]
+        with Prefetcher(made, data) as resumed:
+            resumed.set_state(position)
+            assert next(resumed).spec == own
+
+
+def test_only_jagged_features_need_it():
+    made = EmbeddingEngine(FeatureConfig(TableConfig(V, 2)), SGD(0.1), mesh=mesh(1))
+    with Prefetcher(made, [np.arange(8)]) as batches:
+        assert next(batches).spec.replicas == 1
+        assert batches.get_state() == {"batches": 1}
+
+
+@pytest.mark.parametrize("shapes", [7, [[1]], [[{"uses": 1}]], [[{"spec": {}}]]])
+def test_something_else_is_refused(shapes):
+    batches = Prefetcher(engine_of(1), draw(0, 2))
+    with pytest.raises(ValueError, match=r"shapes: expected those of an engine.*get_state"):
+        batches.set_state({"batches": 1, "shapes": shapes})
+    assert batches.get_state() == {"batches": 0}
+    assert len(list(batches)) == 2
+    position = batches.get_state()
+    spec = position["shapes"][0][0]["spec"]
+    endless = spec | {"feature_shapes": [spec["feature_shapes"][0] | {"capacity": 10**12}]}
+    for wrong in (
+        endless,  # its first batch would ask for terabytes
+        spec | {"replicas": "1"},
+        spec | {"routed": "all"},
+        spec | {"stacks": [{"features": [0]}]},
+    ):
+        changed = json.loads(json.dumps(position))
+        changed["shapes"][0][0]["spec"] = wrong
+        with pytest.raises(ValueError, match="expected those of an engine"):
+            Prefetcher(engine_of(1), draw(0, 2)).set_state(changed)

@@ -14,28 +14,19 @@ def add(auc, logits, label):
     return auc.add(logits, label)
 
 
-def test_exact_auc_counts_pairs():
-    rng = np.random.default_rng(1)
-    score, label = rng.integers(6, size=50), rng.integers(2, size=50)
-    wins = [(a > b) + (a == b) / 2 for a in score[label == 1] for b in score[label == 0]]
-    assert exact_auc(score, label) == pytest.approx(np.mean(wins), rel=1e-12)
-
-
-@pytest.mark.parametrize(("bins", "error"), [(32, 0.1), (1024, 0.005), (2**16, 1e-4)])
-@pytest.mark.quick(1)
-def test_auc_over_batches_is_within_its_error(bins, error):
+def test_auc_over_batches_is_within_its_error():
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=2.0, size=(10, 800)).astype(np.float32)
     logits[0, :4] = [-np.inf, np.inf, -20.0, 20.0]
     label = (rng.random((10, 800)) < 1 / (1 + np.exp(-logits))).astype(np.float32)
     traced = []
     count = jax.jit(lambda auc, *batch: traced.append(auc) or auc.add(*batch))
-    auc = dlrm_model.Auc.empty(bins)
+    auc = dlrm_model.Auc.empty(2**16)
     for batch in zip(logits, label, strict=True):
         auc = count(auc, *batch)
     value, most = auc.value()
     assert abs(value - exact_auc(logits.ravel(), label.ravel())) <= most + 1e-12
-    assert 0 < most < error
+    assert 0 < most < 1e-4
     assert int(auc.clicks.sum() + auc.others.sum()) == label.size
     assert len(traced) == 1
 
@@ -67,13 +58,10 @@ def test_auc_counts_exactly_past_float32():
 
 
 @pytest.mark.parametrize(
-    ("logits", "label", "seen"),
-    [
-        ([0.0, np.nan, np.nan], [1.0, 0.0, -1.0], "1 clicks, 0 others, 1 NaN logits"),
-        ([0.0, 1.0, 1.0], [1.0, 1.0, -1.0], "2 clicks, 0 others, 0 NaN logits"),
-    ],
+    ("label", "logit", "seen"),
+    [(0.0, np.nan, "1 clicks, 0 others, 1 NaN logits"), (1.0, 1.0, "2 clicks, 0 others, 0 NaN")],
 )
-def test_auc_refuses(logits, label, seen):
-    auc = add(EMPTY, np.float32(logits), np.float32(label))
+def test_auc_refuses(label, logit, seen):
+    auc = add(EMPTY, np.float32([0, logit, logit]), np.float32([1, label, -1]))
     with pytest.raises(ValueError, match=seen):
         auc.value()

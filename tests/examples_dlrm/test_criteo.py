@@ -1,4 +1,4 @@
-"""The reader of Criteo's text files: every kind of field, and an error for every fault."""
+"""The reader of Criteo's files and what it stores: each field, each fault, and shuffled epochs."""
 
 import gzip
 import re
@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from dlrm_cases import ROWS, criteo, dlrm_data, joined, line, write
+from dlrm_cases import CONFIG, ROWS, criteo, dlrm_data, joined, line, write
 
 
 @pytest.mark.parametrize("block", [7, 1000])
@@ -27,14 +27,9 @@ def test_criteo_reads_plain_and_compressed(lines, files, block):
         ("", "expected 40 fields separated by tabs, got 1"),
         (line() + "\t", "expected 40 fields separated by tabs, got 41"),
         (line(label=2), "field 1: expected the label, 0 or 1, got b'2'"),
-        (line(label=""), "field 1: expected the label, 0 or 1, got b''"),
-        (
-            line(integers=["", "1.5"]),
-            "field 3: expected an integer of 18 digits at most, or nothing, got b'1.5'",
-        ),
-        (line(integers=["-"]), "field 2: expected an integer of 18 digits at most, or nothing"),
+        (line(integers=["", "1.5"]), "field 3: expected an integer of 18 digits at most"),
+        (line(integers=["-"]), "field 2: expected an integer of 18 digits at most"),
         (line(integers=["9" * 19]), "field 2: expected an integer of 18 digits at most"),
-        (line()[:20], "expected 40 fields separated by tabs, got 20"),
         (line(numbers=["0x1f"]), "field 15: expected hexadecimal digits, 16 at most, or nothing"),
         (line(numbers=["f" * 17]), "field 15: expected hexadecimal digits, 16 at most"),
     ],
@@ -51,19 +46,17 @@ def test_criteo_takes_numbers_of_64_bits(tmp_path):
     assert ids[:3].tolist() == [(2**64 - 1) % ROWS[0], 15 % ROWS[1], 0]
 
 
-def test_criteo_names_a_file_cut_short(files, tmp_path):
-    path = tmp_path / "cut.gz"
-    path.write_bytes(files[1].read_bytes()[:-200])
-    with pytest.raises(ValueError, match=r"cut.gz:\d+: expected whole gzip data, got: Compressed"):
-        list(criteo.read(path, ROWS))
-
-
-@pytest.mark.parametrize("empty", [b"", gzip.compress(b"", mtime=0)], ids=["plain", "gzip"])
-def test_criteo_names_an_empty_file(tmp_path, empty):
-    path = tmp_path / "day"
-    path.write_bytes(empty)
-    with pytest.raises(ValueError, match="day:1: expected lines, got an empty file"):
-        list(criteo.read(path, ROWS))
+def test_criteo_names_a_file_cut_short_or_empty(files, tmp_path):
+    path = tmp_path / "day.gz"
+    empty = "day.gz:1: expected lines, got an empty file"
+    for content, words in (
+        (files[1].read_bytes()[:-200], r"day.gz:\d+: expected whole gzip data, got: Compressed"),
+        (b"", empty),
+        (gzip.compress(b""), empty),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=words):
+            list(criteo.read(path, ROWS))
 
 
 def test_a_missing_or_negative_number_counts_as_zero(tmp_path):
@@ -83,19 +76,72 @@ def test_convert_refuses_before_it_writes(files, tmp_path):
     assert len(dlrm_data.Stored.open(tmp_path, ROWS)) == 60  # what was there is as it was
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scale", "0"], r"error: scale: expected 0 < scale <= 1, got 0.0"),
-        (["--scale", "nan"], r"error: scale: expected 0 < scale <= 1, got nan"),
-        (["day_9"], "error: day_9: expected a file to read, got none there"),
-    ],
-)
-def test_convert_as_a_command(files, tmp_path, monkeypatch, capsys, arguments, message):
-    command = ["criteo.py", "--out", str(tmp_path / "out"), str(files[0])]
-    monkeypatch.setattr(sys, "argv", [*command, "--scale", "1e-5"])
+def test_convert_as_a_command(files, tmp_path, monkeypatch, capsys):
+    command = ["criteo.py", "--out", str(tmp_path / "out"), str(files[0]), "--scale"]
+    monkeypatch.setattr(sys, "argv", [*command, "1e-5"])
     criteo.main()
     assert "60 examples in " in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, *arguments])
-    with pytest.raises(SystemExit, match=message):
-        criteo.main()
+    for scale in ("0.0", "nan"):
+        monkeypatch.setattr(sys, "argv", [*command, scale])
+        with pytest.raises(SystemExit, match=f"error: scale: expected 0 < scale <= 1, got {scale}"):
+            criteo.main()
+
+
+def test_stored_is_what_was_read(files, stored):
+    want = joined([b for path in files for b in criteo.read(path, ROWS)])
+    got = stored.at(slice(None))
+    assert isinstance(stored.ids, np.memmap)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def test_stored_refuses_what_is_not_whole(files, converted, tmp_path):
+    with pytest.raises(ValueError, match=r"expected ids mod .*got mod .*same --scale"):
+        dlrm_data.Stored.open(converted, CONFIG.rows)
+    criteo.convert(files, tmp_path, ROWS)
+    with (tmp_path / "ids.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(ValueError, match=r"ids.bin: expected 10400 bytes, got 10401"):
+        dlrm_data.Stored.open(tmp_path, ROWS)
+    bad = write(tmp_path / "bad", ["?"])
+    with pytest.raises(ValueError, match="bad:1: expected 40 fields"):
+        criteo.convert([files[0], bad], tmp_path, ROWS)
+    with pytest.raises(ValueError, match=r"expected meta.json: convert with"):
+        dlrm_data.Stored.open(tmp_path, ROWS)
+
+
+def rows_of(stored, batches):
+    """Return which rows the batches hold: all ids of an example tell it from others."""
+    place = {example.tobytes(): row for row, example in enumerate(stored.dense)}
+    assert len(place) == len(stored)
+    return [place[example.tobytes()] for batch in batches for example in batch.dense]
+
+
+@pytest.mark.parametrize("block", [1, 7])
+def test_epochs_are_shuffled_by_seed_and_epoch(stored, block):
+    def epoch(seed, number):
+        batches = list(stored.shuffled(30, seed=seed, epoch=number, block=block))
+        assert [len(batch.label) for batch in batches] == [30, 30, 30]
+        return rows_of(stored, batches)
+
+    first = epoch(0, 0)
+    assert first == epoch(0, 0)
+    assert len(set(first)) == 90
+    assert len({tuple(first), tuple(epoch(0, 1)), tuple(epoch(1, 0))}) == 3
+    left_out = [set(range(100)) - set(epoch(0, number)) for number in range(4)]
+    assert len(set.union(*left_out)) > 10  # not the same ones in every epoch
+
+
+def test_an_epoch_without_a_batch_is_refused(stored):
+    with pytest.raises(ValueError, match="batch size: expected at most 100, the examples, got 101"):
+        next(stored.shuffled(101, seed=0, epoch=0))
+
+
+def test_evaluation_sees_all_and_pads_the_last_batch(stored):
+    batches = list(stored.in_order(32))
+    assert [len(batch.label) for batch in batches] == [32] * 4
+    assert (batches[-1].label[4:] == -1).all()
+    assert (batches[-1].ids[4:] == -1).all()
+    real = [dlrm_data.Examples(*(a[b.label >= 0] for a in b)) for b in batches]
+    assert rows_of(stored, real) == list(range(100))

@@ -31,20 +31,12 @@ def test_ids_follow_zipf():
     assert set(planted.zipf(np.array([0.0, 1.0 - 2**-53]), 40_000_000)) == {0, 39_999_999}
 
 
-def test_scores_have_unit_variance():
-    scores = CLICKS.scores(2, np.arange(100_000))
-    assert abs(scores.mean()) < 5 / 100_000**0.5
-    assert abs((scores**2).mean() - 1) < 5 * 0.8**0.5 / 100_000**0.5
-    assert abs((scores * CLICKS.scores(3, np.arange(100_000))).mean()) < 5 / 100_000**0.5
-
-
 def test_expected_auc_counts_pairs():
     p = np.random.default_rng(0).integers(1, 9, size=40) / 10
     pairs = [(i, j) for i in range(40) for j in range(40) if i != j]
     top = sum(p[i] * (1 - p[j]) * ((p[i] > p[j]) + (p[i] == p[j]) / 2) for i, j in pairs)
-    assert planted.expected_auc(p) == pytest.approx(
-        top / sum(p[i] * (1 - p[j]) for i, j in pairs), rel=1e-12
-    )
+    expected = top / sum(p[i] * (1 - p[j]) for i, j in pairs)
+    assert planted.expected_auc(p) == pytest.approx(expected, rel=1e-12)
 
 
 def test_best_auc_is_that_of_the_true_logits():

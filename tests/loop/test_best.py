@@ -2,49 +2,21 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
-from flax import nnx
-from loop_cases import (
-    DENSE,
-    Network,
-    batches,
-    left_by,
-    loss_of_network,
-    loss_of_tables,
-    make_engine,
-    of_items,
-    plain_engine,
-)
+from fit_cases import engine, full_engine, run, steps_in, table, trained
+from loop_cases import batches, left_by, loss_of_tables, of_items
 
-from tpu_embed import FeatureConfig, TableConfig, fit
-from tpu_embed.core.engine import EmbeddingEngine
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit
 from tpu_embed.io import CheckpointManager
 from tpu_embed.loop import Best
 from tpu_embed.optimizers import SGD
 
 
 @functools.cache
-def engine():
-    return plain_engine()
-
-
-def trained(source=None, **options):
-    source = of_items(12) if source is None else source
-    return fit(engine(), loss_of_tables, source, **{"progress": False} | options)
-
-
-def table(report):
-    return np.asarray(engine().tables(report.state)["item"])
-
-
-@functools.cache
 def table_after(step):
-    return table(trained(steps=step))
-
-
-def steps_in(directory):
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+    return table(trained(of_items(step)))
 
 
 # -- numbers of one's own ------------------------------------------------------------------------
@@ -58,18 +30,13 @@ def test_what_is_measured_stands_in_the_evaluation():
         return {"rows": np.float32(table(report).size), "step": report.step}
 
     options = {"measure": measure, "callback": reports.append, "report_every": 5}
-    trained(evaluate_every=8, evaluation=list(of_items(1)), **options)
+    trained(of_items(12), evaluate_every=8, evaluation=list(of_items(1)), **options)
     assert calls == [(8, ["loss"]), (12, ["loss"])]
     seen = [(report.step, report.evaluation and sorted(report.evaluation)) for report in reports]
-    assert seen == [
-        (5, None),
-        (8, ["loss", "rows", "step"]),
-        (10, None),
-        (12, ["loss", "rows", "step"]),
-    ]
+    measured = ["loss", "rows", "step"]
+    assert seen == [(5, None), (8, measured), (10, None), (12, measured)]
     assert reports[1].evaluation["rows"] == 80
-    alone = trained(measure=measure)
-    assert alone.evaluation == {"rows": 80, "step": 12}
+    assert trained(measure=measure).evaluation == {"rows": 80, "step": 6}
 
 
 def test_some_features_are_enough_to_measure():
@@ -87,43 +54,40 @@ def test_some_features_are_enough_to_measure():
     np.testing.assert_allclose(report.evaluation["sum"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"measure": 3}, "fit: measure: expected a function, got int"),
-        ({"measure": lambda report: 3}, "measure returned: expected a dictionary of named numbers"),
-        ({"measure": lambda report: {"x": "a"}}, "a dictionary of named numbers, got {'x': 'a'}"),
-        (
-            {"measure": lambda report: {"loss": 1}, "evaluation": list(of_items(1))},
-            r"names that evaluation= does not have, \['loss'\], got \['loss'\]",
-        ),
-        ({"best": "loss"}, r"fit: best: expected a Best, got 'loss'; such as .*Best\("),
-        ({"best": Best("loss", "min")}, "fit: best: expected evaluate_every= beside it"),
-        (
-            {"best": Best("loss", "min"), "evaluate_every": 2, "measure": lambda report: {}},
-            "fit: best: expected directory= beside it",
-        ),
-    ],
-)
-def test_refused(options, words):
+BEST = Best("loss", "min")
+REFUSED = {
+    "fit: measure: expected a function, got int": {"measure": 3},
+    "measure returned: expected a dictionary of named numbers": {"measure": lambda report: 3},
+    "dictionary of named numbers, got {'x': 'a'}": {"measure": lambda report: {"x": "a"}},
+    r"names that evaluation= does not have, \['loss'\], got \['loss'\]": {
+        "measure": lambda report: {"loss": 1},
+        "evaluation": list(of_items(1)),
+    },
+    r"fit: best: expected a Best, got 'loss'; such as .*Best\(": {"best": "loss"},
+    "fit: best: expected evaluate_every= beside it": {"best": BEST},
+    "fit: best: expected directory= beside it": {
+        "best": BEST,
+        "evaluate_every": 2,
+        "measure": lambda report: {},
+    },
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused(words):
     with pytest.raises((TypeError, ValueError), match=words):
-        trained(**options)
+        trained(**REFUSED[words])
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"mode": "most"}, "Best: mode: expected 'max' | 'min'"), ({"patience": 0}, "Best: patience")],
-)
-def test_a_best_of_other_words_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        Best(**{"name": "loss", "mode": "min"} | options)
+def test_a_best_of_other_words_is_refused():
+    for mode, patience, words in (("most", 1, "mode: expected 'max' | 'min'"), ("min", 0, "pat")):
+        with pytest.raises(ValueError, match=f"Best: {words}"):
+            Best("loss", mode, patience)
 
 
 def test_a_number_that_no_evaluation_has_is_refused_and_the_run_is_saved(tmp_path):
     options = {"directory": tmp_path, "evaluate_every": 2, "measure": lambda report: {"ndcg": 1}}
-    with pytest.raises(
-        ValueError, match=r"best: expected one of .'ndcg'., got 'ndgc'; did you mean"
-    ):
+    with pytest.raises(ValueError, match=r"expected one of .'ndcg'., got 'ndgc'; did you mean"):
         trained(best=Best("ndgc", "max"), **options)
     assert steps_in(tmp_path) == [2]
 
@@ -131,9 +95,9 @@ def test_a_number_that_no_evaluation_has_is_refused_and_the_run_is_saved(tmp_pat
 # -- the best ------------------------------------------------------------------------------------
 
 
-def scores(*values, every=2):
-    """Return a `measure` with a score for each evaluation."""
-    return lambda report: {"score": values[report.step // every - 1]}
+def scores(*values):
+    """Return a `measure` with a score for each evaluation, at every second step."""
+    return lambda report: {"score": values[report.step // 2 - 1]}
 
 
 NAN = float("nan")
@@ -154,13 +118,10 @@ CASES = {  # scores of steps 2, 4, …; mode, patience: the best step, and the l
 def test_the_report_is_that_of_the_best_step(case, tmp_path):
     values, mode, patience, best, last = CASES[case]
     reports = []
-    options = {
-        "measure": scores(*values),
-        "evaluate_every": 2,
-        "best": Best("score", mode, patience),
-    }
-    options |= {"callback": reports.append, "save_every": 5, "keep": 1, "directory": tmp_path}
-    report = trained(**options)
+    options = {"measure": scores(*values), "best": Best("score", mode, patience)}
+    options |= {"callback": reports.append, "directory": tmp_path, "evaluate_every": 2}
+    options |= {"save_every": 5, "keep": 1}
+    report = trained(of_items(12), **options)
     assert report.step == (best or last)
     np.testing.assert_array_equal(table(report), table_after(report.step))
     assert reports[-1].step == last
@@ -175,17 +136,13 @@ def test_the_report_is_that_of_the_best_step(case, tmp_path):
 
 def test_a_run_in_two_calls_ends_with_what_the_best_step_left(tmp_path):
     """A network, a dynamic vocabulary, a table on the host."""
-    made = make_engine()
-    model = {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "progress": False}
-    undisturbed = fit(made, loss_of_network, batches(4), **model)
-    expected = left_by(made, undisturbed)
-    model |= {"best": Best("score", "max", patience=2), "measure": scores(1, 5, 4, 2, 2, 2)}
-    model |= {"evaluate_every": 2, "save_every": 3, "keep": 1, "directory": tmp_path}
+    expected = left_by(full_engine(), run(None, steps=4))
+    options = {"best": Best("score", "max", patience=2), "measure": scores(1, 5, 4, 2, 2, 2)}
+    options |= {"evaluate_every": 2, "save_every": 3, "keep": 1}
     for steps in (7, 12):  # one of the two that patience allows is in the first call
-        report = fit(made, loss_of_network, batches(12), steps=steps, **model)
+        report = run(tmp_path, batches(12), steps=steps, **options)
         assert (report.step, report.evaluation) == (4, {"score": 5})
-    for found, one in zip(left_by(made, report), expected, strict=True):
-        np.testing.assert_array_equal(found, one)
+    jax.tree.map(np.testing.assert_array_equal, left_by(full_engine(), report), expected)
     assert steps_in(tmp_path) == [4, 8]
 
 
@@ -196,7 +153,7 @@ def test_only_an_evaluation_of_the_same_number_ends_the_patience(tmp_path):
     for name, steps, last in (("score", 12, 6), ("score", 11, 8), ("other", 10, 10)):
         reports = []
         best = Best(name, "max", patience=2)
-        trained(steps=steps, best=best, callback=reports.append, **options)
+        trained(of_items(12), steps=steps, best=best, callback=reports.append, **options)
         assert reports[-1].step == last
 
 
@@ -207,7 +164,7 @@ def test_losses_that_are_not_finite_can_be_recorded(tmp_path):
     options = {"directory": tmp_path, "evaluate_every": 2, "on_nonfinite": "continue", "steps": 4}
     options |= {"measure": scores(2, 1), "best": Best("score", "max")}
     for _ in range(2):
-        report = fit(engine(), loss, of_items(12), progress=False, **options)
+        report = trained(loss=loss, **options)
         assert (report.step, report.metrics) == (2, {"far": np.inf})
         assert np.isnan(report.loss)
 
@@ -221,7 +178,7 @@ def test_a_measure_that_raises_ends_the_run_which_then_goes_on(tmp_path):
     with pytest.raises(ZeroDivisionError) as error:
         trained(measure=broken, **options)
     assert error.value.__notes__ == [f"fit: {tmp_path} has step 4; the same call goes on from it."]
-    report = trained(measure=scores(9, 9, 1, 2, 3, 0), **options)
+    report = trained(of_items(12), measure=scores(9, 9, 1, 2, 3, 0), **options)
     assert (report.step, report.evaluation) == (10, {"score": 3})
 
 
@@ -231,4 +188,4 @@ def test_a_best_checkpoint_that_was_removed_is_forgotten(tmp_path):
     trained(steps=6, **options)
     with CheckpointManager(tmp_path, engine()) as manager:
         manager.remove(4)
-    assert trained(**options).step == 10
+    assert trained(of_items(12), **options).step == 10

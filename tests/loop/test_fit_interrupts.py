@@ -1,53 +1,23 @@
 """Whatever ends a run of `fit`, the next call goes on to the bits of an undisturbed run."""
 
 import contextlib
-import functools
 import itertools
 import shutil
 
 import numpy as np
 import pytest
+from fit_cases import STEPS, assert_undisturbed, full_engine, run, steps_in
 from flax import nnx
 from interrupt_cases import Interrupt, from_a_signal
-from loop_cases import DENSE, Network, Stateful, batches, left_by, loss_of_network, make_engine
+from loop_cases import DENSE, Network, Stateful, batches, loss_of_network
 
-import tpu_embed
 from tpu_embed.io.checkpoint import tables
 from tpu_embed.loop.network import split_model
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.run import Run, new_run
 from tpu_embed.loop.step import Parts, make_train_step
 
-STEPS, EVERY = 14, 4
 EVALUATION = list(batches(2))
-
-
-@functools.cache
-def engine():
-    return make_engine()
-
-
-def run(directory, source=None, **options):
-    """Call `fit` as a program that is started again would."""
-    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
-    given |= {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "directory": directory}
-    source = batches(STEPS + 3) if source is None else source
-    return tpu_embed.fit(engine(), loss_of_network, source, **given)
-
-
-@functools.cache
-def undisturbed():
-    return left_by(engine(), run(None))
-
-
-def assert_undisturbed(report):
-    assert report.step == STEPS
-    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-def steps_in(directory):
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def of_the_loop(code):
@@ -126,17 +96,13 @@ def disturb(rng, directory, count):
     return run(directory, source if stateful else read_once(source), evaluation=EVALUATION)
 
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.whole) for seed in range(1, 20))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.quick(1)
 def test_random_ends_leave_the_bits_of_an_undisturbed_run(seed, tmp_path):
     assert_undisturbed(disturb(np.random.default_rng(seed), tmp_path / "run", 4))
 
 
-def test_a_run_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(
-    tmp_path, monkeypatch
-):
+def test_killed_while_it_saves_a_run_goes_on_from_the_checkpoint_before(tmp_path, monkeypatch):
     """What a kill leaves is a copy of the directory from the middle of a save."""
     copies, write = [], tables.write
 
@@ -164,18 +130,7 @@ def test_a_batch_that_was_admitted_but_not_trained_on_is_not_saved(tmp_path):
         run(tmp_path / "run", source)
     assert steps_in(tmp_path / "run") == [4]
     assert "run has step 4; the same call goes on" in error.value.__notes__[-1]
-    assert_undisturbed(run(tmp_path / "run"))
-
-
-def test_an_interrupt_is_saved_and_says_so(tmp_path):
-    def callback(report):
-        if report.step == 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as error:
-        run(tmp_path / "run", callback=callback, report_every=1)
-    assert steps_in(tmp_path / "run") == [4, 6]
-    assert "run has step 6; the same call goes on" in error.value.__notes__[-1]
+    assert_undisturbed(run(tmp_path / "run", batches(STEPS)))
 
 
 def test_what_fails_at_the_very_end_says_that_the_run_is_saved(tmp_path):
@@ -207,26 +162,22 @@ def test_a_save_that_fails_is_a_note_on_the_error_that_ended_the_run(tmp_path, m
     assert steps_in(tmp_path / "run") == [4]
 
 
-def of_a_step(code):
-    return code is Run.train.__code__
-
-
 def test_what_cuts_a_step_at_any_bytecode_leaves_nothing_to_be_saved_or_a_run_between_two_steps():
-    made, source = engine(), Stateful(200)
+    made, source, lost = full_engine(), Stateful(200), 0
     objective, network = split_model(loss_of_network, Network(nnx.Rngs(0)))
-    step, lost = make_train_step(objective, DENSE, Parts(made, 1, ()), 0), 0
+    step = make_train_step(objective, DENSE, Parts(made, 1, ()), 0)
 
-    def begun():
-        return new_run(made, network, DENSE, None, Losses(2, "stop"))
+    def of_a_step(code):
+        return code is Run.train.__code__
 
     def train(run):
         ids, wanted = next(source)
         run.train(step, (made.place(ids), wanted), source.get_state)
 
-    run = begun()
+    run = None
     for at in itertools.count(1):
-        if not run.can_be_saved():
-            run = begun()
+        if run is None or not run.can_be_saved():
+            run = new_run(made, network, DENSE, None, Losses(2, "stop"))
             run.begin(None, 0)
             source.set_state({"at": 0})
             train(run)  # a run without a step cannot be saved

@@ -13,13 +13,9 @@ SCRIPT, STEPS = Path(__file__).with_name("killed_fit.py"), 40
 
 
 def started(directory):
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(directory), str(STEPS)],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    python = [sys.executable, str(SCRIPT), str(directory), str(STEPS)]
+    return subprocess.Popen(python, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def last_of(directory):

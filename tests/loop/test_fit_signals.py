@@ -8,21 +8,16 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
+from fit_cases import STEPS, assert_undisturbed, run, steps_in
 from interrupt_cases import ends_within
-from loop_cases import Stateful, batches, left_by, loss_of_tables, make_engine
+from loop_cases import Stateful, batches
 
-import tpu_embed
 from tpu_embed.io.checkpoint import tables
 
-STEPS, EVERY = 14, 4
 BOTH = (signal.SIGINT, signal.SIGTERM)
-
-
-@functools.cache
-def engine():
-    return make_engine()
 
 
 def handlers():
@@ -37,31 +32,8 @@ def handlers_come_back():
     assert handlers() == before
 
 
-def run(directory, source=None, **options):
-    """Call `fit` as a program that is started again would."""
-    given = {"steps": STEPS, "save_every": EVERY, "keep": 2, "progress": False} | options
-    source = Stateful(STEPS) if source is None else source
-    return tpu_embed.fit(engine(), loss_of_tables, source, directory=directory, **given)
-
-
-@functools.cache
-def undisturbed():
-    return left_by(engine(), run(None))
-
-
-def assert_undisturbed(report):
-    assert report.step == STEPS
-    for found, expected in zip(left_by(engine(), report), undisturbed(), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-def assert_goes_on(directory):
-    """Check that the same call ends with the bits of an undisturbed run."""
-    assert_undisturbed(run(directory))
-
-
 def last_step(directory):
-    return max((int(one.name) for one in directory.iterdir() if one.name.isdigit()), default=0)
+    return max(steps_in(directory), default=0)
 
 
 def send(number, after=0.0):
@@ -114,13 +86,11 @@ def test_signals_at_random_moments(count, tmp_path):
         there = f"has step {done}; the same call goes on" if done else "there is no checkpoint"
         assert there in error.value.__notes__[-1]
         if done > STEPS - 4 or disturbed == count - 1:
-            assert_goes_on(directory)
+            assert_undisturbed(run(directory))
             done, directory = 0, tmp_path / f"after {disturbed}"
 
 
-@pytest.mark.parametrize(
-    ("where", "number"), [("source", signal.SIGTERM), ("evaluation", signal.SIGINT)]
-)
+@pytest.mark.parametrize(("where", "number"), [("source", BOTH[1]), ("evaluation", BOTH[0])])
 def test_a_wait_for_data_ends(where, number, tmp_path):
     never = threading.Event()
 
@@ -137,7 +107,7 @@ def test_a_wait_for_data_ends(where, number, tmp_path):
         run(tmp_path, Stateful(STEPS) if options else Sending(5, wait), **options)
     assert last_step(tmp_path) == 5
     never.set()
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 @pytest.mark.parametrize("number", BOTH)
@@ -164,7 +134,7 @@ def test_a_second_ctrl_c_waits_for_nothing(tmp_path):
         run(tmp_path, callback=callback, report_every=1)
     join_saves()
     assert last_step(tmp_path) == 4
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
@@ -189,7 +159,7 @@ def test_a_second_ctrl_c_does_not_wait_for_a_save(tmp_path, monkeypatch):
     disk.set()
     join_saves()
     assert last_step(tmp_path) == 6
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
@@ -204,7 +174,7 @@ def test_a_signal_in_the_last_save_is_not_lost(tmp_path, monkeypatch):
     with ended_by(signal.SIGTERM):
         run(tmp_path)
     assert last_step(tmp_path) == STEPS
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
@@ -223,12 +193,17 @@ def test_a_handler_of_the_programs_own_runs_between_two_steps(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (error.value.code, last_step(tmp_path)) == (3, 6)
-    assert_goes_on(tmp_path)
+    assert_undisturbed(run(tmp_path))
 
 
 def test_in_another_thread_it_trains_as_before():
     reports = []
-    thread = threading.Thread(target=lambda: reports.append(run(None)))
+
+    def train():
+        with jax.numpy_dtype_promotion("standard"):  # which each thread sets for itself
+            reports.append(run(None))
+
+    thread = threading.Thread(target=train)
     thread.start()
     thread.join()
     assert_undisturbed(reports[0])

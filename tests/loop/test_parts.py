@@ -2,13 +2,13 @@
 
 import functools
 
+import fit_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from loop_cases import DENSE, Network, batches, loss_of_network, mesh, plain_engine
+from loop_cases import mesh, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
@@ -52,17 +52,14 @@ def loss_of(activations, wanted, known):
     times = jax.vmap(lambda history, times: history.with_values(history.values * times[:, None]))
     seen = times(activations["history"], known["times"].values).sums()
     assert known["days"].shape == (3,)
-    return compare(seen, activations["item"], activations["shared"], wanted, known["scale"]), {
-        "wanted": wanted.mean()
-    }
+    loss = compare(seen, activations["item"], activations["shared"], wanted, known["scale"])
+    return loss, {"wanted": wanted.mean()}
 
 
 def mean_of(activations, wanted, known):
     """Return the mean of the squared errors, with numbers that float32 rounds."""
-    times = known["times"]
-    seen = activations["history"].with_values(
-        activations["history"].values * times.values[..., None]
-    )
+    history = activations["history"]
+    seen = history.with_values(history.values * known["times"].values[..., None])
     return (((seen.sums() / 3 + activations["item"]).sum(-1) - wanted) ** 2).mean()
 
 
@@ -125,9 +122,7 @@ def test_of_a_mean_over_the_examples_parts_change_no_bit_of_a_table():
 
 
 def test_a_network_is_passed_k_times_and_changed_once():
-    options = {"model": Network(nnx.Rngs(0)), "optimizer": DENSE, "progress": False}
-    items = batches(3, names=("item",))
-    report = fit(plain_engine(), loss_of_network, items, micro_batches=2, **options)
+    report = fit_cases.trained(steps=3, micro_batches=2, **fit_cases.with_network())
     assert (report.step, report.model.dropout.rngs.count[...]) == (3, 3 * 2)
 
 
@@ -168,19 +163,17 @@ def test_memory_falls_and_tables_are_updated_in_place():
     assert needed[2] < 0.6 * needed[1]
 
 
-REFUSED = {
-    "micro_batches: expected an integer >= 1, got 0": {"micro_batches": 0},
-    r"whole_features: expected a list of some of .*got \[.items.\]; did you mean item\?": {
-        "whole_features": ["items"]
-    },
-    r"a list of some of .*'shared'.*, got 'shared'": {"whole_features": "shared"},
-    r"features of one size, got .*'shared': 8.*in whole_features": {"whole_features": []},
-    "expected a multiple of 24 examples, 3 parts on each device, got 32": {"micro_batches": 3},
-}
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words):
-    given = {"micro_batches": 2, "whole_features": ["shared"]} | REFUSED[words]
+@pytest.mark.parametrize(
+    ("parts", "whole", "words"),
+    [
+        (0, ["shared"], "micro_batches: expected an integer >= 1, got 0"),
+        (2, ["items"], r"expected a list of some of .*got \[.items.\]; did you mean item\?"),
+        (2, "shared", r"a list of some of .*'shared'.*, got 'shared'"),
+        (2, [], r"features of one size, got .*'shared': 8.*in whole_features"),
+        (3, ["shared"], "expected a multiple of 24 examples, 3 parts on each device, got 32"),
+    ],
+)
+def test_refused(parts, whole, words):
+    options = {"micro_batches": parts, "whole_features": whole, "progress": False}
     with pytest.raises(ValueError, match=words):
-        fit(engine_of(8), loss_of, source(), progress=False, **given)
+        fit(engine_of(8), loss_of, source(), **options)

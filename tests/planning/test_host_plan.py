@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
@@ -37,17 +38,16 @@ def host_of(found):
 
 
 def test_devices_hold_device_rows():
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]), ("d",))
-    found = planned(declared(), mesh)
-    engine = tpu_embed.EmbeddingEngine(declared(), o.Adagrad(0.1), mesh=mesh)
+    found = planned(declared(), mesh(8))
+    engine = tpu_embed.EmbeddingEngine(declared(), o.Adagrad(0.1), mesh=mesh(8))
     state = engine.init(jax.random.key(0))
     for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
         shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
         assert found.held[what] == sum(shards)
-    assert found.held == planned(declared(size=2000), mesh).held
+    assert found.held == planned(declared(size=2000), mesh(8)).held
     assert (found.tables[0].vocabulary_size, found.tables[0].rows) == (2**40, 125)
     ids = {"item": np.random.default_rng(0).integers(0, 2**40, (64, 4)), "user": np.arange(64)}
-    exact = planned(declared(), mesh, ids)
+    exact = planned(declared(), mesh(8), ids)
     assert host_of(exact).batch_rows == 256
     room, other = engine.place(ids).spec.stacks[0], exact.spec.stacks[0]
     # The first batch of an engine has its rows in turn on all shards, a later one anywhere.
@@ -102,15 +102,16 @@ def test_what_misses_is_moved():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"hit_rates: expected tables on the host.*mean items\?"):
-        planned(declared(), hit_rates={"item": 0.5})
-    with pytest.raises(ValueError, match=r"touched_rows: expected .*'items'.*got 'users'"):
-        planned(declared(), touched_rows={"users": 5})
+    for options, words in (
+        ({"hit_rates": {"item": 0.5}}, "hit_rates: expected tables on the host.*mean items\\?"),
+        ({"touched_rows": {"users": 5}}, "touched_rows: expected .*'items'.*got 'users'"),
+        ({"touched_rows": {"items": -1}}, r"touched_rows\['items'\]: expected an integer >= 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            planned(declared(), **options)
     for rate in (1.5, -0.1, float("nan"), "0.5", True):
         with pytest.raises(ValueError, match=r"hit_rates\['items'\]: expected a share from 0 to 1"):
             planned(declared(), hit_rates=rate)
-    with pytest.raises(ValueError, match=r"touched_rows\['items'\]: expected an integer >= 0"):
-        planned(declared(), touched_rows={"items": -1})
     batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
     with pytest.raises(ValueError, match=r"'items': expected at most 200 .*device_rows=256\)"):
         planned(declared(rows=200), batch=batch)
@@ -134,14 +135,12 @@ def test_automatic_placement_shards_what_is_on_the_host():
 
 @pytest.mark.parametrize("ids", ["real", "shapes"])
 def test_the_rows_of_a_remedy_fit(ids):
-    tables = {
-        name: TableConfig(rows, 64, name=name, placement="auto")
-        for name, rows in {"a": 2**20, "b": 2**18, "c": 2**10}.items()
-    }
+    rows = {"a": 2**20, "b": 2**18, "c": 2**10}
+    tables = {n: TableConfig(size, 64, name=n, placement="auto") for n, size in rows.items()}
     features = {name: FeatureConfig(table) for name, table in tables.items()}
     batch = {name: np.arange(64).reshape(32, 2) for name in features}
     if ids == "shapes":
-        batch = {name: jax.ShapeDtypeStruct((32, 2), np.int32) for name in features}
+        batch = jax.eval_shape(lambda: batch)
     for memory, names in {2**27: ["a"], 2**25: ["a", "b"]}.items():
         remedy = planned(features, "v5e:2x2", batch, memory=memory).remedies[-1]
         rows = device_rows(remedy)

@@ -9,10 +9,9 @@ import pytest
 from living_cases import mesh
 
 import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
+from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, planning
 from tpu_embed import optimizers as o
 from tpu_embed.__main__ import main
-from tpu_embed.vocabulary import DynamicVocabulary
 
 IDS, AHEAD = 16, 2
 RULE = o.Adagrad(0.1)

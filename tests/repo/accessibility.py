@@ -1,6 +1,6 @@
 """Look at every page of the site with axe in Chromium: light and dark, wide and narrow.
 
-    python tests/repo/accessibility.py [--site build/site] [--pages PATTERN] [--screenshots FOLDER]
+    python tests/repo/accessibility.py [--site build/site] [--pages PATTERN]
 
 It prints what axe calls serious or critical, pages that are wider than the window, requests that
 leave the site, and a search that finds nothing; if there is any, the exit status is 1. It needs
@@ -84,7 +84,7 @@ def search(page: Any, address: str) -> str | None:
     return None
 
 
-def look(browser: Any, address: str, names: list[str], shots: Path | None) -> Iterator[str]:
+def look(browser: Any, address: str, names: list[str]) -> Iterator[str]:
     """Yield what is wrong with any page, a line for each; print how far it is."""
     from axe_playwright_python.sync_playwright import Axe
 
@@ -104,11 +104,6 @@ def look(browser: Any, address: str, names: list[str], shots: Path | None) -> It
                     page.goto(address + name)
                     for finding in findings(page, axe):
                         yield f"{name} {scheme} {width}: {finding}"
-                    if shots is not None:
-                        file = (
-                            f"{name.replace('/', '_').removesuffix('.html')}-{scheme}-{width}.png"
-                        )
-                        page.screenshot(path=shots / file)
                 print(f"{len(names)} pages, {scheme}, {width} pixels", file=sys.stderr)
                 wrong = search(page, address + "index.html")
                 if wrong is not None:
@@ -121,22 +116,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
     parser.add_argument("--pages", default="**/*.html", help="a pattern of file names")
-    parser.add_argument("--screenshots", type=Path, help="a folder for a picture of each page")
     arguments = parser.parse_args()
-    names = sorted(
-        str(path.relative_to(arguments.site)) for path in arguments.site.glob(arguments.pages)
-    )
+    site = arguments.site
+    names = sorted(str(path.relative_to(site)) for path in site.glob(arguments.pages))
     if not names:
-        sys.exit(f"accessibility: no page {arguments.pages} in {arguments.site}; `make docs` first")
+        sys.exit(f"accessibility: no page {arguments.pages} in {site}; `make docs` first")
     from playwright.sync_api import sync_playwright
 
-    address = f"http://127.0.0.1:{serve(arguments.site).server_port}/"
-    if arguments.screenshots is not None:
-        arguments.screenshots.mkdir(parents=True, exist_ok=True)
+    address = f"http://127.0.0.1:{serve(site).server_port}/"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium())
         count = 0
-        for finding in look(browser, address, names, arguments.screenshots):
+        for finding in look(browser, address, names):
             print(finding, flush=True)
             count += 1
         browser.close()

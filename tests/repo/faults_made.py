@@ -50,12 +50,7 @@ MADE = [
         "_PLACES_PER_ID, _FEW_PLACES = 10**9, 2**40",
         "made: one id at a far column takes all memory",
     ),
-    (
-        _ADMITTER,
-        "if not batch.admitted:",
-        "if False:",
-        "made: a forgotten admit is quiet in a jit",
-    ),
+    (_ADMITTER, "if not batch.admitted:", "if False:", "made: a forgotten admit is quiet in a jit"),
     (
         _ADMITTER,
         "jnp.where(refused, jnp.nan, one)",

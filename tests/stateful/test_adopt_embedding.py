@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from adopt_cases import contents, draw, features, map_contents
+from facade_cases import make_embedding_of, mesh
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
@@ -17,15 +18,10 @@ SMALL = {"capacity": 9}
 LARGE = {"capacity": 20, "on_host": ("items", "tags"), "device_rows": 40}
 
 
-def embedding(devices, pipelined=False, placement="mod", **options):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    return tpu_embed.TPUEmbedding(
-        features(placement=placement, **options),
-        None,
-        mesh=mesh,
-        seed=3,
-        pipeline_execution_with_tensor_core=pipelined,
-    )
+def embedding(devices, pipelined, **options):
+    made = features(placement="mod", **options)
+    options = {"seed": 3, "pipeline_execution_with_tensor_core": pipelined}
+    return make_embedding_of(made, None, devices, **options)
 
 
 def gradients_of(activations):
@@ -42,7 +38,7 @@ def train(made, batches):
     return found
 
 
-@pytest.mark.parametrize("pipelined", [pytest.param(False, marks=pytest.mark.whole), True])
+@pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.whole
 def test_both_apis_adopt_alike(pipelined):
     rng = np.random.default_rng(0)
@@ -54,18 +50,15 @@ def test_both_apis_adopt_alike(pipelined):
     large.enqueue(own)
     engines = [
         tpu_embed.EmbeddingEngine(
-            features(placement="mod", **options),
-            mesh=x.engine.layout.axes.mesh,
-            lookahead=int(pipelined),
+            features(placement="mod", **options), mesh=mesh(devices), lookahead=int(pipelined)
         )
-        for options, x in ((SMALL, small), (LARGE, large))
+        for devices, options in ((1, SMALL), (2, LARGE))
     ]
     state = engines[0].init(jax.random.key(3))
     for batch in batches[:4]:
         state, batch = engines[0].admit(state, engines[0].place(batch))
-        state = engines[0].update_in_place(
-            state, batch, gradients_of(engines[0].lookup(state, batch))
-        )
+        gradients = gradients_of(engines[0].lookup(state, batch))
+        state = engines[0].update_in_place(state, batch, gradients)
     assert contents(small.engine, small.state) == contents(engines[0], state)
     with pytest.warns(UserWarning, match="2 from before, now forgotten"):
         large.adopt(small)
@@ -83,15 +76,15 @@ def test_both_apis_adopt_alike(pipelined):
     train(small, batches[4:])  # it goes on by itself
 
 
-def plain(devices, size=16, seed=0, pipelined=False):
-    table = TableConfig(size, 2, name="t")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    options = {"mesh": mesh, "seed": seed, "pipeline_execution_with_tensor_core": pipelined}
-    return tpu_embed.TPUEmbedding({"x": FeatureConfig(table)}, o.SGD(0.5), **options)
+def plain(devices, size=16, pipelined=False, **options):
+    config = {"x": FeatureConfig(TableConfig(size, 2, name="t", **options))}
+    seed = devices  # so that two differ
+    options = {"seed": seed, "pipeline_execution_with_tensor_core": pipelined}
+    return make_embedding_of(config, o.SGD(0.5), devices, **options)
 
 
 def test_training_batches_of_the_other_must_be_done():
-    one, other, ids = plain(1), plain(2, seed=1), {"x": np.arange(8)}
+    one, other, ids = plain(1), plain(2), {"x": np.arange(8)}
     other.enqueue(ids)
     refusal = r"adopt: other: expected no training batch .*, got 1; dequeue them and apply"
     with pytest.raises(RuntimeError, match=refusal):
@@ -106,7 +99,7 @@ def test_training_batches_of_the_other_must_be_done():
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_own_batches_are_looked_up_again(pipelined):
-    one, other, ids = plain(1, pipelined=pipelined), plain(2, seed=1), {"x": np.arange(8)}
+    one, other, ids = plain(1, pipelined=pipelined), plain(2), {"x": np.arange(8)}
     for made in (one, other):
         made.enqueue(ids, training=False)
     one.adopt(other)
@@ -126,7 +119,7 @@ def test_what_is_refused_changes_nothing():
 
 
 def test_two_that_adopt_each_other_do_not_wait_for_ever():
-    one, other = plain(1), plain(2, seed=1)
+    one, other = plain(1), plain(2)
     for made in (one, other):
         made.build()
 
@@ -134,10 +127,8 @@ def test_two_that_adopt_each_other_do_not_wait_for_ever():
         for _ in range(10):
             mine.adopt(theirs)
 
-    threads = [
-        threading.Thread(target=many, args=pair, daemon=True)
-        for pair in ((one, other), (other, one))
-    ]
+    pairs = (one, other), (other, one)
+    threads = [threading.Thread(target=many, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -147,15 +138,9 @@ def test_two_that_adopt_each_other_do_not_wait_for_ever():
     np.testing.assert_array_equal(*found)
 
 
-def living(capacity):
-    table = TableConfig(capacity, 2, name="t", vocabulary=DynamicVocabulary())
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
-    return tpu_embed.TPUEmbedding({"x": FeatureConfig(table)}, o.SGD(0.5), mesh=mesh)
-
-
 @pytest.mark.whole
 def test_after_an_interrupt_tables_and_maps_belong_together(monkeypatch):
-    small, large = living(8), living(16)
+    small, large = (plain(1, size, vocabulary=DynamicVocabulary()) for size in (8, 16))
     train(small, [{"x": np.arange(8)}])
     load = Vocabularies.load_states
 

@@ -1,5 +1,7 @@
 """`TPUEmbedding` admits batches of keys by itself, in the order of its queue, pipelined or not."""
 
+import functools
+import itertools
 import threading
 
 import jax
@@ -21,10 +23,9 @@ from living_cases import (
 from oracle_vocabulary import VocabularyOracle
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
-from tpu_embed.vocabulary import DynamicVocabulary
 
 STEPS = 7
 
@@ -33,71 +34,48 @@ def embedding(**options):
     return tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY, **options)
 
 
-def zeros(activations):
-    return jax.tree.map(lambda a: np.zeros(a.shape, np.float32), activations)
+def step(made, gradient=0):
+    """Dequeue a batch and update with gradients that are all one number; return its rows."""
+    activations = jax.tree.map(np.asarray, made.dequeue())
+    made.apply_gradients(jax.tree.map(lambda a: np.full(a.shape, gradient, a.dtype), activations))
+    return activations
 
 
-@pytest.fixture(scope="module")
-def expected():
+@functools.cache
+def expected(ahead):
     """Return what a loop over an engine gives, with and without a batch of delay."""
-    found = {}
-    for ahead in (0, 1):
-        made = engine(lookahead=ahead)
-        state, waiting, seen = made.init(jax.random.key(KEY)), [], []
-
-        def update(state, made=made, waiting=waiting, seen=seen):
-            step, batch, activations = waiting.pop(0)
+    made = engine(lookahead=ahead)
+    state, waiting, seen = made.init(jax.random.key(KEY)), [], []
+    for number in range(STEPS + ahead):
+        if number < STEPS:
+            state, batch = made.admit(state, made.place(draw(number)))
+            waiting.append((batch, made.lookup(state, batch)))
+        if number >= ahead:
+            batch, activations = waiting.pop(0)
             seen.append(jax.tree.map(np.asarray, activations))
-            return made.update_in_place(state, batch, gradients(activations, step))
-
-        for step in range(STEPS):
-            state, batch = made.admit(state, made.place(draw(step)))
-            waiting.append((step, batch, made.lookup(state, batch)))
-            if len(waiting) > ahead:
-                state = update(state)
-        while waiting:
-            state = update(state)
-        found[ahead] = whole(made, state), seen
-    return found
+            given = gradients(activations, number - ahead)
+            state = made.update_in_place(state, batch, given)
+    return whole(made, state), seen
 
 
 @pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize("pipelined", [0, 1])
 @pytest.mark.quick(1)
-def test_a_queue_does_what_a_loop_does(expected, pipelined, prefetched):
+def test_a_queue_does_what_a_loop_does(pipelined, prefetched):
     made, seen = embedding(pipeline_execution_with_tensor_core=bool(pipelined)), []
-    batches = (draw(step) for step in range(STEPS))
+    batches = (draw(number) for number in range(STEPS))
     batches = iter(Prefetcher(made.engine, batches, depth=2)) if prefetched else batches
     for _ in range(2):
         made.enqueue(next(batches))
-    for step in range(STEPS):
+    for number in range(STEPS):
         activations = made.dequeue()
         seen.append(jax.tree.map(np.asarray, activations))
-        made.apply_gradients(gradients(activations, step))
-        for batch in (next(batches, None),) if made.waiting < 2 else ():
-            if batch is not None:
-                made.enqueue(batch)
-    tables, activations = expected[pipelined]
+        made.apply_gradients(gradients(activations, number))
+        for batch in itertools.islice(batches, 1):
+            made.enqueue(batch)
+    tables, activations = expected(pipelined)
     jax.tree.map(np.testing.assert_array_equal, seen, activations)
     assert_same(whole(made.engine, made.state), tables)
-
-
-@pytest.mark.whole
-def test_a_batch_that_is_looked_up_in_the_queue_sees_those_before_it():
-    made, other = embedding(), engine()
-    for step in (0, 1):
-        made.enqueue(draw(step))
-    made.enqueue(draw(1), training=False)
-    made.enqueue(draw(2))
-    for step in (0, 1):
-        made.apply_gradients(gradients(made.dequeue(), step))
-    found = made.dequeue()
-    state = other.init(jax.random.key(KEY))
-    for step in (0, 1):
-        state, batch = other.admit(state, other.place(draw(step)))
-        state = other.update_in_place(state, batch, gradients(other.lookup(state, batch), step))
-    looked = other.lookup(state, other.place(draw(1), training=False))
-    jax.tree.map(np.testing.assert_array_equal, found, looked)
 
 
 def test_what_enqueue_refuses_leaves_the_maps_as_they_were():
@@ -125,7 +103,7 @@ def test_threads_enqueue_in_the_order_in_which_they_place():
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     for _ in threads:
-        made.apply_gradients(zeros(made.dequeue()))
+        step(made)
     assert made.state.vocabulary["map_version"][0] == 6
 
 
@@ -133,10 +111,10 @@ def test_loading_keeps_the_maps_and_the_queue():
     made = embedding()
     made.enqueue(draw(0))
     made.enqueue(draw(1))
-    made.apply_gradients(zeros(made.dequeue()))
+    step(made)
     tables, slots = made.retrieve()
     made.load(tables, slots)
-    made.apply_gradients(zeros(made.dequeue()))
+    step(made)
     assert made.engine.vocabularies.admitted == 2
     # Rows can be set by key: keys say which row each has.
     keys, rows = made.engine.vocabularies.keys("items")
@@ -151,7 +129,7 @@ def test_another_state_must_be_of_the_step_of_the_maps():
     made = embedding()
     first = jax.tree.map(jnp.copy, made.state)
     made.enqueue(draw(0))
-    made.apply_gradients(zeros(made.dequeue()))
+    step(made)
     with pytest.raises(ValueError, match="the newest state, of step 1"):
         made.state = first
     ordinary = tpu_embed.EmbeddingEngine({"u": configs()["user"]}, o.Adam(0.1), mesh=mesh(2))
@@ -164,10 +142,9 @@ def test_another_state_must_be_of_the_step_of_the_maps():
 def test_new_keys_after_an_invalid_state_are_drawn_with_its_random_key(readable):
     made = small()
     made.state = made.engine.init(jax.random.key(5))
-    keys, zero = np.array([1, 2]), np.zeros((2, 2), np.float32)
+    keys = np.array([1, 2])
     made.enqueue(keys)
-    made.dequeue()
-    made.apply_gradients(zero)
+    step(made)
     lost = made.state.tables if readable else made.state
     jax.tree.map(lambda array: array.delete(), lost)
     made.load({"t": np.zeros((CAPACITY, 2), np.float32)})
@@ -197,18 +174,15 @@ def test_an_update_reaches_the_rows_of_its_own_keys_only(pipelined):
     values, unseen = {}, 0
     for batch in batches[:3]:
         made.enqueue(batch)
-    for step, batch in enumerate(batches):
+    for number, batch in enumerate(batches):
         rows, new, _ = oracle.take(batch.tolist())
         values |= {key: initial_row(SMALL, key) for key, _ in new}
         unseen += sum(rows[key] < 0 for key in batch.tolist())
-        activations = np.asarray(made.dequeue())
-        for key, row in zip(batch.tolist(), activations, strict=True):
+        for key, row in zip(batch.tolist(), step(made, gradient=1), strict=True):
             assert row.any() == (rows[key] >= 0)
-        made.apply_gradients(np.ones((4, 2), np.float32))
-        for key in batch.tolist():
             if rows[key] >= 0:
                 values[key] = values[key] - np.float32(1)
-        for later in batches[step + 3 : step + 4]:
+        for later in batches[number + 3 : number + 4]:
             made.enqueue(later)
     assert oracle.counters["evicted"] > 20
     assert (unseen > 0) == pipelined  # rows of the batch before may not be taken then
@@ -225,8 +199,7 @@ def test_batches_in_the_queue_are_forgotten_when_the_maps_are_rewound():
     with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
         made.enqueue(np.array([7, 8]))
     for _ in range(2):
-        assert np.asarray(made.dequeue()).all()
-        made.apply_gradients(np.zeros((2, 2), np.float32))
+        assert step(made).all()
     assert made.engine.vocabularies.keys("t")[0].tolist() == [1, 2, 7, 8]
     made.enqueue(np.array([9, 9]))
     made.enqueue(np.array([9, 8]))
@@ -261,11 +234,10 @@ def test_a_lookup_in_the_queue_is_lost_with_the_batches_before_it(pipelined):
 
 def test_a_lookup_in_the_queue_is_lost_if_another_batch_is_admitted_in_place_of_its_own():
     made = small()
-    maps, place = made.engine.vocabularies, made.engine.place
     made.enqueue(np.array([1, 2]))
     made.enqueue(np.array([1, 2]), training=False)  # of step 1, which is undone
-    maps.rewind(made.state)
-    state, _ = made.engine.admit(made.state, place(np.array([5, 6])))
+    made.engine.vocabularies.rewind(made.state)
+    state, _ = made.engine.admit(made.state, made.engine.place(np.array([5, 6])))
     with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
         made.state = state
     assert made.waiting == 0
@@ -275,18 +247,15 @@ def test_a_lookup_whose_rows_will_be_other_keys_is_refused_before_it_is_enqueued
     made = small()
     for keys in ([1, 2, 3], [4, 5, 6]):
         made.enqueue(np.array(keys))
-        made.dequeue()
-        made.apply_gradients(np.zeros((3, 2), np.float32))
+        step(made)
     place = made.engine.place
     early, late = (place(np.array([key] * 3), training=False) for key in (1, 4))
     made.enqueue(np.array([7, 8, 9]))  # in the place of 1 2 3
     with pytest.raises(ValueError, match="rows that may be other keys'"):
         made.enqueue(early, training=False)
     made.enqueue(late, training=False)
-    made.dequeue()
-    made.apply_gradients(np.zeros((3, 2), np.float32))
-    rows = np.asarray(made.dequeue())
-    np.testing.assert_array_equal(rows, [initial_row(SMALL, 4, seed=0)] * 3)
+    step(made)
+    np.testing.assert_array_equal(made.dequeue(), [initial_row(SMALL, 4, seed=0)] * 3)
 
 
 def test_a_batch_is_used_as_it_was_placed():
@@ -300,21 +269,15 @@ def test_a_batch_is_used_as_it_was_placed():
     np.testing.assert_array_equal(rows, [initial_row(SMALL, key, seed=0) for key in (1, 2)])
     with pytest.raises(RuntimeError, match="training=False"):
         made.apply_gradients(rows)
-    made.dequeue()
-    made.apply_gradients(rows)
+    step(made)
     assert made.engine.vocabularies.admitted == 2
 
 
 def test_tables_are_loaded_where_the_maps_were():
-    one, two = (
-        tpu_embed.TPUEmbedding(
-            FeatureConfig(TableConfig(50, 2, name="t", vocabulary=DynamicVocabulary())),
-            o.Adagrad(0.5),
-        )
-        for _ in range(2)
-    )
-    for step in range(3):
-        one.enqueue(np.arange(8) + step)
+    feature = FeatureConfig(TableConfig(50, 2, name="t", vocabulary=DynamicVocabulary()))
+    one, two = (tpu_embed.TPUEmbedding(feature, o.Adagrad(0.5)) for _ in range(2))
+    for first in range(3):
+        one.enqueue(np.arange(8) + first)
         one.apply_gradients(one.dequeue())
     tables, slots = one.retrieve()
     two.engine.vocabularies.load_state(one.engine.vocabularies.state())

@@ -25,19 +25,12 @@ FULL = np.array([[1], [1], [1], [0]], np.float32)
 
 @functools.cache
 def _engine():
-    return _fresh(False).engine
-
-
-def _fresh(pipelined):
-    return make_embedding_of(
-        tpu_embed.FeatureConfig(TABLE),
-        o.SGD(1.0),
-        pipeline_execution_with_tensor_core=pipelined,
-    )
+    return make_embedding_of(tpu_embed.FeatureConfig(TABLE), o.SGD(1.0)).engine
 
 
 def _embedding(pipelined):
-    embedding = _fresh(pipelined)
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    embedding = make_embedding_of(tpu_embed.FeatureConfig(TABLE), o.SGD(1.0), **options)
     embedding.engine = _engine()
     return embedding
 
@@ -63,13 +56,6 @@ def _run(embedding, trace):
     return found
 
 
-def _assert_sees(embedding, trace, updates):
-    for number, (found, seen) in enumerate(
-        zip(_run(embedding, trace), updates, strict=True), start=1
-    ):
-        np.testing.assert_array_equal(found, _expected(seen), err_msg=f"batch {number}")
-
-
 EVERY = [(), (1,), (1, 2), (1, 2, 3)]
 STALE = [(), (), (1,), (1, 2)]
 
@@ -81,27 +67,21 @@ TRACES = {
     "one ahead, then in turn": ("e e d a d a e d a e d a", EVERY, [(), (), (1, 2), (1, 2, 3)]),
     "in turn, then ahead": ("e d a e d a e e d a d a", EVERY, [(), (1,), (1, 2), (1, 2)]),
     "ahead, between": ("e d e a e d a e d a d a", EVERY, STALE),
-    "inference between": (
-        "e i e e d a d d a d a",
-        [(), (1,), (1,), (1, 3)],
-        [(), (), (1,), (1,)],
-    ),
+    "inference between": ("e i e e d a d d a d a", [(), (1,), (1,), (1, 3)], [(), (), (1,), (1,)]),
     "inference first": ("i e e d d a d a", [(), (), (2,)], [(), (), ()]),
     "inference last": ("e e i d a d a d", [(), (1,), (1, 2)], [(), (), (1,)]),
     "inference in turn": ("e d a i d e d a", [(), (1,), (1,)], [(), (1,), (1,)]),
 }
 
 
-@pytest.mark.parametrize(("trace", "expected", "_"), TRACES.values(), ids=list(TRACES))
-@pytest.mark.quick(3)
-def test_not_pipelined_every_update_is_seen(trace, expected, _):
-    _assert_sees(_embedding(False), trace, expected)
-
-
-@pytest.mark.parametrize(("trace", "_", "expected"), TRACES.values(), ids=list(TRACES))
-@pytest.mark.quick(3)
-def test_pipelined_a_loop_that_enqueues_ahead_is_one_step_old(trace, _, expected):
-    _assert_sees(_embedding(True), trace, expected)
+@pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.parametrize("case", TRACES)
+@pytest.mark.quick(7)
+def test_which_updates_are_seen(case, pipelined):
+    """Pipelined, a loop that enqueues ahead is one step old."""
+    trace, *expected = TRACES[case]
+    found = _run(_embedding(pipelined), trace)
+    np.testing.assert_array_equal(found, [_expected(seen) for seen in expected[pipelined]])
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -112,14 +92,3 @@ def test_pipelined_or_not_the_tables_are_the_same(pipelined):
     expected = np.float32([[0], [1], [2], [0]]) * total
     np.testing.assert_array_equal(embedding.retrieve()[0]["t"], np.repeat(expected, 2, axis=1))
     assert int(embedding.state.step) == 4
-
-
-def test_tables_that_are_loaded_are_seen_by_lookups_issued_before():
-    embedding = _embedding(True)
-    embedding.enqueue(IDS, training=False)
-    embedding.enqueue(IDS, training=False)
-    rows = np.arange(8, dtype=np.float32).reshape(4, 2)
-    embedding.load({"t": rows})
-    assert np.array_equal(embedding.dequeue(), rows[IDS] * FULL)
-    embedding.load({"t": rows + 1})
-    assert np.array_equal(embedding.dequeue(), (rows[IDS] + 1) * FULL)

@@ -59,12 +59,12 @@ def during_updates(monkeypatch):
 @pytest.mark.parametrize("call", ["place", "describe", "waiting"])
 def test_another_thread_need_not_wait_for_an_update(during_updates, call):
     """The arrays of the state are gone just then, which is no fault."""
+    embedding = make_embedding()
     calls = {
         "place": lambda: embedding.engine.place(batch(1)),
-        "describe": lambda: embedding.describe(),
+        "describe": embedding.describe,
         "waiting": lambda: embedding.waiting,
     }
-    embedding = make_embedding()
     embedding.enqueue(batch(0))
     given = gradients(embedding.dequeue())
     during_updates(embedding, lambda: Thread(calls[call]).join())
@@ -104,8 +104,8 @@ STEPS = 120
 @pytest.mark.quick(1)
 def test_one_thread_enqueues_and_another_trains(pipelined):
     """Beside one that reads all the time; the bits are those of one thread."""
-    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
-    other = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    embedding, other = make_embedding(**options), make_embedding(**options)
     batches = [batch(n) for n in range(STEPS)]
     room, ready, trained = threading.Semaphore(4), threading.Semaphore(0), threading.Event()
 
@@ -118,8 +118,7 @@ def test_one_thread_enqueues_and_another_trains(pipelined):
     def read():
         steps = [0]
         while not trained.is_set():
-            state = embedding.state
-            steps.append(int(state.step))
+            steps.append(int(embedding.state.step))
             assert embedding.retrieve()[0]["user"].shape == (5, 2)
             assert embedding.describe()["per_replica_batch_size"] in (2, None)
             for table in embedding.embedding_tables.values():
@@ -127,7 +126,7 @@ def test_one_thread_enqueues_and_another_trains(pipelined):
         assert steps == sorted(steps)
 
     threads = [Thread(feed), Thread(read)]
-    ahead = 1 if pipelined else 0
+    ahead = int(pipelined)
     for n in range(-ahead, STEPS):
         if n + ahead < STEPS:
             assert ready.acquire(timeout=LONG)
@@ -145,7 +144,8 @@ def test_one_thread_enqueues_and_another_trains(pipelined):
 def test_many_threads_enqueue():
     """The batches of each of them keep their order."""
     embedding = make_embedding()
-    embedding.load({"user": _numbered(5), "item": _numbered(6)})
+    numbers = np.repeat(np.arange(6, dtype=np.float32)[:, None], 2, axis=1)
+    embedding.load({"user": numbers[:5], "item": numbers})
 
     def feed(thread):
         for n in range(6):
@@ -163,10 +163,6 @@ def test_many_threads_enqueue():
     assert seen == [list(range(6))] * 5
 
 
-def _numbered(rows):
-    return np.repeat(np.arange(rows, dtype=np.float32)[:, None], 2, axis=1)
-
-
 def test_the_first_of_two_threads_sets_the_size(monkeypatch):
     """Both batches are placed before any of them is in the queue."""
     embedding, placed = make_embedding(), threading.Barrier(2)
@@ -179,13 +175,9 @@ def test_the_first_of_two_threads_sets_the_size(monkeypatch):
 
     monkeypatch.setattr(embedding.engine, "place", place_both)
     threads = [Thread(embedding.enqueue, batch(0, size)) for size in (4, 8)]
-    errors = []
     for thread in threads:
-        try:
-            thread.join()
-        except ValueError as error:
-            errors.append(str(error))
-    (said,) = errors
+        threading.Thread.join(thread, LONG)
+    (said,) = (str(thread.error) for thread in threads if thread.error is not None)
     size = embedding.describe()["per_replica_batch_size"]
     assert said.startswith(f"enqueue: batch size per replica: expected {size}, the size it was ")
     assert embedding.waiting == 1

@@ -1,6 +1,4 @@
-"""The stateful API after an error: what is left, and how it can continue."""
-
-import warnings
+"""The stateful API after an error or an interrupt: what is left, and how it can continue."""
 
 import jax
 import jax.numpy as jnp
@@ -29,22 +27,22 @@ def _dequeued(pipelined=False):
     return embedding, gradients(embedding.dequeue())
 
 
-WRONG_FEATURES = [
-    ({"shown": np.full((4, 2), 6)}, ValueError, "feature 'shown': .*6"),
-    ({"shown": np.zeros((4, 2))}, TypeError, "feature 'shown': .*float64"),
-    ({"shown": np.zeros((3, 2), np.int32)}, ValueError, "'shown'.*batch size"),
-    ({"extra": np.zeros(4, np.int32)}, ValueError, "extra"),
-]
+WRONG_FEATURES = {
+    "feature 'shown': .*6": {"shown": np.full((4, 2), 6)},
+    "feature 'shown': .*float64": {"shown": np.zeros((4, 2))},
+    "'shown'.*batch size": {"shown": np.zeros((3, 2), np.int32)},
+    "extra": {"extra": np.zeros(4, np.int32)},
+}
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize(("changed", "kind", "said"), WRONG_FEATURES)
+@pytest.mark.parametrize("said", WRONG_FEATURES)
 @pytest.mark.quick(4)
-def test_enqueue_of_wrong_features(changed, kind, said, pipelined):
+def test_enqueue_of_wrong_features(said, pipelined):
     embedding, given = _dequeued(pipelined)
     before = snapshot(embedding)
-    with pytest.raises(kind, match=said) as raised:
-        embedding.enqueue({**batch(3), **changed}, name="eve")
+    with pytest.raises((ValueError, TypeError), match=said) as raised:
+        embedding.enqueue({**batch(3), **WRONG_FEATURES[said]}, name="eve")
     assert raised.value.__notes__ == ["raised by enqueue 'eve'"]
     assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
@@ -52,36 +50,29 @@ def test_enqueue_of_wrong_features(changed, kind, said, pipelined):
 
 ONES = np.ones((4, 2), np.float32)
 
-WRONG_GRADIENTS = [
-    ({"shown": ONES[:2]}, ValueError, r"feature 'shown': expected shape \(4, 2\), got \(2, 2\)"),
-    ({"clicks": ONES}, ValueError, r"feature 'clicks': expected shape \(4, 2, 2\), got \(4, 2\)"),
-    ({"shown": "g"}, ValueError, r"feature 'shown': expected shape \(4, 2\), got no array: str"),
-    ({"shown": 1.0}, ValueError, r"feature 'shown': expected shape \(4, 2\), got no array: flo"),
-    ({"user": ONES.astype(int)}, ValueError, r"feature 'user': expected floats, got dtype int64"),
-    ({"extra": ONES}, ValueError, "activation_gradients: extra is not among the features"),
-    ({"shown": [ONES]}, TypeError, "activation_gradients: shown: expected one .*, got a list"),
-]
+WRONG_GRADIENTS = {
+    r"feature 'shown': expected shape \(4, 2\), got \(2, 2\)": {"shown": ONES[:2]},
+    r"feature 'clicks': expected shape \(4, 2, 2\), got \(4, 2\)": {"clicks": ONES},
+    r"feature 'shown': expected shape \(4, 2\), got no array: str": {"shown": "g"},
+    r"feature 'shown': expected shape \(4, 2\), got no array: flo": {"shown": 1.0},
+    r"feature 'user': expected floats, got dtype int64": {"user": ONES.astype(int)},
+    "activation_gradients: extra is not among the features": {"extra": ONES},
+    "activation_gradients: shown: expected one .*, got a list": {"shown": [ONES]},
+    "activation_gradients: the top: expected a mapping, got a": None,
+}
 
 
-@pytest.mark.parametrize(("changed", "kind", "said"), WRONG_GRADIENTS)
+@pytest.mark.parametrize("said", WRONG_GRADIENTS)
 @pytest.mark.quick(4)
-def test_wrong_gradients_change_nothing(changed, kind, said):
+def test_wrong_gradients_change_nothing(said):
     embedding, given = _dequeued()
-    before = snapshot(embedding)
-    with pytest.raises(kind, match=said) as raised:
-        embedding.apply_gradients({**given, **changed}, name="eve")
+    before, changed = snapshot(embedding), WRONG_GRADIENTS[said]
+    with pytest.raises((ValueError, TypeError), match=said) as raised:
+        embedding.apply_gradients(given | changed if changed else [*given.values()], name="eve")
     assert raised.value.__notes__ == ["raised by apply_gradients 'eve'"]
     assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
     assert int(embedding.state.step) == before[1] + 1
-
-
-def test_gradients_of_another_container():
-    embedding, given = _dequeued()
-    before = snapshot(embedding)
-    with pytest.raises(TypeError, match="activation_gradients: the top: expected a mapping, got a"):
-        embedding.apply_gradients(list(given.values()))
-    assert_same(snapshot(embedding), before)
 
 
 def test_a_gradient_that_is_none_is_zero_and_warned_of_once():
@@ -109,26 +100,13 @@ def _step(embedding):
     return np.asarray(embedding.dequeue())
 
 
-def test_an_exception_of_a_learning_rate():
-    class BrokenError(Exception):
-        pass
-
-    values = iter([0.5, BrokenError(), "much", 0.5])
-
-    def rate():
-        value = next(values)
-        if isinstance(value, BrokenError):
-            raise value
-        return value
-
-    embedding = _one_table(o.Momentum(rate))
+def test_a_learning_rate_that_is_no_number():
+    values = iter([0.5, "much", 0.5])
+    embedding = _one_table(o.Momentum(lambda: next(values)))
     embedding.apply_gradients(_step(embedding))
     given = _step(embedding)
     before = snapshot(embedding)
-    with pytest.raises(BrokenError):
-        embedding.apply_gradients(given)
-    assert_same(snapshot(embedding), before)
-    with pytest.raises(ValueError, match=r"learning_rate .*rate: expected .* a number, got 'much'"):
+    with pytest.raises(ValueError, match=r"learning_rate .*: expected .* a number, got 'much'"):
         embedding.apply_gradients(given)
     assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
@@ -164,18 +142,14 @@ def test_what_a_learning_rate_raises_is_no_device_error(kind, while_tracing):
 
 
 class Fault:
-    """A rule that fails while it is traced, or on the device, when told to."""
+    """A rule that fails on the device, when told to."""
 
-    def __init__(self):
-        self.tracing = False
-        self.running = False
+    running = False
 
     def optimizer(self):
         return o.CustomOptimizer(self._rule, {"seen": 0.0}, 0.5)
 
     def _rule(self, gradient, row, slots, learning_rate, step):
-        if self.tracing:
-            raise ZeroDivisionError("while tracing")
         zero = jax.pure_callback(self._on_host, jax.ShapeDtypeStruct((), jnp.float32))
         return row - learning_rate * gradient + zero, {"seen": slots["seen"] + 1}
 
@@ -183,25 +157,6 @@ class Fault:
         if self.running:
             raise ZeroDivisionError("while running")
         return np.float32(0)
-
-
-def test_an_exception_while_tracing_changes_nothing():
-    fault = Fault()
-    embedding = _one_table(fault.optimizer())
-    given = _step(embedding)
-    before = snapshot(embedding)
-    fault.tracing = True
-    with pytest.raises(ZeroDivisionError, match="while tracing"):
-        embedding.apply_gradients(given)
-    assert_same(snapshot(embedding), before)
-    fault.tracing = False
-    embedding.apply_gradients(given)
-    assert_same(embedding.retrieve()[0]["t"][:2], given - np.float32(0.5) * given)
-
-
-def _apply_and_wait(embedding, given):
-    embedding.apply_gradients(given)
-    jax.block_until_ready(embedding.state)
 
 
 def _fail_on_the_device(pipelined=False):
@@ -213,20 +168,21 @@ def _fail_on_the_device(pipelined=False):
     embedding.enqueue(np.array([2, 3]))
     given = np.asarray(embedding.dequeue())
     fault.running = True
-    with pytest.raises(jax.errors.JaxRuntimeError, match="while running"):
-        _apply_and_wait(embedding, given)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="while running"):  # noqa: PT012
+        embedding.apply_gradients(given)
+        jax.block_until_ready(embedding.state)
     fault.running = False
     return embedding, given
 
 
 CALLS = {
-    "build": lambda embedding: embedding.build(),
+    "build": tpu_embed.TPUEmbedding.build,
     "enqueue 'x'": lambda embedding: embedding.enqueue(np.array([0, 1]), name="x"),
-    "dequeue": lambda embedding: embedding.dequeue(),
+    "dequeue": tpu_embed.TPUEmbedding.dequeue,
     "apply_gradients": lambda embedding: embedding.apply_gradients(np.zeros((2, 2), np.float32)),
     "state": lambda embedding: embedding.state,
     "embedding_tables": lambda embedding: embedding.embedding_tables,
-    "retrieve": lambda embedding: embedding.retrieve(),
+    "retrieve": tpu_embed.TPUEmbedding.retrieve,
 }
 
 
@@ -268,24 +224,13 @@ def test_a_state_that_was_donated_elsewhere():
     placed = embedding.engine.place(batch(2))
     given = embedding.engine.lookup(gone, placed)
     embedding.engine.update_in_place(gone, placed, given)
-    with pytest.raises(
-        RuntimeError, match=r"dequeue: expected a valid state, got .* donated to an"
-    ):
+    with pytest.raises(RuntimeError, match=r"dequeue: expected a valid state, .* donated to an"):
         embedding.dequeue()
-    with pytest.raises(
-        ValueError, match=r"state: stack 'item@mod.*': expected .* got one that was donated"
-    ):
+    with pytest.raises(ValueError, match=r"state: stack 'item@mod.*': .* got one that was donated"):
         embedding.state = gone
     embedding.load(tables, slots)
     assert_same(embedding.retrieve(), (tables, slots))
     assert embedding.dequeue()["user"].shape == (4, 2)
-
-
-def test_a_state_of_host_arrays_is_refused():
-    embedding = make_embedding()
-    train(embedding, [0])
-    with pytest.raises(ValueError, match=r"state: table 'item': expected .* got a ndarray"):
-        embedding.state = jax.tree.map(np.asarray, embedding.state)
 
 
 def test_serving_without_an_optimizer():
@@ -304,22 +249,81 @@ def test_serving_without_an_optimizer():
         embedding.engine.update(embedding.state, embedding.engine.place(features), features)
 
 
-def test_a_table_that_is_not_trained():
-    frozen = tpu_embed.TableConfig(4, 2, name="frozen", trainable=False)
-    config = {"a": tpu_embed.FeatureConfig(TABLE), "b": tpu_embed.FeatureConfig(frozen)}
-    embedding = make_embedding_of(config, o.Adagrad(0.5), devices=1)
-    embedding.build()
-    before = embedding.retrieve()
-    embedding.enqueue({"a": np.array([0, 1]), "b": np.array([0, 1])})
-    embedding.apply_gradients(gradients(embedding.dequeue()))
-    tables, slots = embedding.retrieve()
-    assert_same(tables["frozen"], before[0]["frozen"])
-    assert not np.array_equal(tables["t"], before[0]["t"])
-    assert set(slots["t"]) == {"accumulators"}
-    assert slots["frozen"] == {}
+def test_a_lookup_is_issued_once(monkeypatch):
+    """For each state that the queue has seen."""
+    made, lookups = make_embedding(pipeline_execution_with_tensor_core=True), []
+    lookup = made.engine.lookup
+    monkeypatch.setattr(made.engine, "lookup", lambda *given: lookups.append(1) or lookup(*given))
+    made.enqueue(batch(0), training=False)
+    made.state = made.state
+    made.dequeue()
+    assert len(lookups) == 2
 
 
-def test_no_warning_of_ours_in_a_plain_loop():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(make_embedding(), range(2))
+def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid():
+    """The batch waits for its gradients until the update is done."""
+
+    def keeper():
+        made = make_embedding()
+        made.enqueue(batch(0))
+        given = gradients(made.dequeue())
+        keeper, item = made._keeper, made._keeper.now.dequeued
+        return keeper, made.engine.prepare_update(keeper.now.state, item.batch, given)
+
+    def done(now, state):
+        return now._replace(state=state, dequeued=None)
+
+    def interrupted(keeper, exchange, *, before):
+        def work(call):
+            if not before:
+                return_all(call)
+            raise KeyboardInterrupt
+
+        return_all = exchange._work
+        exchange._work = work
+        with pytest.raises(KeyboardInterrupt):
+            keeper.run("apply_gradients", exchange, done)
+        exchange._work = return_all
+        return keeper.now
+
+    kept, exchange = keeper()
+    state = interrupted(kept, exchange, before=True).state
+    assert kept.settle().state is state
+    assert kept.now.dequeued is not None
+    kept, exchange = keeper()
+    state = interrupted(kept, exchange, before=False).state
+    assert int(kept.settle().state.step) == 1
+    assert kept.now.dequeued is None
+    with pytest.raises(RuntimeError):
+        np.asarray(jax.tree.leaves(state.tables)[0])
+    lost, exchange = keeper()
+    for table in interrupted(lost, exchange, before=True).state.tables.values():
+        table.delete()
+    said = "got one whose arrays were donated to another function, or deleted; load the tables"
+    with pytest.raises(RuntimeError, match=said):
+        lost.settled("dequeue")
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_a_failed_lookup_leaves_the_queue(pipelined, monkeypatch):
+    embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    if pipelined:  # a new head is looked up at once
+        with monkeypatch.context() as patched:
+            patched.setattr(embedding.engine, "lookup", fail)
+            with pytest.raises(ZeroDivisionError):
+                embedding.enqueue(batch(0))
+        assert embedding.waiting == 0
+    for number in range(2):
+        embedding.enqueue(batch(number), training=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding.engine, "lookup", fail)
+        with pytest.raises(ZeroDivisionError):
+            embedding.dequeue()
+    assert embedding.waiting == 2
+    for number in range(2):
+        placed = embedding.engine.place(batch(number))
+        assert_same(embedding.dequeue(), embedding.engine.lookup(embedding.state, placed))

@@ -1,14 +1,17 @@
-"""The reader of compiled programs, on lines written by compilers and on our own program."""
+"""What compilers say of a step: bytes that it moves, cycles by libtpu, and its estimated time."""
+
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_embed.planning.compiled import compile_for
-from tpu_embed.planning.profile import Program, moved
+from tpu_embed import FeatureConfig, TableConfig, optimizers, planning
+from tpu_embed.planning.compiled import Compiled, compile_for, estimate
+from tpu_embed.planning.profile import Operation, Profile, Program, moved, profile_step
 
-TEXT = """
+HLO = """
 HloModule jit_step, is_scheduled=true
 
 %fused (p.0: f32[1000,128], p.1: s32[64,1]) -> f32[64,128] {
@@ -81,27 +84,8 @@ ENTRY %main {
 ROWS, IDS, SUMS = 64 * 128 * 4, 64 * 4, 16 * 128 * 4
 
 
-def test_instructions_are_read():
-    found = Program(TEXT).instructions
-    gather, kernel = found["gather.1"], found["gather_rows.7"]
-    assert (gather.opcode, gather.size, gather.operands) == ("gather", ROWS, ("p.0", "p.1"))
-    assert (gather.computation, gather.root) == ("fused", True)
-    assert (kernel.opcode, kernel.size) == ("gather_rows", ROWS)
-    assert found["rows"].fusion == "fused"
-    assert found["near"].on_chip
-    assert not found["turned"].on_chip
-    assert (found["flags"].size, found["sent"].size) == (1, 2 * ROWS)
-
-
-def test_what_stays_inside_a_fusion_is_not_in_memory():
-    program = Program(TEXT)
-    stored = {one.name for one in program.instructions.values() if program.in_memory(one)}
-    assert "inner" not in stored
-    assert {"gather.1", "sum.1", "q.1", "new"} <= stored
-
-
 def test_what_is_moved_follows_rows_and_not_tables():
-    assert moved(Program(TEXT)) == {
+    assert moved(Program(HLO)) == {  # what stays inside a fusion is not in memory
         "gather": 2 * ROWS + ROWS,
         "gather_rows": 2 * ROWS,
         "sum_rows": ROWS + IDS + SUMS,
@@ -135,3 +119,105 @@ def test_what_lowers_a_step_is_a_function():
     """It is refused before a topology is described, which takes libtpu."""
     with pytest.raises(TypeError, match=r"compile_for: lower: expected a function.*got int"):
         compile_for("v5e:2x2", {}, None, {}, lower=3)  # type: ignore[arg-type]
+
+
+SORT = """hlo_op_estimate {
+  hlo_op_name: "sort.47"
+  estimated_cycles: 26025
+  num_equivalent_hlos: 1
+  scalar_inputs: 0
+}
+"""
+TWO = """hlo_op_estimate {
+  hlo_op_name: "gather_fusion.2"
+  estimated_cycles: 20000
+  num_equivalent_hlos: 2
+}
+hlo_op_estimate {
+  hlo_op_name: "add.3"
+  estimated_cycles: 7
+}
+"""
+CALL = """
+  %call.1 = f32[8] call-start(%a), async_execution_thread="sparsecore", to_apply=%on_sparse_core,
+ metadata={op_name="jit(step)/lookup/t/route/gather_rows/mpmd_map"}
+""".replace(",\n", ",")
+TEXT = """ENTRY %main {
+  %sort.47 = (s32[8]{0}) sort(%a), metadata={op_name="jit(step)/update/t/dedup/sort"}
+  ROOT %gather_fusion.2 = f32[8]{0} fusion(%b), metadata={op_name="jit(step)/lookup/t/route"}
+}
+"""
+
+
+LIBTPU = """
+import os, pathlib, sys
+before, flag = os.environ["LIBTPU_INIT_ARGS"].split()
+assert before == "--before=1" and os.environ["JAX_ENABLE_COMPILATION_CACHE"] == "false"
+name, _, folder = flag.partition("=")
+assert name == "--xla_jf_dump_static_llo_profile_to"
+for i, text in enumerate(sys.argv[1:]):
+    pathlib.Path(folder, f"{i}_static_llo_profile.textproto").write_text(text)
+print("Check failed: of libtpu", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_what_was_written_before_libtpu_aborted_counts(monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--before=1")
+    command = [sys.executable, "-c", LIBTPU]
+    elsewhere = "%on_sparse_core {\n  %other = f32[8] sort(%b)\n}\n"
+    found = profile_step([*command, SORT], TEXT + CALL + elsewhere)
+    assert (found.cycles, found.missing) == (26025, 1)  # the fusion; the SparseCore's sort is none
+    equal = "  %gather_fusion.3 = f32[8] fusion(%b)\n"  # libtpu counts it, and does not name it
+    two = profile_step([*command, SORT, TWO], TEXT + equal)
+    assert (two.cycles, two.missing) == (66032, 0)
+    assert two.operations == [
+        Operation("gather_fusion.2", 20000, 2),
+        Operation("sort.47", 26025, 1),
+        Operation("add.3", 7, 1),
+    ]
+    with pytest.raises(RuntimeError, match="estimates by libtpu, got none: Check failed: of libt"):
+        profile_step(command, TEXT)
+
+
+MOVED = {"gather": 819_000, "copy": 819_000}
+PROFILE = Profile([Operation("sort", 1_750_000, 2), Operation("add", 7, 1)], 3)
+
+
+def compiled_for(topology):
+    feature = FeatureConfig(TableConfig(1000, 16, name="films"))
+    batch = jax.ShapeDtypeStruct((64, 2), np.int32)
+    plan = planning.plan(feature, optimizers.SGD(0.1), topology, batch)
+    return Compiled(plan, 1.0, 2, 3, 4, dict.fromkeys(MOVED, 1), MOVED, "HloModule")
+
+
+def test_the_longest_bound_is_the_estimate():
+    found = estimate(compiled_for("v6e:2x2"), PROFILE)
+    assert found.bounds == {"memory": 1e-6, "TensorCore": 3_500_007 / 1.75e9}
+    assert found.seconds == found.bounds["TensorCore"]
+    text = found.explain()
+    assert (
+        "estimated time of a step: at least 2.000 ms, the bound by the TensorCore; nothing was"
+        in text
+    )
+    assert "3,500,007 cycles by libtpu's profile at 1.75 GHz; 3 operation(s) not counted" in text
+    assert "1.6 MiB moved at 1,638 GB/s" in text
+    short = Profile(PROFILE.operations[1:], 0)
+    assert estimate(compiled_for("v6e:2x2"), short).seconds == 1e-6
+    assert "the bound by the memory" in estimate(compiled_for("v6e:2x2"), short).explain()
+
+
+@pytest.mark.parametrize(("topology", "profile"), [("v5e:2x2", PROFILE), ("v6e:2x2", None)])
+def test_cycles_that_are_not_known_are_left_out(topology, profile):
+    found = estimate(compiled_for(topology), profile)
+    assert list(found.bounds) == ["memory"]
+    assert "TensorCore  not known" in found.explain()
+    figures = found.figures()
+    assert (figures["cycles"], figures["seconds"]) == (None, figures["bounds"]["memory"])
+
+
+def test_a_chip_of_two_devices_shares_its_bandwidth():
+    chips = planning.CHIPS
+    assert estimate(compiled_for("tpu7x:1x1x1")).bandwidth * 2 == 7.38e12
+    assert chips["v3"].bandwidth * chips["v3"].devices == 900
+    assert {name for name, chip in chips.items() if chip.clock} == {"v5p", "v6e"}
