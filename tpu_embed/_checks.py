@@ -199,25 +199,6 @@ def check_int(what: str, value: Any, *, minimum: int) -> int:
     return int(value)
 
 
-def check_type(
-    what: str, value: Any, kind: type | Callable, *, expected: str, remedy: str = ""
-) -> None:
-    """Check that a value is of a type.
-
-    Args:
-      what: the argument, for the message.
-      value: the value.
-      kind: the type, which may be an abstract one such as `Callable`.
-      expected: the type in words.
-      remedy: what to give instead.
-
-    Raises:
-      TypeError: it is of another type.
-    """
-    if not isinstance(value, kind):  # type: ignore[arg-type]
-        refuse(what, expected=expected, got=type(value).__name__, remedy=remedy, error=TypeError)
-
-
 def check_integers(what: str, dtype: Any) -> None:
     """Check that a dtype is one of integers.
 

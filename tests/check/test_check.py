@@ -11,7 +11,7 @@ import pytest
 
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers
-from tpu_embed.check import PARTS, PartReport, run_parts, speed, trainings
+from tpu_embed.check import PARTS, PartReport, parts, run_parts, trainings
 from tpu_embed.core.layout import Layout
 from tpu_embed.kernels import dispatch
 

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tpu_embed.core.rows import Grid, below
+from tpu_embed.core.rows import Grid
+from tpu_embed.core.rows.devices import below
 
 grids = st.builds(Grid, st.integers(1, 8), st.integers(1, 9), st.booleans())
 

@@ -206,7 +206,7 @@ def shapes_sent():
         mock.patch.object(arrivals, "ROW_MULTIPLE", 1),
         # An exchange calls a program with operands; lines are sent as one list.
         mock.patch.object(Exchange, "_call", recorded(Exchange._call, 2)),
-        mock.patch.object(visits, "send_lines", recorded(visits.send_lines, 0)),
+        mock.patch.object(keys, "send_lines", recorded(keys.send_lines, 0)),
     ):
         made, state = begin(0)
         for step in range(5):

@@ -26,7 +26,7 @@ from tpu_embed import FeatureConfig, Jagged, RaggedIds, SparseIds, TableConfig, 
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.io.checkpoint import tables, trees
-from tpu_embed.processes import departures
+from tpu_embed.processes import messages
 
 DEVICES, BATCH, STEPS = 8, 16, 3
 

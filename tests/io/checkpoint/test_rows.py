@@ -13,7 +13,8 @@ from tpu_embed.core.layout import MeshAxes, resolve
 from tpu_embed.core.rows import devices
 from tpu_embed.core.state import fields
 from tpu_embed.io import CheckpointManager, restore
-from tpu_embed.io.checkpoint import LocalShards, row_files
+from tpu_embed.io.checkpoint import row_files
+from tpu_embed.io.checkpoint.tables import LocalShards
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ an output moves, the gradient must exist and be that of `jax.grad`; if none move
 In a few cases connection is decided by structure; each says what is expected, and why.
 """
 
-import gradient_loops
 import jax
 import jax.numpy as jnp
 import numpy as np

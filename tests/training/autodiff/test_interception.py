@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from facade_cases import mesh as mesh_of
 from jagged_cases import SOME, C, D, S
 from jagged_cases import make as make_jagged
 from jax.sharding import PartitionSpec as P
-from training_cases import mesh_of
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
 from tpu_embed.training import (
