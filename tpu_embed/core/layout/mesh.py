@@ -63,8 +63,12 @@ class MeshAxes:
           names: the axes that split an array into these parts.
         """
         every = enumerate(self.processes_of_parts(names))
-        here = jax.process_index()
-        return np.array([i for i, processes in every if here in processes], np.int64)
+        return np.array([i for i, processes in every if self.here in processes], np.int64)
+
+    @property
+    def here(self) -> int:
+        """The number of this process."""
+        return jax.process_index()
 
     @functools.cache  # noqa: B019
     def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:

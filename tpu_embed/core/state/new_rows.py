@@ -381,7 +381,7 @@ def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None)
             expected=f"a multiple of {len(numbers)}, which shards of the table belong to",
             got=f"{count}",
         )
-    here = jax.process_index()
+    here = layout.axes.here
     made = RowGroups(
         num_rows=table.vocabulary_size,
         owners=tuple(numbers[one] for one in holders),
