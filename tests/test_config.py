@@ -76,9 +76,9 @@ OF_TABLES = [
     ({"name": 3}, f"{NAME}3"),
     ({"name": "\ud800"}, f"{NAME}'.ud800'"),
     ({"name": "users", "dim": 0}, r"TableConfig 'users'.dim: "),
-    ({"shard_axes": ()}, r"shard_axes: expected at least one axis, each once, got \(\)"),
-    ({"shard_axes": ("x", "x")}, r"shard_axes: expected at least one axis, each once"),
-    ({"shard_axes": 3}, r"shard_axes: expected None or names of mesh axes, got 3"),
+    ({"shard_axes": ()}, r"shard_axes: expected .*at least one axis, each once, got \(\)"),
+    ({"shard_axes": ("x", "x")}, r"shard_axes: expected .*at least one axis, each once"),
+    ({"shard_axes": 3}, r"shard_axes: expected None or names of mesh axes.*, got 3"),
     ({"quantization_config": 8}, r"quantization_config: expected a QuantizationConfig, got 8"),
     (
         {"initializer": jax.nn.initializers.glorot_uniform()},

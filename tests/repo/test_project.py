@@ -55,7 +55,8 @@ print(build_meta.get_requires_for_build_wheel())
 
 
 def test_jaxlib_is_fetched_only_where_none_is_installed(tmp_path):
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
     where = Path(setuptools.__file__).parent
     (tmp_path / "alone").mkdir()
     for package in (where, where.parent / "_distutils_hack"):

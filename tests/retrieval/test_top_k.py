@@ -54,7 +54,7 @@ def small_blocks():
     """
     with pytest.MonkeyPatch.context() as patched:
         for name, number in SMALL_BLOCKS.items():
-            patched.setattr(f"tpu_embed.retrieval.scan.{name}", number)
+            patched.setattr(f"tpu_embed.retrieval.search.{name}", number)
         yield
 
 

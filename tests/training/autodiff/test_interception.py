@@ -252,7 +252,7 @@ def test_activations_of_one_path_are_an_error():
 
 def in_both_ways(loss, activations, reduction):
     """Return the gradients of a replica's loss in both ways, on 8 replicas."""
-    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="devices", reduction=reduction)
+    optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction=reduction)
     _, first = get_gradients_through_dummy_table_variables(
         loss, activations, feature_config=FeatureConfig(USER), optimizer=optimizer
     )
@@ -269,7 +269,7 @@ def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
     def local(activations):
         return in_both_ways(lambda x: jnp.mean(jnp.sin(x)), activations, reduction)
 
-    specs = {"in_specs": P("devices"), "out_specs": P("devices"), "check_vma": check_vma}
+    specs = {"in_specs": P("d"), "out_specs": P("d"), "check_vma": check_vma}
     expected = np.cos(np.asarray(activations, np.float64)) / 6 / scale
     for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(activations):
         # Cosines of numbers below 48, in float32.
@@ -282,7 +282,7 @@ def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
         both = in_both_ways(lambda found: found.sum() * x[0], activations, "sum")
         return jax.tree.map(lambda found: found[None], both)
 
-    specs = {"in_specs": (P(), P("devices")), "out_specs": P("devices"), "check_vma": check_vma}
+    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
     x = jnp.arange(8.0)
     for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(jnp.ones((2, 3)), x):
         assert np.array_equal(found[:, 0, 0], x)
