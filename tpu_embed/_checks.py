@@ -132,11 +132,11 @@ def explain_arguments(**ours: str) -> Callable[[_T], _T]:
       TypeError: draw: expected kind=, got colour=, which TensorFlow has; see docs/migrating.md
     """
 
-    def decorate(target: Any) -> Any:
+    def decorate(target):
         function = target.__init__ if isinstance(target, type) else target
 
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             for name in ours.keys() & kwargs:
                 refuse(
                     target.__qualname__,
@@ -384,11 +384,11 @@ def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Ca
     """
 
     @jax.custom_jvp
-    def identity(tree: _T) -> _T:
+    def identity(tree):
         return tree
 
     @identity.defjvp
-    def refused(primals: tuple, tangents: tuple) -> tuple:
+    def refused(primals, tangents):
         refuse(what, expected=expected, got=got, remedy=remedy, error=TypeError)
 
     return identity

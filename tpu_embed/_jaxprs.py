@@ -108,7 +108,7 @@ def walk(
     """
     env = dict(held)
 
-    def read(atom: Any) -> Any:
+    def read(atom):
         known = not isinstance(atom, Literal) and atom in env
         return env[atom] if known else otherwise(atom)
 
@@ -128,7 +128,7 @@ def flow(jaxpr: Any, marks: Mapping[Any, Any], rule: Step, unmarked: Any) -> lis
       unmarked: the mark of all else.
     """
 
-    def step(eqn: Any, operands: list[Any]) -> Iterable[tuple[Any, Any]]:
+    def step(eqn, operands):
         return () if all(one == unmarked for one in operands) else rule(eqn, operands)
 
     return walk(jaxpr, marks, step, lambda _: unmarked)
@@ -198,7 +198,7 @@ def rerun(
 
     # Equations with a site inside are rebuilt around the rerun of their own jaxpr. All others are
     # evaluated as they are, which keeps their custom derivatives.
-    def step(eqn: Any, values: list[Any]) -> Iterable[tuple[Any, Any]]:
+    def step(eqn, values):
         here = [pair for pair in zip(sites, extras, strict=True) if pair[0].path[0][0] is eqn]
         if not here:
             results = evaluate(jaxpr, eqn, values)
@@ -243,7 +243,7 @@ def _scan(run: Any, eqn: Any, values: list[Any], extras: list[Any]) -> tuple:
     # to [carry, y]. Extras [length, …] join the xs, and the notes of every iteration join the ys.
     fixed, carried = scan_counts(eqn)
 
-    def body(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple:
+    def body(carry, xs):
         results, notes = run(0, [*values[:fixed], *carry, *xs[0]], xs[1])
         return results[:carried], (results[carried:], notes)
 
@@ -257,10 +257,10 @@ def _while(run: Any, eqn: Any, values: list[Any], extras: list[Any]) -> tuple:
     start = eqn.params["cond_nconsts"]
     first = start + eqn.params["body_nconsts"]
 
-    def more(carry: list[Any]) -> Any:
+    def more(carry):
         return jaxpr_as_fun(eqn.params["cond_jaxpr"])(*values[:start], *carry)[0]
 
-    def body(carry: list[Any]) -> list[Any]:
+    def body(carry):
         return run(1, [*values[start:first], *carry], extras)[0]
 
     return jax.lax.while_loop(more, body, values[first:]), [None] * len(extras)

@@ -58,7 +58,7 @@ class Item(NamedTuple):
         if self.rest is None:
             return batch
 
-        def place(values: EventValues) -> Any:
+        def place(values):
             return values.place(engine, batch, self.features)
 
         return (batch, *(copy_arrays(part, place) for part in self.rest))

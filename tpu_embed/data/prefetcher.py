@@ -113,7 +113,7 @@ class Feed:
             self._others.refuse(error)
             raise
 
-        def place() -> Any:
+        def place():
             if worker.stopped:
                 return None
             return self._intake.place_ids(

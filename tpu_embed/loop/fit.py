@@ -184,7 +184,7 @@ def make_evaluate(
         )
     step = make_evaluation_step(engine, objective)
 
-    def evaluate(run: Run, report: Report) -> dict[str, float]:
+    def evaluate(run, report):
         found, begun = Window(), source() if callable(source) else source
         number = np.int32(run.step) if objective.keywords else None
         with Prefetcher(engine, begun, depth, weighted=weighted, training=False) as batches:

@@ -193,7 +193,7 @@ def new_run(
     """
     everywhere = engine.layout.axes.sharding(())
 
-    def placed(leaf: Any) -> Any:
+    def placed(leaf):
         if not isinstance(leaf, jax.Array):
             return jax.device_put(snapshot(leaf), everywhere, may_alias=False)
         spread = leaf.sharding.device_set == everywhere.device_set

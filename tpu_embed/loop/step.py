@@ -63,7 +63,7 @@ def differentiate(
     """Return the loss of a batch, or of a part of one, and its gradients."""
     values, rebuild = split_activations(activations)
 
-    def loss_fn(trained: PyTree, values: PyTree) -> Any:
+    def loss_fn(trained, values):
         whole = Network(trained, network.others)
         return objective(whole, rebuild(values), rest, given, training=True)
 
@@ -180,7 +180,7 @@ class Parts:
         values, rebuild = split_activations(structure.match(activations, what="activations"))
         own, (arrays, tree) = cuts[: len(values)], flatten_arrays(rest)
 
-        def pass_part(carry: Any, number: Array) -> Any:
+        def pass_part(carry, number):
             others, summed, by_values = carry
             # Of a feature that is cut, parts that were passed have gradients here, later ones still
             # their activations; of one that is whole, it is the sum of the gradients.
@@ -223,7 +223,7 @@ class Parts:
         axes, whole = self.engine.layout.axes, [None] * len(cuts)
         split = axes.spec(axes.batch_axes)
 
-        def device(lists: list[list[Any]], number: Array) -> list[Any]:
+        def device(lists, number):
             place = functools.partial(function, number=number, count=self._count)
             each = zip(cuts, *lists, strict=True)
             return [None if cut is None else place(*one, room=cut) for cut, *one in each]
@@ -269,7 +269,7 @@ def make_train_step(
         state = engine.update(state, batch, gradients[1], learning_rates=rates)
         return (state, Network(trained, others), opt_state), (loss, metrics)
 
-    def prepare(batch: Batch, rest: tuple[Any, ...], number: int) -> Callable[..., Any]:
+    def prepare(batch, rest, number):
         known = {"rest": rest, "cuts": parts.cuts(batch, rest)}
         # An operand that no loss takes would still be sent in each step.
         known["number"] = np.int32(number) if objective.keywords else None

@@ -413,7 +413,7 @@ def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bo
     """
     by_path = {} if weights is None else _given(model, weights, "weights")
 
-    def place_one(path: str, layer: Any, ids: Any) -> Any:
+    def place_one(path, layer, ids):
         if not isinstance(layer, Embed):
             return layer.place(ids, by_path.get(path), training=training)
         if path in by_path:
@@ -445,7 +445,7 @@ def admit(model: nnx.Module, batches: Any) -> Any:
       TypeError: batches of a model that are not given by path.
     """
 
-    def admit_one(path: str, layer: Any, batch: Any) -> Any:
+    def admit_one(path, layer, batch):
         return (layer.rows if isinstance(layer, Embed) else layer).admit(batch)
 
     return _each(model, batches, "batches", admit_one)

@@ -150,7 +150,7 @@ def sparse_value_and_grad(
     """
 
     @functools.wraps(f)
-    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    def value_and_gradients(*args, **kwargs):
         which = _models(argnums, args)
         call, nodes = _function_of_nodes(f, args, kwargs, which, has_aux)
         value, aux, variables, tables = _differentiate(call, nodes, len(which), wrt)
@@ -203,7 +203,7 @@ def fused_value_and_grad(
     inner = sparse_value_and_grad(f, argnums=argnums, wrt=wrt, has_aux=has_aux)
 
     @functools.wraps(f)
-    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_gradients(*args, **kwargs):
         result, (gradients, tables) = inner(*args, **kwargs)
         each = tables if isinstance(argnums, Sequence) else (tables,)
         models = [args[i] for i in _models(argnums, args)]
@@ -315,7 +315,7 @@ def _function_of_nodes(
     others = [i for i, leaf in enumerate(leaves) if is_node(leaf) and i not in chosen]
     places = [*chosen, *others]
 
-    def call(nodes: Mapping[int, Any]) -> tuple[Any, Any]:
+    def call(nodes):
         given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in enumerate(places)}
         args, kwargs = structure.unflatten(given.values())
         return value_and_aux(f(*args, **kwargs), has_aux=has_aux)
@@ -345,7 +345,7 @@ def _differentiate(
     wanted, static = nnx.filterlib.to_predicate(wrt), {}
     by = lambda path, value: path[0] < models and wanted(path[1:], value)  # noqa: E731
 
-    def pure(*states: Any) -> tuple[Any, Any]:
+    def pure(*states):
         with nnx.merge_context(_CONTEXT, inner=True) as context:
             merged = context.merge(graphdef, *states)
         value, aux = call(merged)
@@ -355,7 +355,7 @@ def _differentiate(
         static["graphdef"], state = after
         return value, state
 
-    def traced(*inputs: Any) -> tuple[Any, Any]:
+    def traced(*inputs):
         return jax.tree.structure(shapes).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(inputs)))
 
     # The context remembers which objects were split, so that merging the state after the function
@@ -391,7 +391,7 @@ def _tapped(call: _OfNodes, nodes: dict[int, Any], layers: Layers) -> Iterator[N
             layer.seen = Seen((), layer=path_of(keys), in_jit=layer.in_jit)
         graphdef, state = nnx.split(nodes)
 
-        def shapes(state: Any) -> list[list[Any]]:
+        def shapes(state):
             merged = nnx.merge(graphdef, state)
             call(merged)
             every = layers_of(merged)

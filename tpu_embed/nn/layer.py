@@ -390,7 +390,7 @@ class TableLayer(nnx.Module, EngineLayer):
         """
         replicas, structure = self.engine.layout.axes.replicas, self.engine.structure
 
-        def pad(feature: FeatureConfig, x: Any) -> Any:
+        def pad(feature, x):
             if x is None or feature.jagged or not x.ndim:
                 return x
             missing = -len(x) % replicas if len(x) else replicas

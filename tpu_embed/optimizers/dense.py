@@ -40,7 +40,7 @@ def dense_transform(
 ) -> optax.GradientTransformationExtraArgs:
     """Return `optimizer` as an optax transform; see `RowOptimizer.as_optax`."""
 
-    def init(params: PyTree) -> RowRuleState:
+    def init(params):
         leaves, treedef = jax.tree.flatten(params)
         # One dictionary of slots per leaf, [{m, v}, {m, v}], becomes one tree per slot.
         made = [_init_leaf(optimizer, as_array(leaf), seed, i) for i, leaf in enumerate(leaves)]
@@ -48,9 +48,7 @@ def dense_transform(
         slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
         return RowRuleState(jnp.zeros((), jnp.int32), slots)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, RowRuleState]:
+    def update(updates, state, params=None, **extra):
         if params is None:
             refuse(
                 "params",

@@ -129,7 +129,7 @@ class OptaxOptimizer(TableOptimizer):
         layout = self._layout(rows.shape[-1], rows.dtype)
         dtypes = [slot.dtype for slot in layout.slots.values()]
 
-        def init(row: Array) -> list[Array]:
+        def init(row):
             leaves = jax.tree.leaves(init_state(self.transform, row))
             return [_as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
@@ -141,7 +141,7 @@ class OptaxOptimizer(TableOptimizer):
         """Return the updates, to be added to rows `[n, D]`, and the new leaves."""
         layout = self._layout(rows.shape[-1], rows.dtype)
 
-        def update_row(row: Array, state: list[Array], g: Array) -> tuple[Array, list[Array]]:
+        def update_row(row, state, g):
             u, new_state = apply_transform(self.transform, g, layout.treedef.unflatten(state), row)
             new = _same_leaves(new_state, layout)
             return _as(u, row.dtype), new
@@ -298,10 +298,10 @@ def _check_row_separable(optimizer: OptaxOptimizer) -> None:
     init = functools.partial(init_state, transform)
     _refuse_multi_steps(transform, init, what)
 
-    def update(rows: Array, state: Any, gradients: Array) -> tuple[Any, Any]:
+    def update(rows, state, gradients):
         return apply_transform(transform, gradients, state, rows)
 
-    def probe(rows: Array, gradients: Array) -> Any:
+    def probe(rows, gradients):
         by_row = optimizer._init_leaves, optimizer._update_leaves
         return tuple(_two_updates(*one, rows, gradients) for one in (by_row, (init, update)))
 

@@ -375,7 +375,7 @@ def _initial_slot(slot: Slot, initial: Any, rows: Array, keys: Array) -> Array:
     one_row = (1, *shape[1:])
     tag = zlib.crc32(slot.name.encode())
 
-    def draw(key: Array) -> Array:
+    def draw(key):
         value: Any = initial(jax.random.fold_in(key, tag), one_row, rows.dtype)
         if jnp.shape(value) != one_row:
             refuse(

@@ -846,7 +846,7 @@ class CustomOptimizer(RowOptimizer):
         return tuple(Slot(name, initial) for name, initial in self.slots)
 
     def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        def update_row(g: Array, w: Array, slots: Slots) -> Updated:
+        def update_row(g, w, slots):
             returned = self.rule(g, w, slots, lr, t)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 refuse("rule", expected="a pair (row, slots)", got=type(returned).__name__)

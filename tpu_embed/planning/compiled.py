@@ -279,10 +279,10 @@ def _lowered_admit(
     held = StackShard(state.tables[stack.name], state.slots[stack.name])
     sharding = engine.layout.axes.sharding(stack.shard_axes)
 
-    def array(*shape: int, dtype: Any = np.uint32) -> Any:
+    def array(*shape, dtype=np.uint32):
         return jax.ShapeDtypeStruct((stack.num_shards, *shape), dtype, sharding=sharding)
 
-    def room(rows: Mapping[str, int]) -> int:
+    def room(rows):
         """Return the rows that a device's parcel has room for, if rows are even over the shards."""
         counts = {one.name: min(rows[one.name], one.vocabulary_size) for one in stack.tables}
         return Parcels(stack, {name: np.arange(count) for name, count in counts.items()}).size
@@ -301,7 +301,7 @@ def _lowered_admit(
 
 
 def _lowered(engine: EmbeddingEngine, batch: PyTree, loss: Callable[[PyTree], Array]) -> Any:
-    def step(state: TableState, ids: PyTree) -> TableState:
+    def step(state, ids):
         values, rebuild = split_activations(engine.lookup(state, ids))
         gradients = jax.grad(lambda values: loss(rebuild(values)))(values)
         return engine.update(state, ids, gradients)

@@ -123,7 +123,7 @@ def _tables(plan: Any) -> Table:
     counts = {"rows": "vocabulary_size", "dim": "dim", "rows/device": "rows", "padding": "padding"}
     table = _columns(("table", "dtype", "placement", "why"), [*counts, *sizes])
 
-    def figures(tables: Sequence[Any]) -> list[str]:
+    def figures(tables):
         return [readable(sum(getattr(one, f) for one in tables)) for f in sizes.values()]
 
     whole = {f: f"{sum(getattr(t, f) for t in plan.tables):,}" for f in counts.values()}

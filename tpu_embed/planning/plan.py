@@ -271,7 +271,7 @@ def _planned(request: Request) -> Plan:
         )
     plans, hosts = list(host.values()), request.target.hosts
 
-    def shared(field: str, some: Iterable[HostPlan]) -> int:
+    def shared(field, some):
         return -(-sum(getattr(one, field) for one in some) // hosts)
 
     on_host = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
@@ -409,7 +409,7 @@ def _moved_to_host(request: Request) -> Changes:
         return {}
     room = request.memory - sum(request.passing.values())
 
-    def fit(changes: Changes) -> bool:
+    def fit(changes):
         return sum(request.changed(changes).held.values()) <= room
 
     # The fewest tables that fit with as few rows as may be, or all; then the most rows of these.

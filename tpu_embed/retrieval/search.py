@@ -132,7 +132,7 @@ def scan_shard(
         after = stack.num_rows - table.offset - table.rows_per_shard + BUNDLE_ROWS
         allowed = jnp.pad(allowed, (table.offset, after))
 
-    def read_block(number: Array, found: Found) -> Found:
+    def read_block(number, found):
         # The last block begins earlier, so that it fits: of 10 rows in blocks of 4 it has rows 6
         # to 9, of which 6 and 7 are masked, because the block before has them.
         first = begin + number * size
@@ -180,7 +180,7 @@ def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
     ends = jnp.stack([first, first + size])
     begin, end = jax.vmap(jnp.searchsorted, (0, None), 1)(rows, ends)  # [B] each
 
-    def hide_some(flat_and_begin: tuple[Array, Array]) -> tuple[Array, Array]:
+    def hide_some(flat_and_begin):
         flat, begin = flat_and_begin
         places = begin[:, None] + np.arange(most, dtype=begin.dtype)
         local = jnp.take_along_axis(rows, places, axis=1, mode="clip") - first
@@ -251,7 +251,7 @@ def _masked(scores: Array, usable: Array) -> Array:
 def _merge_bundles(width: int) -> Callable[[Found, _Block], Found]:
     """Return the function that merges the `width` bundles with the largest maxima."""
 
-    def merge(found: Found, block: _Block) -> Found:
+    def merge(found, block):
         if not width:
             return found
         _, chosen = jax.lax.top_k(block.maxima, width)
@@ -376,7 +376,7 @@ def top_k(
     layout = engine.layout
     traced = _is_traced((state, queries, exclude, allowed, temperature))
 
-    def checked() -> tuple[Array, dict[str, Array | None]]:
+    def checked():
         """Return the table as it lies, and what is searched for."""
         check_int("top_k: k", k, minimum=1)
         check_score("top_k", score)
@@ -452,7 +452,7 @@ def _search(
         operands["allowed"] = axes.reshard(_by_shard(allowed, stack, part), stack.shard_axes)
         specs["allowed"] = axes.spec(stack.shard_axes)
 
-    def search_shard(operands: dict[str, Array]) -> tuple[Array, Array]:
+    def search_shard(operands):
         """Return the best k rows of all shards, `[B, k]` each."""
         found = scan_shard(
             operands["stored"],

@@ -377,7 +377,7 @@ def losses_in_parts(items: Items, scale: Array, queries: Queries) -> Array:
 
     # Query c is in part c mod n: [C] -> [C / n, n] -> [n, C / n]. If C is split over devices, each
     # of them has a share of every part.
-    def split(array: Array) -> Array:
+    def split(array):
         padded = jnp.pad(array, [(0, -size % parts if a == at else 0) for a in range(array.ndim)])
         by_part = padded.reshape(*lead, -1, parts, *array.shape[at + 1 :])
         return jnp.moveaxis(by_part, at + 1, 0)

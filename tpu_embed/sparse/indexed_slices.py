@@ -214,7 +214,7 @@ def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
       factor: `[]`.
     """
 
-    def product(g: Any) -> Any:
+    def product(g):
         return g * factor if is_indexed_slices(g) else _product(_checked_floats(g), factor)
 
     return jax.tree.map(product, gradients, is_leaf=is_indexed_slices)

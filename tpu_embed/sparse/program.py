@@ -122,10 +122,10 @@ def find_sites(
     """
     sites = []
 
-    def find(jaxpr: Any, tables: Mapping[Any, int | None], around: Path) -> list[int | None]:
+    def find(jaxpr, tables, around):
         """Append the sites in a jaxpr, and return the number of the table that each result is."""
 
-        def step(eqn: Any, held: list[int | None]) -> Iterable[tuple[Any, Any]]:
+        def step(eqn, held):
             name, called, path = eqn.primitive.name, (*CALLS, *REMATS), (*around, (eqn, 0))
             if eqn.primitive is lookup_p and held[0] is not None:
                 sites.append(Lookup(path, held[0]))
@@ -159,7 +159,7 @@ def looked_up(jaxpr: Any) -> set[int]:
     """
     found: set[int] = set()
 
-    def rule(eqn: Any, operands: list[frozenset[int]]) -> Iterable[tuple[Any, Any]]:
+    def rule(eqn, operands):
         together = frozenset().union(*operands)
         if eqn.primitive is lookup_p:
             found.update(operands[0])
@@ -273,7 +273,7 @@ def propagate(jaxpr: Any, sources: Mapping[Any, Sources] | None = None) -> list[
     if sources is None:
         sources = {var: Sources(1 << i) for i, var in enumerate(jaxpr.invars)}
 
-    def step(eqn: Any, operands: list[Sources]) -> dict[Any, Sources]:
+    def step(eqn, operands):
         # What is written into a reference may be read from it later, so it counts as a result.
         references = [
             one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
@@ -392,7 +392,7 @@ def tap(closed: ClosedJaxpr, inputs: Sequence[Array], sites: Sequence[Any]) -> P
         `run(values, taps, guard)`, what `rerun` does there.
     """
 
-    def run(inputs: list[Array], taps: list[list[Array]], guard: Array) -> Any:
+    def run(inputs, taps, guard):
         at = lambda site, values, mine: site.run(values, mine, guard)  # noqa: E731
         return rerun(at, closed, inputs, sites, taps)
 
@@ -421,7 +421,7 @@ def pull_back(
     """
     count, tables = len(program.reached), program.tables
 
-    def run(chosen: dict[int, Array]) -> tuple[list[Array], tuple]:
+    def run(chosen):
         values = [chosen.get(i, value) for i, value in enumerate(program.values)]
         # A result that is a literal of the jaxpr is a Python number.
         flat = list(map(as_array, jaxpr_as_fun(program.closed)(*values)))
@@ -501,7 +501,7 @@ def sparse_value_and_grad(
     """
 
     @functools.wraps(fun)
-    def value_and_gradients(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_gradients(*args, **kwargs):
         remedy = "give what is differentiated by position, not by keyword"
         which = positions(argnums, len(args), remedy=remedy)
         chosen = [args[i] for i in which]
@@ -509,7 +509,7 @@ def sparse_value_and_grad(
             refuse_gradient("sparse_value_and_grad")
         paths, structure = jax.tree_util.tree_flatten_with_path(chosen)
 
-        def flat(*leaves: Any) -> Any:
+        def flat(*leaves):
             given = dict(zip(which, structure.unflatten(leaves), strict=True))
             result = fun(*(given.get(i, arg) for i, arg in enumerate(args)), **kwargs)
             return value_and_aux(result, has_aux=has_aux)
@@ -561,7 +561,7 @@ def sparse_grad(
     both = sparse_value_and_grad(fun, argnums, has_aux=has_aux)
 
     @functools.wraps(fun)
-    def gradients(*args: Any, **kwargs: Any) -> Any:
+    def gradients(*args, **kwargs):
         result, found = both(*args, **kwargs)
         return (found, result[1]) if has_aux else found
 

@@ -420,7 +420,7 @@ class StateKeeper:
         """
         if item.batch.keys.is_training:
 
-            def admitted(now: Record, found: tuple[TableState, Batch]) -> Record:
+            def admitted(now, found):
                 return now.with_item(at, item._replace(batch=found[1]))._replace(state=found[0])
 
             self.run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)

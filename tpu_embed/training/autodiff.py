@@ -28,7 +28,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import check_choice, is_number, message, refuse
-from tpu_embed._jaxprs import CALLS, REMATS, Path, Site
+from tpu_embed._jaxprs import CALLS, REMATS, Site
 from tpu_embed._snapshot import as_array
 from tpu_embed._types import Array, PyTree
 from tpu_embed.kernels.tracing import as_varying, axes_of
@@ -126,7 +126,7 @@ def find_asked(jaxpr: Any, wanted: Collection[str], stops: Collection[str]) -> l
     """
     by_name: dict[str, list[Tagged]] = collections.defaultdict(list)
 
-    def enter(path: Path) -> Tagged | None:
+    def enter(path):
         name = path[-1][0].params["name"]
         by_name[name].append(Tagged(path, name in wanted, name in stops))
         return by_name[name][0] if name in asked else None
@@ -327,7 +327,7 @@ def value_and_gradients(
     names = [f"xs{jax.tree_util.keystr(path)}" for path, _ in paths]
     leaves = [_as_array(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
 
-    def flat(*leaves: Any) -> Any:
+    def flat(*leaves):
         return fn(*structure.unflatten(leaves))
 
     # Trace twice: tags and lookups are only known once the function is traced; then `tap` traces
@@ -352,7 +352,7 @@ def value_and_gradients(
     cotangents = _cotangents(ys, closed.out_avals[: ys.num_leaves], grad_ys)
     results, total = _aggregate(program, named, cotangents, aggregation_method)
 
-    def gradient(place: int) -> Any:
+    def gradient(place):
         # An absent place means "not connected"; a connected one with zero gradient has zeros.
         if place not in total and unconnected_gradients == UnconnectedGradients.ZERO:
             return full(jax.typeof(program.values[place]), 0)

@@ -153,7 +153,7 @@ def get_gradients_through_dummy_table_variables(
         activations = optimizer.local(activations)
     dummies = create_dummy_table_variables(activations, feature_config)
 
-    def hooked(dummies: Dummies) -> tuple[Array, Array]:
+    def hooked(dummies):
         value = checked_loss(loss(hook(activations, dummies), *args))
         return (value if optimizer is None else optimizer.scale_loss(value)), value
 
@@ -199,7 +199,7 @@ def get_gradients_through_compute_gradients(
     activations = optimizer.local(activations)
     each = [split_activations(leaf) for _, leaf in _leaves(activations)]
 
-    def scaled(*values: Array) -> Array:
+    def scaled(*values):
         given = (rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True))
         return optimizer.scale_loss(checked_loss(loss(structures.unflatten(activations, given))))
 

@@ -239,7 +239,7 @@ class TreeOptimizer(abc.ABC):
         kinds = {i: jnp.result_type(leaves.values[i]) for i in variables}
         floats = [i for i in variables if jnp.issubdtype(kinds[i], jnp.inexact)]
 
-        def objective(*chosen: Array) -> tuple[Array, Array]:
+        def objective(*chosen):
             values = dict(enumerate(leaves.values)) | dict(zip(floats, chosen, strict=True))
             found = checked_loss(loss(leaves.only(values)))
             # The gradient of Σ c·l is the pull-back of c: one scalar to differentiate, whatever
@@ -598,9 +598,7 @@ def cross_shard(
     shards = make_replicas("cross_shard", axis_name, reduction, group_assignment)
     inner = optax.with_extra_args_support(tx)
 
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra: Any
-    ) -> tuple[PyTree, Any]:
+    def update(updates, state, params=None, **extra):
         # IndexedSlices are pytrees: without is_leaf their values and indices would be two leaves.
         pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
         for path, gradient in pairs:

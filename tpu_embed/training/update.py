@@ -669,10 +669,10 @@ def update_parameter_rows(
 
     # The rule sees a matrix of rows. Table [V, M, D] and U unique row ids: read gives [U·M, D],
     # write reshapes back to [U, M, D]. A slot with one number per row is [V, M] and [U·M].
-    def read(array: Array, part: tuple[int, ...]) -> Array:
+    def read(array, part):
         return dispatch.gather_rows(array, unique.indices).reshape(-1, *part)
 
-    def write(array: Array, rows: Array) -> Array:
+    def write(array, rows):
         values = rows.astype(array.dtype).reshape(-1, *array.shape[1:])
         return dispatch.set_rows(array, unique.indices, values)
 
