@@ -132,7 +132,7 @@ def explain_arguments(**ours: str) -> Callable[[_T], _T]:
       TypeError: draw: expected kind=, got colour=, which TensorFlow has; see docs/migrating.md
     """
 
-    def decorate(target):
+    def decorate(target: Any) -> Any:
         function = target.__init__ if isinstance(target, type) else target
 
         @functools.wraps(function)

@@ -70,10 +70,9 @@ class Memory(nnx.Module):
         count, length = len(self.weights[...]), value.shape[1]
         padded = jnp.pad(value, ((0, 0), ((count - 1) * self.apart, 0), (0, 0)))
         starts = range(0, count * self.apart, self.apart)
-        return sum(
-            weight * padded[:, start : start + length]
-            for weight, start in zip(self.weights[...], starts, strict=True)
-        )
+        places = (padded[:, start : start + length] for start in starts)
+        weighted = (a * b for a, b in zip(self.weights[...], places, strict=True))
+        return sum(weighted, jnp.zeros_like(value))
 
 
 class Network(nnx.Module):

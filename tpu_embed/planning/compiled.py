@@ -279,7 +279,7 @@ def _lowered_admit(
     held = StackShard(state.tables[stack.name], state.slots[stack.name])
     sharding = engine.layout.axes.sharding(stack.shard_axes)
 
-    def array(*shape, dtype=np.uint32):
+    def array(*shape, dtype: Any = np.uint32) -> Any:
         return jax.ShapeDtypeStruct((stack.num_shards, *shape), dtype, sharding=sharding)
 
     def room(rows):

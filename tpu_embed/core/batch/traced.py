@@ -222,7 +222,7 @@ def _resolve(ids: Array, features: Sequence[FeatureLayout], stack: Stack) -> tup
       errors.
     """
 
-    def each(values, dtype=stack.index_dtype):
+    def each(values, dtype: Any = stack.index_dtype):
         # A number per feature, [features, 1]; if all are the same, one []: XLA can optimize
         # arithmetic with one constant better than with an array of them.
         same = len(set(values)) == 1

@@ -179,7 +179,7 @@ def restore(
     checkpoint, abstract = open_checkpoint(root, items, prepared, writer="save")
     loaded = tables.read(root / TABLES, Wanted(engine, key, convert, tuple(leave_out)))
 
-    def others():
+    def others() -> Any:
         record = None if touched is None else read_record(root / TOUCHED, checkpoint)
         tree = None if model is None else trees.read(root / MODEL, checkpoint, abstract)
         return tree, read_position(root / POSITION, checkpoint), record
