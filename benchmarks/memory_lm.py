@@ -48,7 +48,8 @@ def train(turn: Connection, kind: str, text: str, turns: int, steps: int) -> Non
     import train as example
 
     numbers = runpy.run_path(str(ROOT / "configs" / "memory_lm.py"))
-    config = SimpleNamespace(**numbers | {"steps": (turns + 1) * steps})
+    numbers |= {"steps": (turns + 1) * steps, "evaluate_every": None}
+    config = SimpleNamespace(**numbers)
     source = example.Text.read(Path(text), config, with_memory=kind != "without")
     source.evaluation = None
     began = time.perf_counter()
@@ -60,7 +61,7 @@ def train(turn: Connection, kind: str, text: str, turns: int, steps: int) -> Non
         began = time.perf_counter()
 
     options = {"callback": stop, "report_every": steps, "progress": False}
-    example.train(config, source, kind, evaluate_every=None, **options)
+    example.train(config, source, kind, **options)
 
 
 def measure_example(text: str, turns: int, steps: int) -> None:
@@ -73,6 +74,7 @@ def measure_example(text: str, turns: int, steps: int) -> None:
         given = other, kind, text, turns, steps
         processes.append(context.Process(target=train, args=given, daemon=True))
         processes[-1].start()
+        other.close()  # so that its end is noticed
         ends[kind].recv()  # it has compiled its programs
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(turns):

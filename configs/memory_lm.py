@@ -2,7 +2,8 @@
 
 Command:   python examples/memory_lm/train.py --text tiny_shakespeare.txt
 Hardware:  2 cores of an x86-64 CPU, shared with others; 5 minutes
-Expected:  held-out loss 1.8639 without a memory and 1.6997 with one, seed 0
+Expected:  held-out loss 1.8639 without a memory and 1.6997 with one, seed 0;
+           means of three seeds 1.8685 and 1.6928
 """
 
 seed = 0  # of the initial values and of the order of the text
