@@ -170,16 +170,13 @@ def make_evaluate(
         )
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)
-    got = type(source).__name__
-    if not callable(source) and not isinstance(source, Iterable):
-        refuse(
-            WHAT, expected="an iterable, or a function that returns one", got=got, error=TypeError
-        )
+    wanted = "an iterable, or a function that returns one"
+    check_type(WHAT, source, (Callable, Iterable), expected=wanted)
     if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
         refuse(
             WHAT,
             expected="what can be read several times",
-            got=f"{got}, which can be read once",
+            got=f"{type(source).__name__}, which can be read once",
             remedy="give the function that makes it, such as functools.partial(batches, path)",
         )
     step = make_evaluation_step(engine, objective)
