@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 PACKAGE = "tpu_embed"
 
 _STANDING = [
-    "_types _checks _snapshot _jaxprs _calls _stop",
+    "_types _checks _jaxprs _calls _stop",
     "kernels optimizers initializers columns key_hashes ngrams processes",
     "config vocabulary storage",
     "core",

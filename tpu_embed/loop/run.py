@@ -21,9 +21,8 @@ import jax
 import optax
 
 from tpu_embed._checks import message, refuse
-from tpu_embed._snapshot import snapshot
 from tpu_embed._stop import Stop
-from tpu_embed._types import PyTree
+from tpu_embed._types import PyTree, snapshot
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher

@@ -17,8 +17,7 @@ import numpy as np
 import optax
 
 from tpu_embed._checks import refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array
 from tpu_embed.optimizers.base import LearningRateKind, TableOptimizer, learning_rate_kind
 
 

@@ -27,8 +27,7 @@ import numpy as np
 import optax
 
 from tpu_embed._checks import is_number, message, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, as_array
 from tpu_embed.kernels.operands import CompiledRule
 from tpu_embed.optimizers.arithmetic import round_now
 from tpu_embed.optimizers.base import (

@@ -29,8 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from tpu_embed._checks import check_choice, check_type, is_number, message, refuse
 from tpu_embed._jaxprs import CALLS, REMATS, Path, Site
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, PyTree
+from tpu_embed._types import Array, PyTree, as_array
 from tpu_embed.kernels.tracing import as_varying, axes_of
 from tpu_embed.sparse import Program, find_sites, full, pull_back, stopped_p, tap, tapped
 

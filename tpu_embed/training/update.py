@@ -37,8 +37,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from tpu_embed._checks import message, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, as_array
 from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.dense import dense_transform, rate_of, working_dtype

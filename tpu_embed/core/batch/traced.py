@@ -20,8 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_in_program, refuse, warn_user
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._types import PADDING_ID, Array, as_array
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import LocalIds, view_stacks
 from tpu_embed.core.ids import (

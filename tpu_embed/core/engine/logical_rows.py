@@ -44,8 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_type, refuse
-from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike, Tracer, as_array, snapshot
 from tpu_embed.core.engine.admitter import version_after
 from tpu_embed.core.ids import refuse_masked
 from tpu_embed.core.layout import (

@@ -15,8 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from tpu_embed._checks import refuse
-from tpu_embed._snapshot import snapshot
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, snapshot
 from tpu_embed.core.layout.layout import Layout
 from tpu_embed.optimizers import (
     LearningRateKind,

@@ -24,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_in_program, check_int, check_integers, check_type, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array
 from tpu_embed.core.lookup import segments
 
 # -- checks ----------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec
 
 from tpu_embed import _checks
 from tpu_embed._checks import check_live, refuse, warn_user
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, Tracer
+from tpu_embed._types import Array, Tracer, as_array
 from tpu_embed.core.batch import Batch, BatchSpec, StackView, TracedIds
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout
