@@ -13,9 +13,10 @@ The static shape of a batch depends on its ids, and several processes must agree
 has three steps. The ids of every stack are sorted by row, on each replica: the distinct rows are
 what the replica asks the shards for, and the partial sums, one for each row and block of the batch,
 are what it sends them; an owner merges those of all replicas for one row, in the order of the
-blocks. `core/exchange/route.py` gives the same numbers where only the device knows the ids. The room for that is counted. Then, with the agreed shape, the line of each
-device is written (`batch.py` lists its fields): where each id's row comes back, in which order the
-device sums gradients, and in which order, as an owner, it adds up the partial sums that arrive.
+blocks. `core/exchange/route.py` gives the same numbers where only the device knows the ids. The
+room for that is counted. Then, with the agreed shape, the line of each device is written
+(`batch.py` lists its fields): where each id's row comes back, in which order the device sums
+gradients, and in which order, as an owner, it adds up the partial sums that arrive.
 
 Input: validated ids, with rows in the place of keys. Output: a `Batch`.
 """
@@ -51,8 +52,7 @@ from tpu_embed.core.place.rooms import Rooms
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put, SortedIds, Take
 
-
-# -- routes: arithmetic of sorted rows ---------------------------------------------------------------
+# -- routes: arithmetic of sorted rows -------------------------------------------------------------
 #
 # For example, S = 2 shards of R = 10 rows, and a replica with the rows 13 4 -1 13 7:
 #
