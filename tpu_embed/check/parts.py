@@ -8,10 +8,10 @@ Other parts train small tables on all devices, and compare every number with loo
 gradients are drawn; the form in which a feature gets its ids is made from the same arrays as the
 bags that the loops read.
 
-The last part times. The speed is that of a training step beside a copy. The workload is MLPerf's DLRM-DCNv2 without its
-network: 26 tables, 214 ids per sample, D = 128, Adagrad. The tables have fewer rows, as many as a
-part of the memory holds. The copy, `x + 1` of a large array, shows what the memory of the device
-can do at best.
+The last part times. The speed is that of a training step beside a copy. The workload is MLPerf's
+DLRM-DCNv2 without its network: 26 tables, 214 ids per sample, D = 128, Adagrad. The tables have
+fewer rows, as many as a part of the memory holds. The copy, `x + 1` of a large array, shows what
+the memory of the device can do at best.
 
 Input: the devices, and which parts to run. Output: a `PartReport` for each.
 """

@@ -40,8 +40,8 @@ from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array, ArrayLike, PyTree, as_array
 from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.optimizers.dense import dense_transform, rate_of, working_dtype
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, name_slots
+from tpu_embed.optimizers.row_optimizer import dense_transform, rate_of, working_dtype
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 
 Path = KeyPath | str
