@@ -47,8 +47,7 @@ from tpu_embed.core.batch import (
 )
 from tpu_embed.core.ids import FeatureShape, HostIds, host_gains
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, send_lines
-from tpu_embed.core.place.agreement import Agreement
-from tpu_embed.core.place.rooms import Rooms
+from tpu_embed.core.place.rooms import Agreement, Rooms
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put, SortedIds, Take
 
