@@ -27,7 +27,6 @@ SIBLINGS = 5
 ORDERS = {
     "core": "ids layout exchange batch place state rows lookup update engine".split(),
     "io": "store files schema crc_json commits directory quantize checkpoint delta serving".split(),
-    "processes": "departures messages order conversations".split(),
     "vocabulary": "config map batch_keys table_maps timeline vocabularies".split(),
     "loop": "network step reports run reporter fit".split(),
     "training": "paths replicas autodiff update optimizer interception".split(),
