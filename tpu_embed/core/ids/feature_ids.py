@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.columns import describe_values
 from tpu_embed.config import FeatureConfig
@@ -77,7 +77,7 @@ class FeatureRules:
 
     def error(self, *, expected: str, got: Any, remedy: str = "") -> ValueError:
         """Return an error whose message names this feature."""
-        return ValueError(_checks.message(self.path, expected=expected, got=got, remedy=remedy))
+        return ValueError(message(self.path, expected=expected, got=got, remedy=remedy))
 
     def check_output_shape(self, shape: tuple[int, ...]) -> None:
         """Raise `ValueError` unless the feature declares this output shape, or declares none."""
@@ -100,7 +100,7 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
         floats = isinstance(ids, np.ndarray) and ids.dtype.kind == "f"
         if floats and (np.abs(np.ma.getdata(ids).astype(np.float64)) >= 2.0**53).any():
             got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS
-        _checks.refuse(feature.path, expected=expected, got=got, remedy=remedy, error=TypeError)
+        refuse(feature.path, expected=expected, got=got, remedy=remedy, error=TypeError)
 
 
 def resolve_ids(
