@@ -25,10 +25,17 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.network import Objective, check_optimizer, split_model
 from tpu_embed.loop.reports import Best, Losses, ProgressLine, Report, Window, check_best
 from tpu_embed.loop.run import Keeper, Run, new_run
-from tpu_embed.loop.step import Parts, make_evaluation_step, make_train_step, take_apart
+from tpu_embed.loop.step import (
+    Objective,
+    Parts,
+    check_optimizer,
+    make_evaluation_step,
+    make_train_step,
+    split_model,
+    take_apart,
+)
 from tpu_embed.nn import Embeddings
 from tpu_embed.processes import gather_from_all
 from tpu_embed.touched import TouchedRows, check_record

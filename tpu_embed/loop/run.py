@@ -28,9 +28,8 @@ from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.io.checkpoint import MODEL, TOUCHED, MismatchError
-from tpu_embed.loop.network import Network
 from tpu_embed.loop.reports import Losses, Record
-from tpu_embed.loop.step import take_apart
+from tpu_embed.loop.step import Network, take_apart
 from tpu_embed.processes import raise_on_all
 from tpu_embed.touched import TouchedRows
 
