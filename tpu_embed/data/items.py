@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tpu_embed._checks import check_integers, check_type, did_you_mean, refuse
+from tpu_embed._checks import check_integers, did_you_mean, refuse
 from tpu_embed._types import ArrayLike, PyTree
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
@@ -91,14 +91,13 @@ class EventValues:
             part = engine.structure.part(features)
             leaves = part.match(features, what="features", columns=True)
             ids = dict(zip(part.labels, leaves, strict=True)).get(self.feature)
-            check_type(
-                f"EventValues: feature {self.feature!r}",
-                ids,
-                RaggedIds,
-                expected="RaggedIds, which have some",
-                remedy="give the row splits",
-                error=ValueError,
-            )
+            if not isinstance(ids, RaggedIds):
+                refuse(
+                    f"EventValues: feature {self.feature!r}",
+                    expected="RaggedIds, which have some",
+                    got=type(ids).__name__,
+                    remedy="give the row splits",
+                )
             splits = ids.row_splits
         return place_values(engine, batch, self.feature, self.values, splits)
 
