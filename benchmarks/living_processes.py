@@ -20,20 +20,20 @@ import living
 import numpy as np
 
 import tpu_embed
-from tpu_embed.core.place import agreement
+from tpu_embed.core.place import rooms
 
 PROCESSES = 2
 
 
 def count_bytes() -> list[int]:
     """Return a list to which the size of each message of this process is appended."""
-    sizes, exchange = [], agreement.exchange_bytes
+    sizes, exchange = [], rooms.exchange_bytes
 
     def counted(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
         sizes.append(len(news or b""))
         return exchange(what, name, news, seconds)
 
-    agreement.exchange_bytes = counted
+    rooms.exchange_bytes = counted
     return sizes
 
 

@@ -28,8 +28,7 @@ def main() -> None:
     from flax import nnx
 
     import tpu_embed
-    from tpu_embed.loop.network import split_model
-    from tpu_embed.loop.step import Parts, make_train_step
+    from tpu_embed.loop.step import Parts, make_train_step, split_model
 
     sizes, rngs = [args.dim, args.hidden, args.hidden, 1], nnx.Rngs(0)
     layers = [nnx.Linear(*pair, rngs=rngs) for pair in itertools.pairwise(sizes)]

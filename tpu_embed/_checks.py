@@ -132,7 +132,7 @@ def explain_arguments(**ours: str) -> Callable[[_T], _T]:
       TypeError: draw: expected kind=, got colour=, which TensorFlow has; see docs/migrating.md
     """
 
-    def decorate(target: Any) -> Any:
+    def decorate(target) -> Any:
         function = target.__init__ if isinstance(target, type) else target
 
         @functools.wraps(function)
@@ -199,14 +199,18 @@ def check_int(what: str, value: Any, *, minimum: int) -> int:
     return int(value)
 
 
-def check_integers(what: str, dtype: Any) -> None:
+def check_integers(what: str, dtype: Any, *, expected: str = "integers") -> None:
     """Check that a dtype is one of integers.
+
+    Args:
+      what, expected: as for `refuse`.
+      dtype: the dtype.
 
     Raises:
       TypeError: it is another one.
     """
     if not jax.numpy.issubdtype(dtype, np.integer):
-        refuse(what, expected="integers", got=f"{dtype}", error=TypeError)
+        refuse(what, expected=expected, got=f"{dtype}", error=TypeError)
 
 
 def check_ids(what: str, given: Any) -> Array:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import refuse
 
 
 class Lists(NamedTuple):
@@ -86,7 +86,7 @@ def to_array(what: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
-        _checks.refuse(
+        refuse(
             what,
             expected="an array",
             got="lists of different lengths",
@@ -140,9 +140,7 @@ def chain_lists(what: str, lists: Sequence[Sequence[Any]]) -> Lists:
         # Name the item that has no length; an iterator as a whole has none either.
         items = lists if hasattr(lists, "__len__") else [lists]
         got = next(item for item in items if not hasattr(item, "__len__"))
-        _checks.refuse(
-            what, expected="a list of lists", got=repr(got), error=TypeError, cause=error
-        )
+        refuse(what, expected="a list of lists", got=repr(got), error=TypeError, cause=error)
     return Lists(list(itertools.chain.from_iterable(lists)), lengths)
 
 
@@ -230,7 +228,7 @@ def read_stream(value: Any) -> Any | None:
     try:
         import pyarrow
     except ImportError as error:
-        _checks.refuse(
+        refuse(
             what,
             expected="pyarrow, which reads it",
             got="none",
@@ -242,7 +240,7 @@ def read_stream(value: Any) -> Any | None:
     try:
         streamed = pyarrow.chunked_array(value)
     except pyarrow.ArrowException as error:
-        _checks.refuse(
+        refuse(
             what,
             expected="columns of types that pyarrow has",
             got=error,

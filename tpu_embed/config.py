@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import _checks, initializers
+from tpu_embed import initializers
+from tpu_embed._checks import check_choice, check_int, explain_arguments, is_number, refuse
 from tpu_embed._types import Array
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
@@ -57,22 +58,20 @@ class QuantizationConfig:
     upper: float
 
     def __post_init__(self) -> None:
-        buckets = _checks.check_int("QuantizationConfig.num_buckets", self.num_buckets, minimum=2)
+        buckets = check_int("QuantizationConfig.num_buckets", self.num_buckets, minimum=2)
         object.__setattr__(self, "num_buckets", buckets)
         for field in ("lower", "upper"):
             bound = getattr(self, field)
-            if not _checks.is_number(bound) or not np.isfinite(bound):
-                _checks.refuse(
-                    f"QuantizationConfig.{field}", expected="a finite number", got=repr(bound)
-                )
+            if not is_number(bound) or not np.isfinite(bound):
+                refuse(f"QuantizationConfig.{field}", expected="a finite number", got=repr(bound))
             object.__setattr__(self, field, float(bound))
         if not self.lower < self.upper:
-            _checks.refuse(
+            refuse(
                 "QuantizationConfig", expected="lower < upper", got=f"{self.lower} and {self.upper}"
             )
 
 
-@_checks.explain_arguments(layout='placement="mod", "div" or "replicated"')
+@explain_arguments(layout='placement="mod", "div" or "replicated"')
 @dataclasses.dataclass(frozen=True, eq=False)
 class TableConfig:
     """Declare an embedding table of shape [V, D].
@@ -135,10 +134,10 @@ class TableConfig:
         # The fields of a frozen dataclass cannot be assigned; object.__setattr__ can set them.
         what = _described("TableConfig", self.name)
         for field in ("vocabulary_size", "dim"):
-            size = _checks.check_int(f"{what}.{field}", getattr(self, field), minimum=1)
+            size = check_int(f"{what}.{field}", getattr(self, field), minimum=1)
             object.__setattr__(self, field, size)
-        _checks.check_choice(f"{what}.combiner", self.combiner, get_args(Combiner))
-        _checks.check_choice(f"{what}.placement", self.placement, get_args(Placement))
+        check_choice(f"{what}.combiner", self.combiner, get_args(Combiner))
+        check_choice(f"{what}.placement", self.placement, get_args(Placement))
         _check_type(f"{what}.trainable", self.trainable, bool)
         initializers.check(f"{what}.initializer", self.initializer)
         if self.quantization_config is not None:
@@ -160,9 +159,9 @@ class TableConfig:
 
     def _check_rounding(self, what: str) -> None:
         """Check that only tables whose dtype needs it are rounded at random."""
-        _checks.check_choice(f"{what}.rounding", self.rounding, get_args(Rounding))
+        check_choice(f"{what}.rounding", self.rounding, get_args(Rounding))
         if self.rounding == "stochastic" and self.dtype != "bfloat16":
-            _checks.refuse(
+            refuse(
                 f"{what}.rounding",
                 expected=f'"nearest" for a {self.dtype} table',
                 got='"stochastic"',
@@ -178,7 +177,7 @@ class TableConfig:
         }
         for field, (is_bad, expected) in refused.items():
             if is_bad:
-                _checks.refuse(
+                refuse(
                     f"{what}.{field} with storage",
                     expected=expected,
                     got=repr(getattr(self, field)),
@@ -189,7 +188,7 @@ class TableConfig:
     def _check_rows_alone(self, what: str, kind: str) -> None:
         """Check that the initializer makes each row by itself, wherever it comes to stand."""
         if self.initializer is not None and initializers.wants_shard_info(self.initializer):
-            _checks.refuse(
+            refuse(
                 f"{what}.initializer",
                 expected=f"one that makes a row from its random key, for {kind}",
                 got=f"{self.initializer!r}, which looks at row numbers (shard_info)",
@@ -210,7 +209,7 @@ class TableConfig:
         return DynamicVocabulary(evict=self.storage.evict)
 
 
-@_checks.explain_arguments(
+@explain_arguments(
     validate_weights_and_indices='on_bad_id="error", "drop" or "clip", and finite weights'
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -254,15 +253,13 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         what = _described("FeatureConfig", self.name)
         _check_type(f"{what}.table", self.table, TableConfig)
-        length = _checks.check_int(
-            f"{what}.max_sequence_length", self.max_sequence_length, minimum=0
-        )
+        length = check_int(f"{what}.max_sequence_length", self.max_sequence_length, minimum=0)
         object.__setattr__(self, "max_sequence_length", length)
-        _checks.check_choice(f"{what}.on_bad_id", self.on_bad_id, get_args(OnBadId))
+        check_choice(f"{what}.on_bad_id", self.on_bad_id, get_args(OnBadId))
         _check_type(f"{what}.jagged", self.jagged, bool)
-        _checks.check_choice(f"{what}.keep", self.keep, get_args(Keep))
+        check_choice(f"{what}.keep", self.keep, get_args(Keep))
         if self.keep == "last" and not length:
-            _checks.refuse(
+            refuse(
                 f"{what}.keep",
                 expected='"first" where no row is cut',
                 got='"last" with max_sequence_length=0',
@@ -273,7 +270,7 @@ class FeatureConfig:
         if length or self.jagged:
             kind = "jagged=True" if self.jagged else f"max_sequence_length={length}"
             shape = "a Jagged" if self.jagged else "[B, max_sequence_length, D]"
-            _checks.refuse(
+            refuse(
                 f"{what}.output_shape",
                 expected="None for a sequence",
                 got=f"{self.output_shape!r} with {kind}",
@@ -286,7 +283,7 @@ class FeatureConfig:
 
 def _check_type(what: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
-        _checks.refuse(what, expected=f"a {kind.__name__}", got=repr(value))
+        refuse(what, expected=f"a {kind.__name__}", got=repr(value))
 
 
 def _check_map(what: str, rules: DynamicVocabulary | None, capacity: int) -> None:
@@ -304,7 +301,7 @@ def _described(kind: str, name: Any) -> str:
         return kind
     # A string that holds half of a surrogate pair cannot be encoded.
     if not (isinstance(name, str) and name and name.encode(errors="ignore").decode() == name):
-        _checks.refuse(
+        refuse(
             f"{kind}.name", expected="None or a non-empty string of Unicode text", got=ascii(name)
         )
     return f"{kind} {name!r}"
@@ -317,9 +314,9 @@ def _dtype_name(what: str, dtype: Any) -> str:
         name = dtype if dtype is None else str(jnp.dtype(dtype).name)
     except TypeError:
         name = dtype
-    _checks.check_choice(what, name, _DTYPES)
+    check_choice(what, name, _DTYPES)
     if name == "float64" and not jax.config.read("jax_enable_x64"):
-        _checks.refuse(
+        refuse(
             what,
             expected="float32 or bfloat16 while x64 is off",
             got="float64",
@@ -336,12 +333,12 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
     known = isinstance(names, (tuple, list)) and all(isinstance(n, str) and n for n in names)
     if not known or not names or len(set(names)) != len(names):
         expected = "None or names of mesh axes: at least one axis, each once"
-        _checks.refuse(what, expected=expected, got=repr(axes))
+        refuse(what, expected=expected, got=repr(axes))
     return tuple(names)
 
 
 def _output_shape(what: str, shape: Any) -> tuple[int, ...]:
     """Return an output shape as a tuple of positive ints."""
     if not isinstance(shape, (tuple, list)) or not shape:
-        _checks.refuse(what, expected="None or a shape (B, ...)", got=repr(shape))
-    return tuple(_checks.check_int(f"{what}[{i}]", n, minimum=1) for i, n in enumerate(shape))
+        refuse(what, expected="None or a shape (B, ...)", got=repr(shape))
+    return tuple(check_int(f"{what}[{i}]", n, minimum=1) for i, n in enumerate(shape))

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_choice, check_int, is_int, is_number, refuse
 from tpu_embed._types import Array
 
 __all__ = [
@@ -109,8 +109,8 @@ class RowIdInitializer:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        if not _checks.is_int(self.offset):
-            _checks.refuse("RowIdInitializer.offset", expected="an integer", got=repr(self.offset))
+        if not is_int(self.offset):
+            refuse("RowIdInitializer.offset", expected="an integer", got=repr(self.offset))
 
     def __call__(
         self, key: Array, shape: tuple[int, ...], dtype: Any, shard_info: ShardInfo
@@ -156,15 +156,15 @@ class VarianceScaling:
     def __post_init__(self) -> None:
         what = "variance_scaling"
         _check_finite(f"{what}.scale", self.scale)
-        _checks.check_choice(f"{what}.mode", self.mode, ("fan_in", "fan_out", "fan_avg"))
-        _checks.check_choice(
+        check_choice(f"{what}.mode", self.mode, ("fan_in", "fan_out", "fan_avg"))
+        check_choice(
             f"{what}.distribution", self.distribution, ("truncated_normal", "normal", "uniform")
         )
         shape = self.table_shape
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
-            _checks.refuse(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
+            refuse(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
         sizes = tuple(
-            _checks.check_int(f"{what}.table_shape[{i}]", n, minimum=1) for i, n in enumerate(shape)
+            check_int(f"{what}.table_shape[{i}]", n, minimum=1) for i, n in enumerate(shape)
         )
         object.__setattr__(self, "table_shape", sizes)
 
@@ -259,13 +259,13 @@ def check(what: str, initializer: Any) -> None:
     if initializer is None:
         return
     if not callable(initializer):
-        _checks.refuse(
+        refuse(
             what, expected="None or a callable (key, shape, dtype) -> array", got=repr(initializer)
         )
     # The initializers of JAX are closures: `he_normal()` is "variance_scaling.<locals>.init".
     factory = getattr(_innermost(initializer), "__qualname__", "").split(".")[0]
     if factory in _FAN_IN_FACTORIES:
-        _checks.refuse(
+        refuse(
             what,
             expected="an initializer that can make one row at a time",
             got=f"{factory}, which looks at the fan-in and would see one row",
@@ -286,5 +286,5 @@ def _innermost(function: Any) -> Any:
 
 
 def _check_finite(what: str, value: Any) -> None:
-    if not _checks.is_number(value) or not 0 <= value < math.inf:
-        _checks.refuse(what, expected="a finite number >= 0", got=repr(value))
+    if not is_number(value) or not 0 <= value < math.inf:
+        refuse(what, expected="a finite number >= 0", got=repr(value))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import refuse
 from tpu_embed.columns import as_arrow, describe_values, read_column, read_dictionary
 
 # Added to the seed, so that seed 0 gives a state other than mix(0) = 0.
@@ -142,7 +142,7 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
     if objects.dtype != object:
         nan = 'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
         got, remedy = describe_values(array)
-        _checks.refuse(
+        refuse(
             _KEYS,
             expected=_EXPECTED,
             got=got,
@@ -154,13 +154,11 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
         return objects
     if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
         if not all(-(2**63) <= key < 2**64 for key in objects):
-            _checks.refuse(_KEYS, expected="integers of 64 bits", got="a larger one")
+            refuse(_KEYS, expected="integers of 64 bits", got="a larger one")
         # Some are negative and others beyond int64: modulo 2⁶⁴.
         return np.array([int(key) % 2**64 for key in objects], np.uint64)
     got, remedy = describe_values(objects)
-    _checks.refuse(
-        _KEYS, expected=f"{_EXPECTED}, not both", got=got, remedy=remedy, error=TypeError
-    )
+    refuse(_KEYS, expected=f"{_EXPECTED}, not both", got=got, remedy=remedy, error=TypeError)
 
 
 def _strings_of(keys: np.ndarray) -> _Strings:

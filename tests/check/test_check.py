@@ -11,7 +11,7 @@ import pytest
 
 from tpu_embed import __main__ as command
 from tpu_embed import optimizers
-from tpu_embed.check import PARTS, PartReport, parts, run_parts, trainings
+from tpu_embed.check import PARTS, PartReport, parts, run_parts
 from tpu_embed.core.layout import Layout
 from tpu_embed.kernels import dispatch
 
@@ -41,7 +41,7 @@ def test_a_part_finds_nothing(name, devices, monkeypatch):
 def test_every_rule_and_every_part_is_there():
     known = {name for name in optimizers.__all__ if name[0].isupper()}
     interfaces = {"LearningRateKind", "RowOptimizer", "SlotShape"}
-    tried = {type(rule).__name__ for rule in trainings.rules()}
+    tried = {type(rule).__name__ for rule in parts.rules()}
     assert tried >= known - interfaces - {"TableOptimizer"}
     assert list(DEVICES) == list(PARTS)
 
@@ -134,8 +134,8 @@ def test_one_wrong_device_is_found(monkeypatch):
 
 
 def test_a_wrong_rule_is_named(monkeypatch):
-    two = [optimizers.SGD(trainings.RATE), optimizers.Lion(trainings.RATE)]
-    monkeypatch.setattr(trainings, "rules", lambda: two)
+    two = [optimizers.SGD(parts.RATE), optimizers.Lion(parts.RATE)]
+    monkeypatch.setattr(parts, "rules", lambda: two)
     right = optimizers.Lion.apply_rule
 
     def wrong(self, w, slots, g, *, t, lr):

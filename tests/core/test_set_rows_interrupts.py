@@ -16,7 +16,7 @@ from tpu_embed.storage import HostRows
 
 FILES = """
 storage/homes storage/host_rows core/layout/arrivals core/engine/admitter
-core/state/new_rows core/engine/logical_rows processes/conversations core/rows/logical
+core/state/new_rows core/engine/logical_rows processes/messages
 core/rows/devices vocabulary/vocabularies vocabulary/timeline vocabulary/table_maps vocabulary/map
 """
 IN_SET_ROWS = {f"{Path(tpu_embed.__file__).parent}/{name}.py" for name in FILES.split()}

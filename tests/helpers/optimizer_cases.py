@@ -13,7 +13,7 @@ import optax
 import oracle_rules
 
 from tpu_embed import optimizers as o
-from tpu_embed.check.trainings import leaky_rule
+from tpu_embed.check.parts import leaky_rule
 
 DECAY = {"weight_decay_factor": 0.03}
 DECAY_BY_RATE = {"weight_decay_factor": 0.3, "multiply_weight_decay_factor_by_learning_rate": True}

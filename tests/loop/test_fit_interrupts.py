@@ -12,10 +12,9 @@ from interrupt_cases import Interrupt, from_a_signal
 from loop_cases import DENSE, Network, Stateful, batches, loss_of_network
 
 from tpu_embed.io.checkpoint import tables
-from tpu_embed.loop.network import split_model
 from tpu_embed.loop.reports import Losses
 from tpu_embed.loop.run import Run, new_run
-from tpu_embed.loop.step import Parts, make_train_step
+from tpu_embed.loop.step import Parts, make_train_step, split_model
 
 EVALUATION = list(batches(2))
 

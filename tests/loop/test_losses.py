@@ -12,7 +12,7 @@ from flax import nnx
 from loop_cases import loss_of_network, loss_of_tables, mesh, of_items, plain_engine
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit
-from tpu_embed.loop.network import split_model
+from tpu_embed.loop.step import split_model
 from tpu_embed.optimizers import SGD
 
 

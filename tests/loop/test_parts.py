@@ -13,8 +13,7 @@ from loop_cases import mesh, plain_engine
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
 from tpu_embed import optimizers as o
 from tpu_embed.data import EventValues
-from tpu_embed.loop.network import split_model
-from tpu_embed.loop.step import Parts, make_train_step
+from tpu_embed.loop.step import Parts, make_train_step, split_model
 
 ROWS, BATCH, RATE = 12, 32, 1 / 8
 ITEMS = TableConfig(ROWS, 2, combiner="sum", name="items")

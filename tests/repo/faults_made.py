@@ -64,7 +64,7 @@ MADE = [
         "made: a lookup batch is refused in a jit though no row was taken",
     ),
     (
-        "tpu_embed/core/ids/bad_ids.py",
+        "tpu_embed/core/ids/feature_ids.py",
         "with numbers from 2**53 on, whose last digits are gone",
         "with gaps",
         "made: the remedy for keys in floats leads on",

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 PACKAGE = "tpu_embed"
 
 _STANDING = [
-    "_types _checks _snapshot _jaxprs _calls _stop",
+    "_types _checks _jaxprs _calls _stop",
     "kernels optimizers initializers columns key_hashes ngrams processes",
     "config vocabulary storage",
     "core",
@@ -27,12 +27,8 @@ SIBLINGS = 5
 ORDERS = {
     "core": "ids layout exchange batch place state rows lookup update engine".split(),
     "io": "store files schema crc_json commits directory quantize checkpoint delta serving".split(),
-    "processes": "departures messages order conversations".split(),
-    "vocabulary": (
-        "config fixed given_keys states map batch_keys table_maps timeline reports loads "
-        "vocabularies"
-    ).split(),
-    "loop": "network step reports run reporter fit".split(),
+    "vocabulary": "config map batch_keys table_maps timeline vocabularies".split(),
+    "loop": "step reports run fit".split(),
     "training": "paths replicas autodiff update optimizer interception".split(),
 }
 """The rooms of a package in order: each imports only those before it."""

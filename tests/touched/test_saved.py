@@ -1,8 +1,8 @@
-"""`saved.py`: the latest step of each row; which moments are before others."""
+"""What a record keeps: the latest step of each row; which moments are before others."""
 
 import numpy as np
 
-from tpu_embed.touched.saved import Lineage, SavedMarks, SavedRecord, Version, merge_records
+from tpu_embed.touched.table_marks import Lineage, SavedMarks, SavedRecord, Version, merge_records
 
 MOMENT = Version("run", 5, 5, 5)
 

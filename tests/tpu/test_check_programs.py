@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tpu_embed import planning
-from tpu_embed.check import PartReport, kernels
+from tpu_embed.check import PartReport, parts
 from tpu_embed.planning.compiled import describe_topology
 
 pytestmark = pytest.mark.whole
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.whole
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
 def test_kernels_of_the_check_compile(topology, monkeypatch):
-    compiled, on_each = [], kernels.on_each
+    compiled, on_each = [], parts.on_each
 
     def compile_only(devices, kernel):
         program = on_each(devices, kernel)
@@ -25,10 +25,10 @@ def test_kernels_of_the_check_compile(topology, monkeypatch):
 
         return zeros
 
-    monkeypatch.setattr(kernels, "on_each", compile_only)
+    monkeypatch.setattr(parts, "on_each", compile_only)
     report = PartReport("kernels")
-    kernels.check_kernels(describe_topology(planning.Topology(topology)), report)
+    parts.check_kernels(describe_topology(planning.Topology(topology)), report)
     assert not [fault.trace for fault in report.faults if fault.trace]
     # Those of `TRIALS`, and the sort.
-    moving = [topology.startswith("v5p")] * len(kernels.TRIALS)
+    moving = [topology.startswith("v5p")] * len(parts.TRIALS)
     assert compiled == [*moving, False]

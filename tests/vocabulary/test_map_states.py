@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from vocabulary_cases import assert_same, take
 
 from tpu_embed.vocabulary import DynamicVocabulary, VocabularyMap
-from tpu_embed.vocabulary.states import fit
+from tpu_embed.vocabulary.map import fit
 
 BATCHES = st.lists(st.lists(st.integers(0, 15), max_size=8), max_size=12)
 

@@ -6,7 +6,6 @@ share no code with the rest of the package. `python -m tpu_embed check` runs the
 Input: the devices. Output: a report per part.
 """
 
-from tpu_embed.check.parts import PARTS, run_parts
-from tpu_embed.check.report import PartReport
+from tpu_embed.check.parts import PARTS, PartReport, run_parts
 
 __all__ = ["PARTS", "PartReport", "run_parts"]

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tpu_embed.data.balance import balance_replicas, reorder_batch
-from tpu_embed.data.event_values import EventValues, place_values
+from tpu_embed.data.items import EventValues, place_values
 from tpu_embed.data.prefetcher import Prefetcher
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array
+from tpu_embed._types import Array, as_array
 
 _LEVELS = 255
 _LOWEST = -128

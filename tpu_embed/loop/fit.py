@@ -25,10 +25,17 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.network import Objective, check_optimizer, split_model
 from tpu_embed.loop.reports import Best, Losses, ProgressLine, Report, Window, check_best
 from tpu_embed.loop.run import Keeper, Run, new_run
-from tpu_embed.loop.step import Parts, make_evaluation_step, make_train_step, take_apart
+from tpu_embed.loop.step import (
+    Objective,
+    Parts,
+    check_optimizer,
+    make_evaluation_step,
+    make_train_step,
+    split_model,
+    take_apart,
+)
 from tpu_embed.nn import Embeddings
 from tpu_embed.processes import gather_from_all
 from tpu_embed.touched import TouchedRows, check_record
@@ -170,16 +177,13 @@ def make_evaluate(
         )
     if source is None:
         return None if measure is None else lambda _, report: _measured(measure, report)
-    got = type(source).__name__
-    if not callable(source) and not isinstance(source, Iterable):
-        refuse(
-            WHAT, expected="an iterable, or a function that returns one", got=got, error=TypeError
-        )
+    wanted = "an iterable, or a function that returns one"
+    check_type(WHAT, source, (Callable, Iterable), expected=wanted)
     if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
         refuse(
             WHAT,
             expected="what can be read several times",
-            got=f"{got}, which can be read once",
+            got=f"{type(source).__name__}, which can be read once",
             remedy="give the function that makes it, such as functools.partial(batches, path)",
         )
     step = make_evaluation_step(engine, objective)

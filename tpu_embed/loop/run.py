@@ -21,17 +21,15 @@ import jax
 import optax
 
 from tpu_embed._checks import message, refuse
-from tpu_embed._snapshot import snapshot
 from tpu_embed._stop import Stop
-from tpu_embed._types import PyTree
+from tpu_embed._types import PyTree, snapshot
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.data import Prefetcher
 from tpu_embed.io import CheckpointManager
 from tpu_embed.io.checkpoint import MODEL, TOUCHED, MismatchError
-from tpu_embed.loop.network import Network
 from tpu_embed.loop.reports import Losses, Record
-from tpu_embed.loop.step import take_apart
+from tpu_embed.loop.step import Network, take_apart
 from tpu_embed.processes import raise_on_all
 from tpu_embed.touched import TouchedRows
 

@@ -22,8 +22,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_embed._checks import check_choice, check_type, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, as_array
 from tpu_embed.config import FeatureConfig, Keep, OnBadId, TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec
 from tpu_embed.core.ids import RaggedIds, SparseIds, read_ids

@@ -29,7 +29,7 @@ from flax.errors import TraceContextError
 from jax._src import core  # which trace is current, and of which kind, has no public name
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
-from tpu_embed._checks import message, refuse, refuse_derivatives, warn_user
+from tpu_embed._checks import check_type, message, refuse, refuse_derivatives, warn_user
 from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
 from tpu_embed.config import FeatureConfig
 from tpu_embed.core.batch import Batch, BatchSpec
@@ -194,13 +194,14 @@ class TableLayer(nnx.Module, EngineLayer):
         """
         self.engine = EmbeddingEngine(features, optimizer, **options)
         for one in jax.tree.leaves(features):
-            if not isinstance(one, FeatureConfig):
-                refuse(
-                    "features",
-                    expected="containers that JAX knows as pytrees",
-                    got=type(one).__name__,
-                    remedy="jax.tree_util.register_dataclass, or use a dict",
-                )
+            check_type(
+                "features",
+                one,
+                FeatureConfig,
+                expected="containers that JAX knows as pytrees",
+                remedy="jax.tree_util.register_dataclass, or use a dict",
+                error=ValueError,
+            )
         for stack in self.engine.layout.stacks:
             rule = stack.optimizer
             if rule and learning_rate_kind(rule.learning_rate) is LearningRateKind.HOST:

@@ -8,7 +8,6 @@ Input: rows, their slots, and their gradients.
 Output: the rows and the slots after one update.
 """
 
-from tpu_embed.optimizers.arithmetic import row_mean, row_norm, row_sum
 from tpu_embed.optimizers.base import (
     LearningRateKind,
     SlotShape,
@@ -16,7 +15,7 @@ from tpu_embed.optimizers.base import (
     learning_rate_kind,
 )
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, as_table_optimizer
-from tpu_embed.optimizers.row_optimizer import RowOptimizer
+from tpu_embed.optimizers.row_optimizer import RowOptimizer, row_mean, row_norm, row_sum
 from tpu_embed.optimizers.rules import (
     FTRL,
     LAMB,

@@ -1,14 +1,25 @@
 """The base of our own rules: hyperparameters in a frozen dataclass, and one row-separable rule.
 
 The rule is written once, over rows. The engine applies it to the touched rows of a table, and
-`as_optax` applies it to dense trees. Options that all rules share, such as weight decay and
-clipping, stand around the rule.
+`as_optax` applies it to dense trees, as an optax transform: a dense leaf counts as a table of which
+every row is touched, and its last axis is the row. Options that all rules share, such as weight
+decay and clipping, stand around the rule.
 
 Optimizers are equal by value, so every option is stored in one way: `0.1`, `np.float32(0.1)` and a
 0-d array all become a Python float. Each field of a rule says in its metadata what it accepts.
 
+The arithmetic of rules gives the same bits in every program and in the compiled kernels. On CPU,
+XLA may fuse a product and a sum into one multiply-add, which rounds once instead of twice. Whether
+it does depends on the surrounding program, and optimization barriers are gone by then. It may also
+turn a division by a root into a product with a reciprocal root. `round_now` prevents both. XLA
+chooses the order of a sum itself, too. Its choice changes with the number of rows on a device,
+hence with devices and placements, and the last bits of the sum change with it. `row_sum` adds the
+upper half of the row to the lower half until one number is left. And a moving average that starts
+at 0 is too small in the first steps; dividing by 1 - βᵗ corrects that.
+
 Input: an optimizer as a user constructs it; then rows, their slots, and their gradients.
-Output: the optimizer with every option checked; then rows and slots after one update.
+Output: the optimizer with every option checked; then rows and slots after one update, or a tree of
+updates.
 """
 
 from __future__ import annotations
@@ -19,7 +30,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
@@ -27,20 +38,127 @@ import numpy as np
 import optax
 
 from tpu_embed._checks import is_number, message, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array
 from tpu_embed.kernels.operands import CompiledRule
-from tpu_embed.optimizers.arithmetic import round_now
 from tpu_embed.optimizers.base import (
     LearningRate,
+    LearningRateKind,
     Slot,
     Slots,
     SlotShape,
     TableOptimizer,
     Updated,
     checked_learning_rate,
+    learning_rate_kind,
 )
-from tpu_embed.optimizers.dense import dense_transform
+
+# -- arithmetic ------------------------------------------------------------------------------------
+
+_INTEGERS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+
+
+def round_now(x: Array, step: ArrayLike) -> Array:
+    """Return x, and prevent the compiler from fusing its computation with its uses.
+
+    Args:
+      x: floats of any shape.
+      step: int32 scalar that is never negative and not known when the program is compiled.
+    """
+    # min(step, 0) is 0 for every step >= 0, but the compiler cannot know that.
+    return _add_zero(x, jnp.minimum(jnp.asarray(step), 0))
+
+
+@jax.custom_jvp
+def _add_zero(x: Array, zero: Array) -> Array:
+    integers = _INTEGERS[x.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(x, integers) + zero.astype(integers)
+    return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+# Without this rule the conversion to integers would cut the gradient.
+@_add_zero.defjvp
+def _derivative_of_identity(primals: tuple, tangents: tuple) -> tuple:
+    return _add_zero(*primals), tangents[0]
+
+
+def average(old: Array, new: Array, rate: float, *, t: Array) -> Array:
+    """Return the moving average rate * old + (1 - rate) * new; t is the step."""
+    # Both products are rounded: fused, one of them would not be, in some programs and not others.
+    return round_now(rate * old, t) + round_now((1.0 - rate) * new, t)
+
+
+def one_minus_power(beta: float, t: Array, dtype: jnp.dtype) -> Array:
+    """Return 1 - βᵗ without the cancellation that float32 has when β is near 1.
+
+    Args:
+      beta: β in [0, 1).
+      t: int32 scalar >= 1, the step.
+      dtype: the dtype of the result.
+    """
+    if beta == 0.0:
+        return jnp.ones((), dtype)
+    # βᵗ = exp(t log β), and expm1(x) = exp(x) - 1 is exact for small x.
+    return -jnp.expm1(t.astype(dtype) * math.log(beta))
+
+
+def adam_rate(lr: Array, beta_1: float, beta_2: float, *, t: Array) -> Array:
+    """Return α = lr √(1 - β₂ᵗ) / (1 - β₁ᵗ), a scalar of lr's dtype."""
+    second = jnp.sqrt(one_minus_power(beta_2, t, lr.dtype))
+    return lr * second / one_minus_power(beta_1, t, lr.dtype)
+
+
+def row_sum(x: Array) -> Array:
+    """Return the sums over the last axis, added up in a fixed order.
+
+    A rule that reduces with this function gives the same bits for every number of devices and every
+    placement (on CPU). A rule that uses `jnp.sum` does not.
+
+    Args:
+      x: floats `[…, D]`.
+
+    Returns:
+      `[…, 1]`.
+
+    Example:
+      >>> row_sum(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])).tolist()
+      [[6.0], [15.0]]
+    """
+    # D = 3: pad to width 4, [a, b, c, 0] -> [a + c, b + 0] -> [(a + c) + (b + 0)].
+    width = 1 << max(0, x.shape[-1] - 1).bit_length()
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+    while width > 1:
+        width //= 2
+        x = x[..., :width] + x[..., width:]
+    return x
+
+
+def row_mean(x: Array) -> Array:
+    """Return the means over the last axis, `[…, 1]`, summed as in `row_sum`.
+
+    Args:
+      x: floats `[…, D]`.
+
+    Example:
+      >>> row_mean(jnp.array([1.0, 2.0, 6.0])).tolist()
+      [3.0]
+    """
+    return row_sum(x) * (1.0 / x.shape[-1])
+
+
+def row_norm(x: Array) -> Array:
+    """Return the Euclidean norms over the last axis, `[…, 1]`, summed as in `row_sum`.
+
+    Args:
+      x: floats `[…, D]`.
+
+    Example:
+      >>> row_norm(jnp.array([[3.0, 4.0]])).tolist()
+      [[5.0]]
+    """
+    return jnp.sqrt(row_sum(x * x))
+
+
+# -- rules over rows -------------------------------------------------------------------------------
 
 Bounds = tuple[float | None, float | None]
 
@@ -397,3 +515,129 @@ def _plain(value: Any) -> Any:
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return value
+
+
+# -- rules over dense trees ------------------------------------------------------------------------
+
+
+class RowRuleState(NamedTuple):
+    """State of a rule on a dense tree.
+
+    Args:
+      count: int32 scalar, the number of updates done so far.
+      slots: for each slot, by name, a tree in the structure of the parameters. In a slot with one
+        number per row the leaves lack the last axis.
+    """
+
+    count: Array
+    slots: dict[str, PyTree]
+
+
+def dense_transform(
+    optimizer: TableOptimizer, *, seed: int
+) -> optax.GradientTransformationExtraArgs:
+    """Return `optimizer` as an optax transform; see `RowOptimizer.as_optax`."""
+
+    def init(params):
+        leaves, treedef = jax.tree.flatten(params)
+        # One dictionary of slots per leaf, [{m, v}, {m, v}], becomes one tree per slot.
+        made = [_init_leaf(optimizer, as_array(leaf), seed, i) for i, leaf in enumerate(leaves)]
+        names = optimizer.slot_shapes(1, jnp.float32)
+        slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
+        return RowRuleState(jnp.zeros((), jnp.int32), slots)
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            refuse(
+                "params",
+                expected="the parameters",
+                got="None",
+                remedy="update(grads, state, params)",
+            )
+        step = state.count + 1
+        remedy = "update(grads, state, params, learning_rate=value)"
+        rate = rate_of(optimizer, step, extra.get("learning_rate"), remedy=remedy)
+        gradients, treedef = jax.tree.flatten(updates)
+        leaves = treedef.flatten_up_to(params)
+        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+        made = [
+            _update_leaf(optimizer, leaf, {n: s[i] for n, s in slots.items()}, gradient, step, rate)
+            for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True))
+        ]
+        new_slots = {name: treedef.unflatten([s[name] for _, s in made]) for name in slots}
+        return treedef.unflatten([u for u, _ in made]), RowRuleState(step, new_slots)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rows(leaf: Array) -> Array:
+    """Return a leaf as rows `[n, D]` in the dtype of the rule's arithmetic."""
+    # [3, 5, D] -> [15, D]; [D] -> [1, D]; a scalar -> [1, 1].
+    dim = leaf.shape[-1] if leaf.ndim else 1
+    return leaf.reshape(math.prod(leaf.shape[:-1]), dim).astype(working_dtype(leaf))
+
+
+def working_dtype(array: ArrayLike) -> np.dtype:
+    """Return the dtype of the rule's arithmetic: float64 for such an array, otherwise float32."""
+    return np.dtype(np.float64 if jnp.result_type(array) == jnp.float64 else np.float32)
+
+
+def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) -> dict[str, Array]:
+    rows = _rows(leaf)
+    # A key for each row of each leaf, which depends on the positions of both.
+    key = jax.random.fold_in(jax.random.key(seed), index)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows.shape[0], dtype=jnp.uint32))
+    shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
+    slots = optimizer.init_slots(rows, keys)
+    # A slot part (D,) has the leaf's shape [3, 5, D]; a part () has one number per row: [3, 5].
+    return {
+        name: slots[name].reshape(leaf.shape if part.shape else leaf.shape[:-1])
+        for name, part in shapes.items()
+    }
+
+
+def _update_leaf(
+    optimizer: TableOptimizer,
+    leaf: Array,
+    slots: dict[str, Array],
+    gradient: Array,
+    step: Array,
+    rate: Any,
+) -> tuple[Array, dict[str, Array]]:
+    leaf = as_array(leaf)
+    rows = _rows(leaf)
+    shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
+    held = {name: as_array(slots[name]) for name in shapes}
+    as_rows = {n: s.reshape(rows.shape[:1] + shapes[n].shape) for n, s in held.items()}
+    gradients = as_array(gradient).reshape(rows.shape).astype(rows.dtype)
+    new_rows, new_slots = optimizer.update_rows(rows, as_rows, gradients, step, rate)
+    # optax adds updates to parameters. The sum may differ from new_rows in the last bit.
+    difference = (new_rows - rows).reshape(leaf.shape).astype(leaf.dtype)
+    return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}
+
+
+def rate_of(optimizer: TableOptimizer, step: ArrayLike, given: Any, *, remedy: str) -> ArrayLike:
+    """Return the given learning rate, or else that of the optimizer.
+
+    Args:
+      optimizer: the optimizer.
+      step: int32 scalar t, 1 at the first update.
+      given: the rate that a user gives instead of the optimizer's, or None.
+      remedy: how to give one, for the message.
+
+    Raises:
+      ValueError: the rate is a callable without arguments, which would be called in a trace.
+    """
+    if given is not None:
+        return given
+    rate: Any = optimizer.learning_rate
+    host = learning_rate_kind(rate) is LearningRateKind.HOST
+    # In a jit it would be called once, and its value would be part of the program for good.
+    if host and isinstance(step, Tracer):
+        refuse(
+            "learning_rate",
+            expected="the value of a callable without arguments, called outside the jit",
+            got="none",
+            remedy=remedy,
+        )
+    return optimizer.resolve_learning_rate(step, rate() if host else None)

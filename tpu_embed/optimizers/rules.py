@@ -22,23 +22,21 @@ import jax.numpy as jnp
 from tpu_embed._checks import refuse
 from tpu_embed._types import Array
 from tpu_embed.kernels.operands import CompiledRule
-from tpu_embed.optimizers.arithmetic import (
-    adam_rate,
-    average,
-    one_minus_power,
-    round_now,
-    row_mean,
-    row_sum,
-)
 from tpu_embed.optimizers.base import LearningRate, Slot, Slots, Updated
 from tpu_embed.optimizers.row_optimizer import (
     LEARNING_RATE,
     RatedOptimizer,
     RowOptimizer,
     accepts,
+    adam_rate,
+    average,
     fraction,
     non_negative,
+    one_minus_power,
     positive,
+    round_now,
+    row_mean,
+    row_sum,
     slot_values,
 )
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, did_you_mean, is_number, local_path, refuse
+from tpu_embed._checks import check_int, check_integers, did_you_mean, is_number, local_path, refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import row_fields
@@ -156,10 +156,7 @@ def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
 def _keys(ids: Any) -> np.ndarray:
     """Return the ids of a batch that are not padding, uint64 `[n]` in batch order."""
     numbers = np.asarray(ids).reshape(-1)
-    if numbers.dtype.kind not in "iu":
-        refuse(
-            "batches", expected="ids of an integer dtype", got=f"{numbers.dtype}", error=TypeError
-        )
+    check_integers("batches", numbers.dtype, expected="ids of an integer dtype")
     if numbers.dtype.kind == "i":
         numbers = numbers[numbers != PADDING_ID]
     bad = numbers[(numbers < 0) | (numbers >= np.uint64(2**63))]

@@ -1,7 +1,8 @@
 """What the processes of one run tell each other: raise together, agree, leave, in which order."""
 
-from tpu_embed.processes.conversations import Conversation, Order
 from tpu_embed.processes.messages import (
+    Conversation,
+    Order,
     agree_on,
     check_same,
     gather_bytes,

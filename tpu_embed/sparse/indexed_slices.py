@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_integers, refuse
-from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array, snapshot
 from tpu_embed.core.exchange import number_runs
 from tpu_embed.kernels import dispatch
 

@@ -20,8 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from tpu_embed._checks import check_choice, check_integers, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer
+from tpu_embed._types import PADDING_ID, Array, ArrayLike, Tracer, as_array
 from tpu_embed.core.ids import gains_in_program, is_real, narrow_ids
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels.tracing import as_varying, varying_axes

@@ -54,8 +54,7 @@ from tpu_embed._jaxprs import (
     scan_counts,
     walk,
 )
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import PADDING_ID, Array, Tracer
+from tpu_embed._types import PADDING_ID, Array, Tracer, as_array
 from tpu_embed.core.state import TableState, refuse_gradient
 from tpu_embed.kernels.tracing import as_varying, axes_of, varying_axes
 from tpu_embed.sparse.indexed_slices import IndexedSlices, clean_padding

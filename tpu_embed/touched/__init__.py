@@ -1,8 +1,14 @@
 """Which rows have changed since an export, so that only these need to be exported again."""
 
 from tpu_embed.touched.record import TouchedRows, check_record
-from tpu_embed.touched.saved import Lineage, SavedMarks, SavedRecord, Version, merge_records
-from tpu_embed.touched.table_marks import Changes
+from tpu_embed.touched.table_marks import (
+    Changes,
+    Lineage,
+    SavedMarks,
+    SavedRecord,
+    Version,
+    merge_records,
+)
 
 __all__ = [
     "Changes",

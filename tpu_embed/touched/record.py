@@ -24,8 +24,16 @@ from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import Layout, TableSlice
 from tpu_embed.core.state import TableState, check_own
 from tpu_embed.processes import gather_from_all
-from tpu_embed.touched.saved import Lineage, SavedRecord, Version
-from tpu_embed.touched.table_marks import NEVER, Changes, TableMarks, check_row_ids, shared_row
+from tpu_embed.touched.table_marks import (
+    NEVER,
+    Changes,
+    Lineage,
+    SavedRecord,
+    TableMarks,
+    Version,
+    check_row_ids,
+    shared_row,
+)
 from tpu_embed.vocabulary import Moves, map_version, read_keys
 
 # Steps are kept as int32, and `record_rows` marks rows with the step after the given one.

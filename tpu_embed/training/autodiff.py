@@ -27,10 +27,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from tpu_embed._checks import check_choice, is_number, message, refuse
+from tpu_embed._checks import check_choice, check_type, is_number, message, refuse
 from tpu_embed._jaxprs import CALLS, REMATS, Site
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, PyTree
+from tpu_embed._types import Array, PyTree, as_array
 from tpu_embed.kernels.tracing import as_varying, axes_of
 from tpu_embed.sparse import Program, find_sites, full, pull_back, stopped_p, tap, tapped
 
@@ -396,14 +395,13 @@ def _as_list(xs: Any) -> list[Any]:
     """
     if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
         xs = [xs]
-    if not isinstance(xs, (list, tuple)):
-        refuse(
-            "gradients: xs",
-            expected="a list or tuple of the function's arguments",
-            got=type(xs).__name__,
-            remedy="give one pytree as [tree]",
-            error=TypeError,
-        )
+    check_type(
+        "gradients: xs",
+        xs,
+        (list, tuple),
+        expected="a list or tuple of the function's arguments",
+        remedy="give one pytree as [tree]",
+    )
     # False < True, so the list is sorted exactly if all Tags stand after the arguments.
     are_tags = [isinstance(x, Tag) for x in xs]
     if are_tags != sorted(are_tags):
@@ -430,14 +428,13 @@ def _as_array(name: str, leaf: Any) -> Array:
 def _stop_names(stops: Any) -> list[str]:
     stops = [stops] if isinstance(stops, (str, Tag)) else list(stops)
     for stop in stops:
-        if not isinstance(stop, (str, Tag)):
-            refuse(
-                "gradients: stop_gradients",
-                expected="names of tags or Tags",
-                got=repr(stop),
-                remedy="name the value with tag inside the function",
-                error=TypeError,
-            )
+        check_type(
+            "gradients: stop_gradients",
+            stop,
+            (str, Tag),
+            expected="names of tags or Tags",
+            remedy="name the value with tag inside the function",
+        )
     return [stop.name if isinstance(stop, Tag) else stop for stop in stops]
 
 

@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from tpu_embed._checks import refuse, warn_user
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, PyTree
+from tpu_embed._types import Array, PyTree, as_array
 from tpu_embed.core.ids import structure as structures
 from tpu_embed.core.lookup import split_activations
 from tpu_embed.sparse import full, tapped

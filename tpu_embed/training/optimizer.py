@@ -23,8 +23,7 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from tpu_embed._checks import check_type, refuse
-from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, as_array, snapshot
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.sparse import is_indexed_slices

@@ -37,12 +37,11 @@ import optax
 from jax.tree_util import KeyPath, keystr
 
 from tpu_embed._checks import message, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree
+from tpu_embed._types import Array, ArrayLike, PyTree, as_array
 from tpu_embed.kernels import dispatch
 from tpu_embed.optimizers.base import TableOptimizer
-from tpu_embed.optimizers.dense import dense_transform, rate_of, working_dtype
 from tpu_embed.optimizers.optax_rows import OptaxOptimizer, name_slots
+from tpu_embed.optimizers.row_optimizer import dense_transform, rate_of, working_dtype
 from tpu_embed.sparse import IndexedSlices, is_indexed_slices
 
 Path = KeyPath | str

@@ -16,11 +16,15 @@ from tpu_embed.vocabulary.config import (
     KeyTable,
     check_lookahead,
 )
-from tpu_embed.vocabulary.fixed import FixedVocabulary
-from tpu_embed.vocabulary.map import VocabularyMap
-from tpu_embed.vocabulary.reports import QUANTILES, KeyChanges, KeyScores, describe_keys
-from tpu_embed.vocabulary.states import RowMoves, fit_rows
-from tpu_embed.vocabulary.table_maps import FoundKeys, Moves
+from tpu_embed.vocabulary.map import FixedVocabulary, RowMoves, VocabularyMap, fit_rows
+from tpu_embed.vocabulary.table_maps import (
+    QUANTILES,
+    FoundKeys,
+    KeyChanges,
+    KeyScores,
+    Moves,
+    describe_keys,
+)
 from tpu_embed.vocabulary.timeline import Pin
 from tpu_embed.vocabulary.vocabularies import (
     Vocabularies,

@@ -4,13 +4,19 @@ A key is a number of 64 bits: an item, a user, a hashed string. The map gives it
 while it matters, by the rules of a `DynamicVocabulary`. It runs on the host, in C++ where the
 compiled kernels are, else in NumPy, with the same results.
 
-Input: keys, NumPy arrays. Output: rows, NumPy arrays.
+A checkpoint keeps the state of a map as arrays, which are checked here, and fitted to a capacity. A
+server has a `FixedVocabulary`, the keys of a table at one moment: no key comes or goes.
+
+Input: keys, NumPy arrays, or a `MapState`. Output: rows, NumPy arrays; the same state or another
+one, and which rows of the table move for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -21,11 +27,176 @@ from tpu_embed.kernels.vocabulary_reference import (
     MAX_STEP,
     ConflictError,
     MapState,
+    Options,
     Taken,
 )
 from tpu_embed.storage import RowGroups
 from tpu_embed.vocabulary.config import DynamicVocabulary
-from tpu_embed.vocabulary.states import check_state
+
+# -- states ----------------------------------------------------------------------------------------
+
+_PAIRS = {"rows": "keys", "last_seen": "keys", "batches_seen": "keys"} | {
+    "waiting_counts": "waiting_keys"
+}
+"""Fields of a state -> the field that has the same length."""
+
+
+def check_state(state: MapState, options: Options) -> None:
+    """Check that a map with these options can have this state.
+
+    Raises:
+      ValueError: a field has a wrong dtype, shape or content.
+    """
+    for name, array in state._asdict().items():
+        dtype = np.uint64 if name.endswith("keys") else np.int64
+        shape = {"step": (), "counters": (len(COUNTERS),)}.get(name)
+        if shape is None:
+            shape = getattr(state, _PAIRS.get(name, name)).shape
+        if array.dtype != dtype or array.shape != shape or array.ndim > 1:
+            refuse(
+                f"MapState.{name}",
+                expected=f"{np.dtype(dtype)} of shape {shape}",
+                got=f"{array.dtype} of shape {array.shape}",
+            )
+    last, step, most = state.last_seen, int(state.step), options.num_rows
+    _require_field(state, "step", 0 <= step <= MAX_STEP, f"a number in [0, {MAX_STEP}]")
+    bounds = state.rows[[0, -1]] if state.rows.size else np.zeros(2)
+    ascending = bounds[0] >= 0 and bounds[1] < most and (np.diff(state.rows) > 0).all()
+    _require_field(state, "rows", ascending, f"ascending numbers in [0, {most})")
+    _require_field(
+        state, "last_seen", ((last >= 1) & (last <= step)).all(), f"steps in [1, {step}]"
+    )
+    for name in ("batches_seen", "waiting_counts"):
+        counts = getattr(state, name)
+        _require_field(
+            state, name, ((counts >= 1) & (counts <= step)).all(), f"counts in [1, {step}]"
+        )
+    # Sorted: np.unique may use a hash table, which takes ten times as long for millions of keys.
+    every = np.sort(np.concatenate([state.keys, state.waiting_keys]))
+    distinct = (every[1:] != every[:-1]).all()
+    _require_field(state, "keys", distinct, "distinct keys, none of them waiting")
+
+
+def _require_field(state: MapState, name: str, holds: bool | np.bool, expected: str) -> None:
+    if not holds:
+        refuse(
+            f"MapState.{name}",
+            expected=expected,
+            got=np.array2string(getattr(state, name), threshold=10),
+        )
+
+
+def fit(
+    state: MapState, capacity: int, vocabulary: DynamicVocabulary
+) -> tuple[MapState, np.ndarray]:
+    """Fit a state to a table of another capacity: the keys with the best scores stay.
+
+    The keys that would be evicted last stay (with `evict="none"`: those that were seen last). A
+    key keeps its row where the new capacity has that row; the others get the lowest rows that are
+    left, in ascending order of their old rows. Keys that do not stay count as evicted. Waiting
+    keys beyond the bound are forgotten, those first counted longest ago first.
+
+    Args:
+      state: the state of a map.
+      capacity: the rows of the table that the state is for.
+      vocabulary: the vocabulary of that table.
+
+    Returns:
+      The state, and of each of its keys the row it had before, int64 `[n]`.
+
+    Raises:
+      ValueError: the state is not that of a map, or the capacity leaves no row for a key.
+
+    Example:
+      >>> from tpu_embed.vocabulary import VocabularyMap
+      >>> vocabulary = DynamicVocabulary()
+      >>> ids = VocabularyMap(vocabulary, 3)
+      >>> _ = ids.take(np.zeros(0, np.int64), np.array([7, 8, 9], np.uint64))
+      >>> _ = ids.take(np.array([1, 2]), np.zeros(0, np.uint64))  # keys 8 and 9
+      >>> state, rows_before = fit(ids.state(), 2, vocabulary)
+      >>> state.keys, state.rows, rows_before
+      (array([9, 8], dtype=uint64), array([0, 1]), array([2, 1]))
+    """
+    options = vocabulary.options(capacity, lookahead=0)
+    check_state(state, options._replace(num_rows=2**31))
+    scores = [state.rows, state.last_seen]
+    if options.evict == "lfu":
+        scores.append(state.batches_seen)
+    dropped = max(0, state.keys.size - options.num_rows)
+    stay = np.sort(np.lexsort(scores)[dropped:])  # positions in `keys`, whose rows ascend
+    rows = state.rows[stay].copy()
+    # Rows (0, 4, 5, 7) in a capacity of 5: 0 and 4 are kept, 5 and 7 become the free rows 1 and 2.
+    beyond = rows >= options.num_rows
+    is_free = np.ones(rows.size, bool)
+    is_free[rows[rows < rows.size]] = False
+    rows[beyond] = np.flatnonzero(is_free)[: beyond.sum()]
+    order = np.argsort(rows)
+    stay = stay[order]
+    forgotten = max(0, state.waiting_keys.size - options.waiting)
+    lost = {"evicted": dropped, "forgotten": forgotten}
+    fitted = MapState(
+        keys=state.keys[stay],
+        rows=rows[order],
+        last_seen=state.last_seen[stay],
+        batches_seen=state.batches_seen[stay],
+        waiting_keys=state.waiting_keys[forgotten:],
+        waiting_counts=state.waiting_counts[forgotten:],
+        step=state.step,
+        counters=state.counters + np.array([lost.get(name, 0) for name in COUNTERS]),
+    )
+    return fitted, state.rows[stay]
+
+
+class RowMoves(NamedTuple):
+    """Where the rows of a table go that belong to keys, or to all unseen ones.
+
+    Attributes:
+      before: int64 `[n]`, the rows that they had, ascending.
+      now: int64 `[n]`, the rows that they have.
+    """
+
+    before: np.ndarray
+    now: np.ndarray
+
+    def moved(self) -> RowMoves:
+        """Return those that do not stay in their places."""
+        moved = self.before != self.now
+        return RowMoves(self.before[moved], self.now[moved])
+
+    def follow(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which of some rows before, int64 `[m]`, are here, bool `[m]`; and their rows."""
+        at = np.searchsorted(self.before, rows)
+        here = np.append(self.before, -1)[at] == rows
+        return here, self.now[at[here]]
+
+
+def fit_rows(
+    state: MapState,
+    before: tuple[int, str],
+    capacity: int,
+    vocabulary: DynamicVocabulary,
+) -> tuple[MapState, RowMoves]:
+    """Fit a state to a table of another capacity, as `fit` does, and say which rows move.
+
+    Args:
+      state: the state of a map.
+      before: the capacity and `unseen` of its table.
+      capacity, vocabulary: those of the table that the state is for.
+
+    Raises:
+      ValueError: what `fit` refuses.
+    """
+    fitted, rows = fit(state, capacity, vocabulary)
+    pairs = [(rows, fitted.rows)]
+    # The shared row is the last one of any capacity.
+    if before[1] == vocabulary.unseen == "shared":
+        pairs.append((np.array([before[0] - 1]), np.array([capacity - 1])))
+    old, new = (np.concatenate(part) for part in zip(*pairs, strict=True))
+    order = np.argsort(old)
+    return fitted, RowMoves(old[order], new[order])
+
+
+# -- maps ------------------------------------------------------------------------------------------
 
 
 class VocabularyMap:
@@ -372,3 +543,81 @@ class GroupedMap:
         assert not state.keys.size, "nothing is on the devices after a restore"
         for one in self._maps:
             one.load_state(state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FixedVocabulary:
+    """Keys with rows, to be looked up with `serving_lookup`; it can be pickled and copied.
+
+    It is sorted by key, so a lookup of n keys among m takes time in proportion to n log m.
+
+    Args:
+      keys: integers `[m]` of 64 bits, all different; signed ones count by their bits.
+      rows: integers `[m]`, their rows.
+
+    Raises:
+      ValueError: another shape or dtype, a key or a row that occurs twice, or a negative row.
+
+    Example:
+      >>> FixedVocabulary([7, 5], [0, 3]).find(np.array([5, 6, 7], np.uint64))
+      array([ 3, -1,  0])
+    """
+
+    keys: Any
+    rows: Any
+
+    def __post_init__(self) -> None:
+        keys, rows = np.asarray(self.keys), np.asarray(self.rows)
+        for name, array in (("keys", keys), ("rows", rows)):
+            if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+                refuse(
+                    f"FixedVocabulary.{name}",
+                    expected="integers of shape (m,)",
+                    got=f"{array.dtype} of shape {array.shape}",
+                )
+        if keys.shape != rows.shape:
+            refuse("FixedVocabulary", expected=f"{keys.size} rows", got=f"{rows.size}")
+        signed = keys.dtype.kind == "i"
+        keys = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
+        order = np.argsort(keys)
+        keys = keys[order]
+        if (keys[1:] == keys[:-1]).any():
+            twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
+            refuse("FixedVocabulary.keys", expected="each key once", got=f"key {twice} twice")
+        rows = rows[order].astype(np.int64)
+        if (rows < 0).any():
+            refuse("FixedVocabulary.rows", expected="at least 0", got=f"{rows.min()}")
+        again = np.sort(rows)
+        again = again[:-1][again[1:] == again[:-1]]
+        if again.size:
+            both = keys[rows == again[0]][:2].tolist()
+            refuse(
+                "FixedVocabulary.rows",
+                expected="each row once",
+                got=f"row {again[0]} for the keys {both[0]} and {both[1]}",
+            )
+        object.__setattr__(self, "keys", keys)
+        object.__setattr__(self, "rows", rows)
+
+    def __repr__(self) -> str:
+        return f"FixedVocabulary({len(self)} keys, rows below {self.num_rows})"
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return self.keys.size
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """The least number of rows that a table of these keys has."""
+        return int(self.rows.max(initial=-1)) + 1
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Return the row of each key, int64 `[n]`; -1 for keys without a row.
+
+        Args:
+          keys: uint64 `[n]`.
+        """
+        if not self.keys.size:
+            return np.full(keys.shape, -1, np.int64)
+        at = np.minimum(np.searchsorted(self.keys, keys), self.keys.size - 1)
+        return np.where(self.keys[at] == keys, self.rows[at], -1)

@@ -34,8 +34,15 @@ from tpu_embed.processes import Order
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
 from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
 from tpu_embed.vocabulary.config import LivingTable, check_lookahead
-from tpu_embed.vocabulary.reports import KeyChanges, KeyScores, changes_of
-from tpu_embed.vocabulary.table_maps import FoundKeys, Moves, Observer, TableMaps
+from tpu_embed.vocabulary.table_maps import (
+    FoundKeys,
+    KeyChanges,
+    KeyScores,
+    Moves,
+    Observer,
+    TableMaps,
+    changes_of,
+)
 from tpu_embed.vocabulary.timeline import FOREVER, SHARE_MAPS, Pin, Timeline
 
 # -- loads -----------------------------------------------------------------------------------------

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, refuse, warn_user
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import PADDING_ID, Array
+from tpu_embed._checks import check_in_program, check_integers, refuse, warn_user
+from tpu_embed._types import PADDING_ID, Array, as_array
 from tpu_embed.core.batch.spec import BatchSpec
 from tpu_embed.core.batch.stack_view import LocalIds, view_stacks
 from tpu_embed.core.ids import (
@@ -174,8 +173,7 @@ def _checked(
     """
     what, config = f"feature {feature.path!r}", feature.config
     ids = _array(what, ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        refuse(what, expected="ids of an integer dtype", got=f"{ids.dtype}", error=TypeError)
+    check_integers(what, ids.dtype, expected="ids of an integer dtype")
     if weights is not None:
         scales = f"weights of {what}"
         weights = _array(scales, weights)

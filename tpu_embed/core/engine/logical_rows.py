@@ -44,8 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed._checks import check_type, refuse
-from tpu_embed._snapshot import as_array, snapshot
-from tpu_embed._types import Array, ArrayLike, Tracer
+from tpu_embed._types import Array, ArrayLike, Tracer, as_array, snapshot
 from tpu_embed.core.engine.admitter import version_after
 from tpu_embed.core.ids import refuse_masked
 from tpu_embed.core.layout import (
@@ -55,7 +54,16 @@ from tpu_embed.core.layout import (
     NewKeys,
     Stack,
 )
-from tpu_embed.core.rows import DeviceRows, Ids, Rows, blocks_of, copy_rows, logical
+from tpu_embed.core.rows import (
+    DeviceRows,
+    Ids,
+    Rows,
+    as_stored,
+    blocks_of,
+    copy_rows,
+    read_field,
+    write_copy,
+)
 from tpu_embed.core.state import (
     Field,
     NewRowWriter,
@@ -267,9 +275,7 @@ class LogicalRows:
         f = _field_of_rows(self.layout, name, slot)
         if not f.table.is_on_host:
             chosen, given = _checked_rows(f, rows, values)
-            return f.write(
-                state, logical.write_copy(f.read(state), chosen, given, f, self.layout.axes)
-            )
+            return f.write(state, write_copy(f.read(state), chosen, given, f, self.layout.axes))
         _, maps = self._of(name)
         refuse_traced("set_rows", state, rows, values)
         maps.check_newest(state)
@@ -325,7 +331,7 @@ class LogicalRows:
                     got=f"shape {values.shape} from row {start} on",
                 )
             _check_numbers(f.label, values)
-            rows.write(range(start, end), {f.part: logical.as_stored(values, f)})
+            rows.write(range(start, end), {f.part: as_stored(values, f)})
             start = end
         if start != size:
             refuse(f.label, expected=f"{size} rows in all", got=f"{start}")
@@ -527,7 +533,7 @@ class LogicalRows:
         else:
             state = f.write(state, copy_arrays(f.read(state)))
         written = DeviceRows(state, self.layout, f.table.name, [f.part])
-        written.write(rows.astype(np.int64), {f.part: logical.as_stored(values, f)})
+        written.write(rows.astype(np.int64), {f.part: as_stored(values, f)})
         return written.state
 
     def _rows_at_home(
@@ -554,7 +560,7 @@ class LogicalRows:
             none_by_id = np.zeros(is_new.sum(), bool)
             drawn = self._writer.draw(state.vocabulary, f.table, f.stack, keys[is_new], none_by_id)
             _put_rows(rows, is_new, drawn)
-        rows[f.part] = logical.as_stored(values[mine], f)
+        rows[f.part] = as_stored(values[mine], f)
         return numbers, rows
 
     def _maps_of(self, what: str, name: str) -> Vocabularies:
@@ -587,9 +593,7 @@ class LogicalRows:
 @functools.partial(jax.jit, static_argnames="layout")
 def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
     return {
-        f.table.name: logical.read_field(state, f, layout.axes)
-        for f in fields(layout)
-        if f.slot is None
+        f.table.name: read_field(state, f, layout.axes) for f in fields(layout) if f.slot is None
     }
 
 
@@ -599,7 +603,7 @@ def _slots(state: TableState, layout: Layout) -> dict[str, dict[str, Array]]:
     for f in fields(layout):
         mine = found.setdefault(f.table.name, {})
         if f.slot is not None:
-            mine[f.slot] = logical.read_field(state, f, layout.axes)
+            mine[f.slot] = read_field(state, f, layout.axes)
     return found
 
 

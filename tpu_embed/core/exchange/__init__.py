@@ -1,6 +1,6 @@
 """Exchange rows between devices: collectives, removal of duplicates, routes to the owner shards."""
 
-from tpu_embed.core.exchange import collectives, host_route, route
+from tpu_embed.core.exchange import collectives, route
 from tpu_embed.core.exchange.collectives import axis_index
 from tpu_embed.core.exchange.route import RowSums, number_runs
 
@@ -8,7 +8,6 @@ __all__ = [
     "RowSums",
     "axis_index",
     "collectives",
-    "host_route",
     "number_runs",
     "route",
 ]

@@ -7,7 +7,7 @@ for one row (`merge`). Each distinct row is asked for once; each (row, block) pa
 once.
 
 Which rows these are, and in which order sums are made, is a route. The host computes it for a
-placed batch (`host_route.py`); both give the same numbers. The program sorts ids itself that are
+placed batch (`place/router.py`); both give the same numbers. The program sorts ids itself that are
 known only when it runs, such as ids that are traced inside a user's jit. And with several processes
 no host knows what all of them send to an owner, so the owner routes the merge.
 

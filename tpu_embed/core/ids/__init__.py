@@ -1,12 +1,14 @@
 """Read what users give as ids and check it on the host: containers, structure, weights, bad ids."""
 
 from tpu_embed.core.ids import structure
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, narrow_ids
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, read_ids, refuse_masked
 from tpu_embed.core.ids.feature_ids import (
+    FeatureRules,
     FeatureShape,
     HostIds,
+    check_dtype,
     dense_shape,
+    narrow_ids,
     part_of_feature,
 )
 from tpu_embed.core.ids.gains import gains_in_program, host_gains, is_real

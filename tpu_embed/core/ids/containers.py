@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_int, refuse
 from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists, to_array
 
 
@@ -49,7 +49,7 @@ class SparseIds:
     def __post_init__(self) -> None:
         indices, shape = _unmasked("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
         if shape.ndim != 1:
-            _checks.refuse(
+            refuse(
                 "SparseIds.dense_shape",
                 expected="(B, H), or (B, K, ..., H)",
                 got=repr(self.dense_shape),
@@ -58,7 +58,7 @@ class SparseIds:
         if not indices.size and indices.ndim < 2:
             indices = indices.reshape(0, len(shape))
         sizes = tuple(
-            _checks.check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
+            check_int(f"SparseIds.dense_shape[{i}]", n, minimum=0)
             for i, n in enumerate(shape.tolist())
         )
         _store(self, indices=indices, dense_shape=sizes)
@@ -118,7 +118,7 @@ class SparseIds:
             # Both lists of entries are sorted, so equal places stand at equal positions.
             places, data = _scipy_entries(weights)
             if weights.shape != ids.shape or not np.array_equal(places, indices):
-                _checks.refuse(
+                refuse(
                     "SparseIds.from_scipy: weights",
                     expected="entries where the ids are",
                     got="others",
@@ -143,7 +143,7 @@ class SparseIds:
           [4, 9]
         """
         if ids.n_batch or ids.n_dense:
-            _checks.refuse(
+            refuse(
                 "SparseIds.from_bcoo",
                 expected="a BCOO without batch and dense dims",
                 got=f"{ids.n_batch} and {ids.n_dense}",
@@ -275,7 +275,7 @@ def refuse_masked(what: str, value: Any) -> None:
       TypeError: `value` is a masked array.
     """
     if isinstance(value, np.ma.MaskedArray):
-        _checks.refuse(
+        refuse(
             what,
             expected="an array",
             got="a masked array",
@@ -318,7 +318,7 @@ def _read_bags(
         if len(counts) == len(lengths):
             row = (counts != lengths).argmax()
             expected, got = f"{lengths[row]} weights for bag {row}", counts[row]
-        _checks.refuse(what, expected=expected, got=got)
+        refuse(what, expected=expected, got=got)
     return found.items, found.row_splits, scales.items
 
 
@@ -343,7 +343,7 @@ def _arrow_lists(what: str, lists: Any) -> Lists:
     """
     found = None if as_arrow(lists) is None else read_lists(what, lists)
     if found is None:
-        _checks.refuse(
+        refuse(
             what,
             expected="a pyarrow array of lists",
             got=getattr(lists, "type", type(lists).__name__),

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import message
 from tpu_embed._types import Array
 from tpu_embed.columns import read_lists
 from tpu_embed.core.ids.containers import RaggedIds, refuse_masked, values_of
@@ -57,7 +57,7 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     in_bags = values is not ids
 
     def error(expected, got, remedy=""):
-        return ValueError(_checks.message(what, expected=expected, got=got, remedy=remedy))
+        return ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
     bags = read_lists(what, weights) if isinstance(ids, RaggedIds) else None
     if bags is not None:

@@ -31,7 +31,6 @@ from tpu_embed._checks import message
 from tpu_embed._types import PADDING_ID, Array, Tracer
 from tpu_embed.columns import is_column
 from tpu_embed.config import FeatureConfig
-from tpu_embed.core.ids.bad_ids import FeatureRules, check_dtype, resolve_ids
 from tpu_embed.core.ids.containers import (
     RaggedIds,
     SparseIds,
@@ -39,7 +38,15 @@ from tpu_embed.core.ids.containers import (
     read_ids,
     values_of,
 )
-from tpu_embed.core.ids.feature_ids import FeatureShape, HostIds, JaggedRows, dense_shape
+from tpu_embed.core.ids.feature_ids import (
+    FeatureRules,
+    FeatureShape,
+    HostIds,
+    JaggedRows,
+    check_dtype,
+    dense_shape,
+    resolve_ids,
+)
 from tpu_embed.core.ids.gains import read_weights
 from tpu_embed.core.ids.keys import hash_ids, number_ids, number_keys, with_keys
 

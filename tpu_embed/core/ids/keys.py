@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.columns import mask_missing, read_lists
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds, values_of
@@ -257,7 +257,7 @@ def _check_below(name: str, value: Any, bits: int, *, minimum: int) -> int:
     Raises:
       ValueError: it is not.
     """
-    number = _checks.check_int(f"hash_ids: {name}", value, minimum=minimum)
+    number = check_int(f"hash_ids: {name}", value, minimum=minimum)
     if number >= 2**bits:
-        _checks.refuse(f"hash_ids: {name}", expected=f"{name} < 2**{bits}", got=number)
+        refuse(f"hash_ids: {name}", expected=f"{name} < 2**{bits}", got=number)
     return number

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed import _checks
+from tpu_embed._checks import check_int, refuse
 from tpu_embed._types import PADDING_ID
 from tpu_embed.columns import mask_missing
 from tpu_embed.core.ids import structure
@@ -49,9 +49,7 @@ def collect_leaves(what: str, nest: Any, path: str = "") -> list[tuple[str, Any]
         return [leaf for one in pairs for leaf in collect_leaves(what, *one)]
     path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
-        _checks.refuse(
-            path, expected=_LEAF, got=type(nest).__name__, remedy="give a dict of its columns"
-        )
+        refuse(path, expected=_LEAF, got=type(nest).__name__, remedy="give a dict of its columns")
     return [] if nest is None else [(path, nest)]
 
 
@@ -98,7 +96,7 @@ def count_rows(path: str, leaf: Any) -> int:
         return len(leaf.row_splits) - 1
     if leaf.shape:
         return leaf.shape[0]
-    _checks.refuse(path, expected=_LEAF, got=repr(leaf.tolist()))
+    refuse(path, expected=_LEAF, got=repr(leaf.tolist()))
 
 
 # -- padding ---------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def pad_batch(features: Any, multiple: int) -> Any:
       >>> pad_batch({"user": np.array([[4, 7], [2, -1], [1, 1]])}, 2)["user"].tolist()
       [[4, 7], [2, -1], [1, 1], [-1, -1]]
     """
-    multiple = _checks.check_int("pad_batch: multiple", multiple, minimum=1)
+    multiple = check_int("pad_batch: multiple", multiple, minimum=1)
     given = collect_leaves("pad_batch", features)
     leaves = [read_ids(path, leaf) for path, leaf in given]
     rows = [count_rows(path, leaf) for (path, _), leaf in zip(given, leaves, strict=True)]

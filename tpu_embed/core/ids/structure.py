@@ -20,7 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tpu_embed import _checks, columns
+from tpu_embed import columns
+from tpu_embed._checks import refuse
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids.containers import RaggedIds, SparseIds
 
@@ -72,7 +73,7 @@ def select_columns(values: Any, names: Iterable[Any]) -> Any:
     found, counts = [name for name in names if name in there], collections.Counter(there)
     for name in found:
         if counts[name] > 1:
-            _checks.refuse(
+            refuse(
                 f"column {name!r} of a {type(frame).__name__}",
                 expected="one column of each name",
                 got=f"{counts[name]} of it",
@@ -211,7 +212,7 @@ def flatten(feature_config: Any) -> Structure:
     """
     found = _collect(feature_config)
     if not found:
-        _checks.refuse("feature_config", expected="at least one FeatureConfig", got=feature_config)
+        refuse("feature_config", expected="at least one FeatureConfig", got=feature_config)
     paths, features = zip(*found, strict=True)
     # Paths may collide although the nesting differs: {"a/b": x, "a": {"b": y}}.
     _check_distinct("path", "feature", paths, "rename a key")
@@ -229,7 +230,7 @@ def _check_distinct(what: str, of: str, names: Sequence[str], remedy: str) -> No
     for name, count in collections.Counter(names).items():
         if count > 1:
             places = ", ".join(str(i) for i, other in enumerate(names) if other == name)
-            _checks.refuse(
+            refuse(
                 "feature_config",
                 expected=f"a {what} of its own for each {of}",
                 got=f"{name!r} for {of}s {places}",
@@ -249,7 +250,7 @@ def children(nest: Any) -> list[tuple[Any, Any]] | None:
         try:
             return [(key, nest[key]) for key in sorted(nest)]
         except TypeError as error:
-            _checks.refuse(
+            refuse(
                 "a mapping",
                 expected="keys that can be sorted",
                 got=", ".join(map(repr, nest)),
@@ -299,7 +300,7 @@ def _collect(nest: Any, path: str = "") -> list[tuple[str, Any]]:
         return [pair for key, child in inner for pair in _collect(child, join_path(path, key))]
     if isinstance(nest, FeatureConfig):
         return [(path or "feature", nest)]
-    _checks.refuse(
+    refuse(
         f"feature_config: {path}" if path else "feature_config",
         expected="a FeatureConfig",
         got=repr(nest),
@@ -363,7 +364,7 @@ def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[
         if given is None or (columns and isinstance(values, list)):
             return [values]
         may = columns and isinstance(values, tuple)
-        _checks.refuse(
+        refuse(
             where,
             expected="one feature's value",
             got=_named(values),
@@ -371,7 +372,7 @@ def _match(nest: Any, values: Any, path: str, what: str, columns: bool) -> list[
             error=TypeError,
         )
     if given is None or _kind(values) != _kind(nest):
-        _checks.refuse(where, expected=_named(nest), got=_named(values), error=TypeError)
+        refuse(where, expected=_named(nest), got=_named(values), error=TypeError)
     _check_keys([key for key, _ in inner], list(given), path, what)
     below = [(child, given[key], join_path(path, key)) for key, child in inner]
     return [leaf for one in below for leaf in _match(*one, what, columns)]
@@ -392,7 +393,7 @@ def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> No
         are = "is" if len(surplus) == 1 else "are"
         problem = f"{_listed(surplus)} {are} not among the features"
         remedy = "leave out what is no feature; of a frame, other columns are left alone"
-    _checks.refuse(
+    refuse(
         f"{what}: {problem}",
         expected=f"{len(expected)} entries ({_listed(expected)})",
         got=f"{len(got)} entries ({_listed(got)})",

@@ -18,12 +18,14 @@ from tpu_embed.core.layout.arrivals import (
     rooms_in,
     send_lines,
 )
-from tpu_embed.core.layout.describe import describe, describe_devices, describe_tables
 from tpu_embed.core.layout.layout import (
+    HostRates,
     Layout,
     PlacedFor,
+    describe,
+    describe_devices,
+    describe_tables,
 )
-from tpu_embed.core.layout.learning_rates import HostRates
 from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
 from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.stacks import (

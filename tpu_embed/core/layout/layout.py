@@ -3,8 +3,13 @@
 It says which devices there are and what their axes split, which stacks hold the tables, which
 stack each feature looks up, and into how many blocks a batch is divided when gradients are summed.
 
-Input: the mesh axes, the stacks and the features. Output: a `Layout`; nothing of it is written
-back into the configs.
+Beside it stands what is read off a layout: the learning rates that are Python functions, and its
+description. A learning rate is a number, a schedule (a function of the step, computed inside the
+program) or a function without arguments. The last kind can only be called on the host, so its value
+is read before every update and passed into the compiled program as an argument.
+
+Input: the mesh axes, the stacks and the features. Output: a `Layout`, of which nothing is written
+back into the configs; values of learning rates by stack; plain objects, and lines for a repr.
 """
 
 from __future__ import annotations
@@ -12,12 +17,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from tpu_embed._checks import refuse
+from tpu_embed._types import Array, ArrayLike, snapshot
 from tpu_embed.core.layout.mesh import MeshAxes
 from tpu_embed.core.layout.stacks import FeatureLayout, Stack, TableSlice, round_up
 from tpu_embed.kernels.formats import PACKED_ROWS
+from tpu_embed.optimizers import (
+    LearningRateKind,
+    learning_rate_kind,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,3 +269,183 @@ def _placed_for(layout: Layout, *, blocks: int | None) -> PlacedFor:
             if stack.exchange_dtype is not None:
                 facts.append((f"{what}: exchange_dtype", stack.exchange_dtype))
     return PlacedFor(tuple(facts))
+
+
+# -- learning rates that are callables -------------------------------------------------------------
+
+_CALLABLES = LearningRateKind.HOST, LearningRateKind.SCHEDULE
+
+
+def rate_callables(layout: Layout, kinds: Sequence[LearningRateKind] = _CALLABLES) -> list[Any]:
+    """Return the learning rates of some kinds: each once, and those of one kind after another."""
+    rates = [stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer]
+    found: list[Any] = []
+    for kind in kinds:
+        for rate in rates:
+            # `not in` compares by equality: a bound method is a new, equal object at each access.
+            if learning_rate_kind(rate) is kind and rate not in found:
+                found.append(rate)
+    return found
+
+
+class HostRates:
+    """Learning rates that are callables without arguments: read on the host, once per update.
+
+    Equal callables share one tag: their index in what `read` returns.
+
+    Args:
+      layout: the engine's layout.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._callables = rate_callables(layout, [LearningRateKind.HOST])
+        # stack -> tag; many stacks may share one callable, which is then called once per update.
+        self._tags: dict[int, int] = {}
+        for g, stack in enumerate(layout.stacks):
+            rate = None if stack.optimizer is None else stack.optimizer.learning_rate
+            if rate in self._callables:
+                self._tags[g] = self._callables.index(rate)
+
+    def read(self) -> tuple[Array, ...]:
+        """Call each callable once, and return their values: scalars `[]`, indexed by tag.
+
+        Raises:
+          ValueError: a callable does not return a number.
+        """
+        return tuple(_rate_scalar(rate(), rate) for rate in self._callables)
+
+    def by_stack(self, values: Sequence[ArrayLike] | None) -> dict[int, Array]:
+        """Return the learning rate of every stack whose rate is read on the host, by stack.
+
+        Args:
+          values: what `read` returned; None if there is nothing to read.
+
+        Raises:
+          ValueError: the number of values is not the number of callables.
+        """
+        given, most = () if values is None else values, len(self._callables)
+        listed = isinstance(given, (tuple, list))
+        if not listed or len(given) != most:
+            refuse(
+                "learning_rates",
+                expected=f"{most} value(s), read outside the jitted function",
+                got=f"{len(given)}" if listed and values is not None else repr(values),
+                remedy="pass update(..., learning_rates=engine.learning_rates())",
+            )
+        # dtype `float` means float64 if x64 is on, otherwise float32.
+        return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
+
+
+def _rate_scalar(value: Any, rate: Any) -> Array:
+    """Return what the callable `rate` returned as a scalar `[]`."""
+    try:
+        scalar = jnp.asarray(snapshot(value), float)
+    except (TypeError, ValueError):
+        scalar = None
+    if scalar is None or scalar.shape != ():
+        name = getattr(rate, "__qualname__", repr(rate))
+        refuse(f"learning_rate {name}", expected="a call that returns a number", got=repr(value))
+    return scalar
+
+
+# -- descriptions ----------------------------------------------------------------------------------
+
+
+def describe(layout: Layout) -> dict[str, Any]:
+    """Return tables, their stacks and optimizers, and the devices, as plain objects.
+
+    A learning rate is a number, or `{"tag": i}` with the index of a callable in
+    `"learning_rates"`. The callables that are read on the host come first, in the order of
+    `EmbeddingEngine.learning_rates`.
+
+    Args:
+      layout: the engine's layout.
+    """
+    mesh, callables = layout.axes.mesh, rate_callables(layout)
+    return {
+        "tables": {
+            name: _describe_table(layout, *pair, callables) for name, pair in layout.tables.items()
+        },
+        "learning_rates": [_rate_name(rate) for rate in callables],
+        "features": {feature.path: feature.table.name for feature in layout.features},
+        "devices": mesh.size,
+        "hosts": len(layout.axes.processes),
+        "platform": mesh.devices.flat[0].platform,
+        "mesh": {name: int(size) for name, size in mesh.shape.items()},
+        "batch_axes": list(layout.axes.batch_axes),
+        "sum_blocks": layout.sum_blocks,
+        "jax": jax.__version__,
+    }
+
+
+def _describe_table(
+    layout: Layout, stack: Stack, table: TableSlice, callables: Sequence[Any]
+) -> dict[str, Any]:
+    """Return what is known of one table, as plain objects."""
+    features = [feature for feature in layout.features if feature.table == table]
+    optimizer = stack.optimizer
+    rate = None if optimizer is None else optimizer.learning_rate
+    return {
+        "vocabulary_size": table.declared_size,
+        # Every shard has the same number of rows: V = 5 on 2 shards is stored as 6 rows.
+        "padded_vocabulary_size": table.rows_per_shard * stack.num_shards,
+        "dim": stack.dim,
+        "dtype": stack.dtype,
+        "exchange_dtype": stack.exchange_dtype,
+        "rounding": stack.rounding,
+        "placement": stack.placement,
+        "shard_axes": list(stack.shard_axes),
+        "shards": stack.num_shards,
+        "stack": stack.name,
+        "offset": table.offset,
+        # A sequence counts as L features: it has one activation per position.
+        "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
+        "optimizer": None if optimizer is None else optimizer.describe(),
+        "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
+        "vocabulary": None if table.key_rules is None else dataclasses.asdict(table.key_rules),
+        "storage": None if table.storage is None else dataclasses.asdict(table.storage),
+    }
+
+
+def _rate_name(rate: Any) -> str:
+    return getattr(rate, "__qualname__", type(rate).__name__)
+
+
+def describe_devices(layout: Layout) -> str:
+    """Return in words which devices there are: `8 cpu devices (x: 4, y: 2)`."""
+    mesh = layout.axes.mesh
+    platform = getattr(mesh.abstract_mesh.abstract_device, "platform", None) or "unknown"
+    axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
+    return f"{mesh.size} {platform} device{'' if mesh.size == 1 else 's'} ({axes})"
+
+
+def describe_tables(layout: Layout) -> list[str]:
+    """Return a line per table, such as `films: [1000, 16] float32, mod over 8 shards, Adam(0.1)`.
+
+    A dynamic vocabulary adds how its keys are evicted: `…, keys (lru)`; a table on the host, where
+    its rows are, how many of them the devices hold, and which leave first: `…, at home in memory,
+    4096 rows on the devices (lru)`.
+
+    Args:
+      layout: the engine's layout.
+    """
+    return [_describe_line(*pair) for pair in layout.tables.values()]
+
+
+def _describe_line(stack: Stack, table: TableSlice) -> str:
+    shards = f" over {stack.num_shards} shards" if stack.num_shards > 1 else ""
+    optimizer, rule = stack.optimizer, "not trained"
+    if optimizer is not None:
+        rate = optimizer.learning_rate
+        described = optimizer.describe()
+        rule = described.get("transform", described["class"])
+        if rate is not None:
+            rule += f"({_rate_name(rate) if callable(rate) else rate})"
+    size = f"[{table.declared_size}, {stack.dim}] {stack.dtype}"
+    if stack.rounding == "stochastic":
+        size += " (stochastic rounding)"
+    keys = "" if table.key_rules is None else f", keys ({table.key_rules.evict})"
+    if (storage := table.storage) is not None:
+        home = "memory" if storage.path is None else "a file"
+        keys += f", at home in {home}, {storage.device_rows} rows on the devices ({storage.evict})"
+    return f"{table.name}: {size}, {stack.placement}{shards}, {rule}{keys}"

@@ -23,9 +23,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, check_int, refuse
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
+from tpu_embed._checks import check_in_program, check_int, check_integers, check_type, refuse
+from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array
 from tpu_embed.core.lookup import segments
 
 # -- checks ----------------------------------------------------------------------------------------
@@ -70,8 +69,7 @@ def check_arrays(values: Any, row_splits: Any) -> None:
     dtype = getattr(row_splits, "dtype", None)
     if dtype is None or dtype == jax.dtypes.float0:
         return
-    integers = jnp.issubdtype(dtype, jnp.integer)
-    require(integers, ".row_splits", TypeError, expected="integers", got=dtype)
+    check_integers("Jagged.row_splits", dtype)
     shape, axes = getattr(values, "shape", None), row_splits.ndim
     if shape is None:
         return
@@ -96,13 +94,7 @@ def check_padded(padded: Array, lengths: Any, shards: int) -> None:
         got=shape[0],
         remedy="tpu_embed.pad_batch adds empty examples",
     )
-    require(
-        jnp.issubdtype(lengths.dtype, jnp.integer),
-        where + "lengths",
-        TypeError,
-        expected="integers",
-        got=lengths.dtype,
-    )
+    check_integers(f"Jagged{where}lengths", lengths.dtype)
     require(
         lengths.shape == shape[:1],
         where + "lengths",
@@ -490,12 +482,11 @@ class Jagged:
 
     def _check_same_examples(self, what: str, other: Any) -> None:
         """Check that another can be joined by example; see `concatenate`."""
-        require(
-            isinstance(other, Jagged),
-            what,
-            TypeError,
+        check_type(
+            f"Jagged{what}",
+            other,
+            Jagged,
             expected="a Jagged",
-            got=type(other).__name__,
             remedy="with_values and from_padded make one of an array",
         )
         splits = self.row_splits.shape

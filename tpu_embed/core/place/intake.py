@@ -21,9 +21,8 @@ from tpu_embed._types import PADDING_ID, PyTree, Tracer
 from tpu_embed.core.batch import Batch, BatchSpec, Routed, TracedIds, make_traced
 from tpu_embed.core.ids import HostIds, Structure, host_ids, part_of_feature
 from tpu_embed.core.layout import Layout
-from tpu_embed.core.place.agreement import Agreement
 from tpu_embed.core.place.keys import KeyedBatches
-from tpu_embed.core.place.rooms import Rooms
+from tpu_embed.core.place.rooms import Agreement, Rooms
 from tpu_embed.core.place.router import route
 from tpu_embed.processes import Order
 from tpu_embed.vocabulary import Pin, Vocabularies

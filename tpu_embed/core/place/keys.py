@@ -42,7 +42,7 @@ from tpu_embed.core.layout import (
     rooms_in,
     send_lines,
 )
-from tpu_embed.core.place.agreement import Agreement
+from tpu_embed.core.place.rooms import Agreement
 from tpu_embed.storage import VALUES, Homes, Incoming, RowGroups
 from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, Moves, ValidSteps, Vocabularies
 

@@ -12,9 +12,11 @@ id has a bag. A jagged feature has all its places in either; where one has no id
 The static shape of a batch depends on its ids, and several processes must agree on it. So the work
 has three steps. The ids of every stack are sorted by row, on each replica: the distinct rows are
 what the replica asks the shards for, and the partial sums, one for each row and block of the batch,
-are what it sends them. The room for that is counted. Then, with the agreed shape, the line of each
-device is written (`batch.py` lists its fields): where each id's row comes back, in which order the
-device sums gradients, and in which order, as an owner, it adds up the partial sums that arrive.
+are what it sends them; an owner merges those of all replicas for one row, in the order of the
+blocks. `core/exchange/route.py` gives the same numbers where only the device knows the ids. The
+room for that is counted. Then, with the agreed shape, the line of each device is written
+(`batch.py` lists its fields): where each id's row comes back, in which order the device sums
+gradients, and in which order, as an owner, it adds up the partial sums that arrive.
 
 Input: validated ids, with rows in the place of keys. Output: a `Batch`.
 """
@@ -22,6 +24,8 @@ Input: validated ids, with rows in the place of keys. Output: a `Batch`.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,13 +45,92 @@ from tpu_embed.core.batch import (
     line_of,
     view_stacks,
 )
-from tpu_embed.core.exchange import host_route
 from tpu_embed.core.ids import FeatureShape, HostIds, host_gains
-from tpu_embed.core.layout import Layout, send_lines
-from tpu_embed.core.place.agreement import Agreement
-from tpu_embed.core.place.rooms import Rooms
+from tpu_embed.core.layout import Layout, MeshAxes, Stack, send_lines
+from tpu_embed.core.place.rooms import Agreement, Rooms
 from tpu_embed.kernels.dispatch import host_kernels
 from tpu_embed.kernels.host_reference import Pieces, Put, SortedIds, Take
+
+# -- routes: arithmetic of sorted rows -------------------------------------------------------------
+#
+# For example, S = 2 shards of R = 10 rows, and a replica with the rows 13 4 -1 13 7:
+#
+#     order      1 4 0 3       the ids that are present, by row; equal rows in the order of the line
+#     rows       4 7 13        the distinct rows
+#     row        0 1 2 2       the distinct row of each sorted id
+#     places     0 1 2         in a send buffer of C = 2 rows per shard: shard * C + rank
+
+
+def bounds(lines: Sequence[np.ndarray], stack: Stack) -> np.ndarray:
+    """Return where the rows of each shard begin on every line, int `[lines, S + 1]`.
+
+    Args:
+      lines: rows, ascending, all of one dtype.
+      stack: the stack.
+    """
+    found = np.empty((len(lines), stack.num_shards + 1), np.int64)
+    for at, rows in zip(found, lines, strict=True):
+        # The first rows have the rows' dtype (the end of the last shard may not fit it): otherwise
+        # NumPy converts all rows to a common one before it searches.
+        firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(stack.num_rows)
+        at[:-1], at[-1] = rows.searchsorted(firsts), rows.size
+    return found
+
+
+def buffer_places(at: np.ndarray, capacity: int) -> np.ndarray:
+    """Return each row's place in a buffer `[S * C]`, int32: shard · C + its rank in the shard.
+
+    Args:
+      at: int `[S + 1]`, where the rows of each shard begin among ascending rows.
+      capacity: C, the rows that the buffer has room for per shard.
+    """
+    # The rows of one shard are adjacent, so place - number is one constant for each shard.
+    shift = np.arange(at.size - 1) * capacity - at[:-1]
+    return np.arange(at[-1], dtype=np.int32) + shift.astype(np.int32).repeat(at[1:] - at[:-1])
+
+
+def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[SortedIds]:
+    """Return the partial sums that each shard gets from all replicas, sorted by physical row.
+
+    Args:
+      sum_rows: by replica, in batch order: the physical rows of its partial sums, ascending.
+      at: int `[replicas, S + 1]`, where those of each shard begin.
+    """
+    # A parcel is what one replica sends to one shard; those for one shard are joined. A plain slice
+    # is faster than `np.split`.
+    received = [
+        np.concatenate([line[i:j] for line, i, j in zip(sum_rows, begins, ends, strict=True)])
+        for begins, ends in itertools.pairwise(at.T.tolist())
+    ]
+    return host_kernels().sort_ids(received)
+
+
+@functools.cache
+def parcel_places(axes: MeshAxes, shard_axes: tuple[str, ...]) -> np.ndarray:
+    """Return where each replica's parcel is among those that each owner receives, `[S, replicas]`.
+
+    Parcels arrive as `[rest, S]`: from S devices along the shard axes (an all-to-all), gathered
+    over the batch axes that do not split the rows (an all-gather). Along an axis that splits the
+    rows but not the batch, all devices hold the same ids; only the one at the owner's coordinate
+    counts.
+    """
+    # On a mesh of x = 2 and y = 3 that both split the batch, with rows split over x, parcels arrive
+    # as [y, x]: that of replica (x, y) is at 2 y + x, for every owner.
+    arrival = (*axes.other_batch_axes(shard_axes), *shard_axes)
+    sizes = [axes.mesh.shape[name] for name in arrival]
+    batch = [axes.mesh.shape[name] for name in axes.batch_axes]
+    rows = [axes.mesh.shape[name] for name in shard_axes]
+    of_replica = np.unravel_index(np.arange(axes.replicas), batch or [1])
+    of_owner = np.unravel_index(np.arange(axes.size(shard_axes)), rows or [1])
+    part = np.zeros((axes.size(shard_axes), axes.replicas), np.int64)
+    for name, size in zip(arrival, sizes, strict=True):
+        if name in axes.batch_axes:
+            coordinate = of_replica[axes.batch_axes.index(name)]
+        else:
+            coordinate = of_owner[shard_axes.index(name)][:, None]
+        part = part * size + coordinate
+    return part
+
 
 # -- ids of a line ---------------------------------------------------------------------------------
 
@@ -288,10 +371,10 @@ def _sort(ids: Fields, view: StackView) -> HostStack:
     # If they are not routed, the devices do that.
     ordered = host_kernels().sort_ids(ids["row_ids"], ids.get("blocks")) if view.is_routed else []
     sum_rows = [one.sum_rows for one in ordered]
-    rows_at = sums_at = host_route.bounds([one.rows for one in ordered], view.stack)
+    rows_at = sums_at = bounds([one.rows for one in ordered], view.stack)
     if "blocks" in ids:
-        sums_at = host_route.bounds(sum_rows, view.stack)
-    owners = host_route.merge_sums(sum_rows, sums_at) if view.is_merged else []
+        sums_at = bounds(sum_rows, view.stack)
+    owners = merge_sums(sum_rows, sums_at) if view.is_merged else []
     return HostStack(ids, ordered, rows_at, sums_at, owners)
 
 
@@ -373,7 +456,7 @@ class _Writer(NamedTuple):
             out["index"][:] = self._of_devices(self.host.ids["row_ids"])
             return
         capacity = out["asked"].shape[-1]
-        numbers = [host_route.places(at, capacity) for at in self.host.rows_at]
+        numbers = [buffer_places(at, capacity) for at in self.host.rows_at]
         lines = []
         for line, r in zip(out["index"], self.replica, strict=True):
             one, absent = self.host.replicas[r], stack.num_shards * capacity
@@ -420,7 +503,7 @@ class _Writer(NamedTuple):
     def _partials(self, out: Fields) -> list[Take]:
         """Return the order in which every device makes its partial sums, and owners merge them."""
         view = self.view
-        places = [host_route.places(at, view.parcel_size) for at in self.host.sums_at]
+        places = [buffer_places(at, view.parcel_size) for at in self.host.sums_at]
         pairs = zip(self.host.replicas, places, strict=True)
         ordered = [(one.order, one.sum, to) for one, to in pairs]
         lines = self._sums(out, ordered, view.stack.num_shards * view.parcel_size)
@@ -469,7 +552,7 @@ class _Writer(NamedTuple):
         """Return how every owner merges what it receives; owners of one shard all do the same."""
         view, stack, lines = self.view, self.view.stack, []
         # [S, replicas]: where each replica's parcel begins in what each owner receives.
-        first = host_route.parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
+        first = parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
         sent = np.diff(self.host.sums_at, axis=1).T  # [S, replicas], the sums in each parcel
         for owner in np.unique(self.shard):
             sums, sizes = self.host.owners[owner], sent[owner]

@@ -1,17 +1,19 @@
 """Rows of tables in one form, by id, wherever they are: read, written, copied."""
 
-from tpu_embed.core.rows import logical
 from tpu_embed.core.rows.devices import (
     BLOCK,
     DeviceRows,
     Grid,
     Ids,
     Rows,
+    as_stored,
     blocks_of,
     copy_rows,
+    host_arrays,
     pieces,
+    read_field,
+    write_copy,
 )
-from tpu_embed.core.rows.logical import host_arrays
 
 __all__ = [
     "BLOCK",
@@ -19,9 +21,11 @@ __all__ = [
     "Grid",
     "Ids",
     "Rows",
+    "as_stored",
     "blocks_of",
     "copy_rows",
     "host_arrays",
-    "logical",
     "pieces",
+    "read_field",
+    "write_copy",
 ]

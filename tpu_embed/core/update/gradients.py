@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tpu_embed import _checks
-from tpu_embed._checks import check_live, refuse, warn_user
-from tpu_embed._snapshot import as_array
-from tpu_embed._types import Array, Tracer
+from tpu_embed._checks import check_choice, check_in_program, check_live, refuse, warn_user
+from tpu_embed._types import Array, Tracer, as_array
 from tpu_embed.core.batch import Batch, BatchSpec, StackView, TracedIds
 from tpu_embed.core.exchange import collectives
 from tpu_embed.core.layout import Layout
@@ -150,7 +148,7 @@ class Guard:
     layout: Layout
 
     def __post_init__(self) -> None:
-        _checks.check_choice("on_bad_gradient", self.policy, get_args(OnBadGradient))
+        check_choice("on_bad_gradient", self.policy, get_args(OnBadGradient))
 
     def new_counters(self) -> dict[str, Array]:
         """Return the `counters` of a new `TableState`, all zero."""
@@ -210,7 +208,7 @@ class Guard:
         if isinstance(found, Tracer) or not np.any(found):
             return
         named = [self._name(f) for f in np.flatnonzero(found).tolist()]
-        _checks.refuse(
+        refuse(
             f"activation gradient of {', '.join(named)}",
             expected="finite numbers",
             got="NaN or infinity",
@@ -228,7 +226,7 @@ class Guard:
         for f in range(len(self.layout.features)):
             # checkify formats the text with str.format, so braces in a feature's path are doubled.
             what = f"activation gradient of {self._name(f)}: NaN or infinity"
-            _checks.check_in_program(~bad[f], what.replace("{", "{{").replace("}", "}}"))
+            check_in_program(~bad[f], what.replace("{", "{{").replace("}", "}}"))
 
     def _name(self, f: int) -> str:
         feature = self.layout.features[f]

@@ -31,7 +31,7 @@ from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, blocks_of, copy_rows, logical, pieces
+from tpu_embed.core.rows import DeviceRows, Grid, as_stored, blocks_of, copy_rows, pieces
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -347,7 +347,7 @@ class _Restore:
         reader = self._reader(f, 1 if rows.grid.alternate else len(rows.here))
 
         def read(ids):
-            return {f.part: logical.as_stored(reader.read(ids), f)}
+            return {f.part: as_stored(reader.read(ids), f)}
 
         limit = min(self.found.tables[name]["vocabulary_size"], f.table.vocabulary_size)
         copy_rows(read, rows.write, rows.lines(limit))
@@ -461,7 +461,7 @@ class _Restore:
             yield (
                 now,
                 {
-                    f.part: logical.as_stored(rows[f.part][here].view(np.dtype(form["dtype"])), f)
+                    f.part: as_stored(rows[f.part][here].view(np.dtype(form["dtype"])), f)
                     for f, form in forms.items()
                     if form is not None
                 },

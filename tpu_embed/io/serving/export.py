@@ -29,8 +29,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from tpu_embed import _checks
-from tpu_embed._checks import check_choice, check_int, check_type, refuse
+from tpu_embed._checks import (
+    check_choice,
+    check_int,
+    check_integers,
+    check_type,
+    refuse,
+    unchecked_programs,
+)
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.ids import Structure, dense_shape, structure
 from tpu_embed.core.lookup import Jagged
@@ -262,7 +268,7 @@ def _exported(
     }
     try:
         # Plain XLA operations, without kernels of our own and without what JAX cannot serialize.
-        with dispatch.reference_only(), _checks.unchecked_programs():
+        with dispatch.reference_only(), unchecked_programs():
             exported = jax_export.export(jax.jit(served), platforms=platforms)(
                 shapes, arguments.features, arguments.weights, *arguments.inputs
             )
@@ -457,9 +463,8 @@ def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
         "where H is the most ids of a bag that you will serve, or (2,) for one id per example",
         error=ValueError,
     )
-    is_text = any_key and np.dtype(ids.dtype).kind in "SUOT"
-    if not is_text and not jnp.issubdtype(ids.dtype, jnp.integer):
-        refuse(label, expected="ids of an integer dtype", got=ids.dtype, error=TypeError)
+    if not (any_key and np.dtype(ids.dtype).kind in "SUOT"):
+        check_integers(label, ids.dtype, expected="ids of an integer dtype")
     if not ids.shape:
         refuse(label, expected="[B] or [B, H]", got="rank 0")
     return tuple(ids.shape)

@@ -30,8 +30,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from tpu_embed._checks import check_type, message, refuse
-from tpu_embed._snapshot import snapshot
-from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
+from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer, snapshot
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.batch import (
     Batch,

@@ -22,8 +22,7 @@ import numpy as np
 from jax import export as jax_export
 
 from tpu_embed._checks import local_path, refuse
-from tpu_embed._snapshot import snapshot
-from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer
+from tpu_embed._types import PADDING_ID, Array, PyTree, Tracer, snapshot
 from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.ids import (
     FeatureRules,
