@@ -224,12 +224,6 @@ def _tapped_tangent(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return primals[0], tangents[0] + tangents[1]
 
 
-def _stopped_tangent(primals: Sequence[Any], _: Any) -> tuple[Any, Any]:
-    # The value is returned as it is, without binding the primitive again: it is constant in this
-    # differentiation only, and one around it must see the identity.
-    return primals[0], ad.Zero(jax.typeof(primals[0]).to_tangent_aval())
-
-
 stopped_p = Primitive("stopped")
 """Maps a value and a guard to the value, which is constant in a differentiation by the guard.
 
@@ -239,7 +233,12 @@ Such a differentiation leaves none of these equations, so they need no other rul
 """
 
 stopped_p.def_abstract_eval(lambda value, guard: value)
-ad.primitive_jvps[stopped_p] = _stopped_tangent
+# The value is returned as it is, without binding the primitive again: it is constant in this
+# differentiation only, and one around it must see the identity.
+ad.primitive_jvps[stopped_p] = lambda primals, _: (
+    primals[0],
+    ad.Zero(jax.typeof(primals[0]).to_tangent_aval()),
+)
 
 
 class Sources(NamedTuple):

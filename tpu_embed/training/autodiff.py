@@ -164,10 +164,6 @@ def _misplaced(name: str, expected: str, got: str, remedy: str) -> ValueError:
 # -- the primitive --------------------------------------------------------------------------------
 
 
-def _tag_tangent(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple:
-    return tag_p.bind(*primals, **params), list(tangents)
-
-
 def _tag_batched(values: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple:
     """Name the whole batch, with the batch axis moved to the front."""
     # dim is the batch axis of a value, None if the value is not batched.
@@ -185,7 +181,7 @@ tag_p.def_impl(lambda *values, **_: list(values))
 tag_p.def_abstract_eval(lambda *avals, **_: list(avals))
 mlir.register_lowering(tag_p, lambda context, *values, **_: list(values))
 batching.primitive_batchers[tag_p] = _tag_batched
-ad.primitive_jvps[tag_p] = _tag_tangent
+ad.primitive_jvps[tag_p] = lambda values, by, **named: (tag_p.bind(*values, **named), list(by))
 ad.primitive_transposes[tag_p] = lambda cotangents, *_, **__: list(cotangents)
 
 
