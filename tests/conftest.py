@@ -58,7 +58,7 @@ def collector_skips_what_stays():
     gc.freeze()
 
 
-RESOLVE = "tpu_embed.core.layout.resolve.initializer_of"
+RESOLVE = "tpu_embed.core.layout.layout.initializer_of"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,7 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed.core.layout import resolve
+from tpu_embed.core.layout import layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class QuickRows:
         return unit * np.asarray(1 / math.sqrt(self.dim), dtype)
 
 
-default_initializer_of = resolve.initializer_of
+default_initializer_of = layout.initializer_of
 
 
 def initializer_of(config):
-    """Stand in for the function of this name in `core/layout/resolve.py`."""
+    """Stand in for the function of this name in `core/layout/layout.py`."""
     if config.initializer is None and config.row_rules is None:
         return QuickRows(config.dim, zlib.crc32((config.name or "").encode()))
     return default_initializer_of(config)

@@ -11,8 +11,7 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import norms
-from tpu_embed.metrics import table_statistics
+from tpu_embed.metrics import statistics, table_statistics
 
 SIZES = {"mod": 300, "small": 3, "div": 13, "replicated": 7, "half": 40}
 OPTIONS = {
@@ -78,7 +77,7 @@ def _check(engine):
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
 def test_tables_and_slots_are_measured(devices, monkeypatch):
-    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 16)
+    monkeypatch.setattr("tpu_embed.metrics.statistics.BLOCK_ROWS", 16)
     statistics = _check(_engine(devices))
     assert statistics["mod"]["non_finite_rows"] == 2
     assert statistics["half"]["non_finite_rows"] == 1
@@ -89,8 +88,8 @@ def test_tables_and_slots_are_measured(devices, monkeypatch):
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "mod"), ("words", "half")])
 @pytest.mark.quick(1)
 def test_packed_rows_are_measured(packing, name, monkeypatch):
-    monkeypatch.setattr("tpu_embed.core.state.norms.BLOCK_ROWS", 128)
-    monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.metrics.statistics.BLOCK_ROWS", 128)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     engine = _engine(2, (name,))
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     _check(engine)
@@ -111,7 +110,7 @@ def test_a_long_sum_keeps_its_digits():
     found = table_statistics(engine, state)["t"]
     assert found["norm"] == pytest.approx(math.sqrt((2**20 + 7) * 17), rel=1e-6)
     assert found["mean"] == pytest.approx(1, rel=1e-6)
-    memory = norms.of_state.lower(state, engine.layout).compile().memory_analysis()
+    memory = statistics.of_state.lower(state, engine.layout).compile().memory_analysis()
     assert memory.temp_size_in_bytes < next(iter(state.tables.values())).nbytes // 8
 
 

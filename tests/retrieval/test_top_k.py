@@ -157,7 +157,7 @@ def test_fewer_rows_than_k(k, exclude):
 @pytest.mark.quick(1)
 def test_packed_rows(monkeypatch, packing, name):
     """As they lie on TPUs: a block begins at a multiple of 128, which may be before its table."""
-    monkeypatch.setattr("tpu_embed.core.layout.resolve.packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     engine = engine_of.__wrapped__(2, ("mod", "stacked", "half"))
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     state, rows = loaded(engine)

@@ -305,7 +305,10 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
     """
     loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     named = isinstance(metrics, Mapping)
-    if not named or not all(map(_is_number, [loss, *metrics.values()])):
+    if not named or not all(
+        isinstance(one, int | float) or getattr(one, "shape", None) == ()
+        for one in [loss, *metrics.values()]
+    ):
         refuse(
             "fit: what loss returned",
             expected="a number, or a number and a dictionary of named numbers",
@@ -322,10 +325,6 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
             error=TypeError,
         )
     return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in metrics.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or getattr(value, "shape", None) == ()
 
 
 # -- programs --------------------------------------------------------------------------------------

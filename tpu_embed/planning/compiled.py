@@ -224,11 +224,17 @@ def compile_for(
     else:
         axes = engine.layout.axes
         batch = _sharded(batch, axes.sharding(axes.batch_axes))
+
+    def step(state, ids):
+        values, rebuild = split_activations(engine.lookup(state, ids))
+        gradients = jax.grad(lambda values: (loss or _squares)(rebuild(values)))(values)
+        return engine.update(state, ids, gradients)
+
+    held = abstract_state(engine)
     if lower is None:
-        lowered = _lowered(engine, batch, loss or _squares)
+        figures, text = _compiled(jax.jit(step, donate_argnums=0).lower(held, batch))
     else:
-        lowered = lower(engine, abstract_state(engine), batch)
-    figures, text = _compiled(lowered)
+        figures, text = _compiled(lower(engine, held, batch))
     program, admitted = Program(text), []
     counts = collections.Counter(
         one.opcode.removesuffix("-start") for one in program.instructions.values()
@@ -298,15 +304,6 @@ def _lowered_admit(
     values = {name: array(count, *one.shape, dtype=one.dtype) for name, one in fields}
     sent = Sent(array(2, count), array(2, count), values)
     yield "exchange", count, RowMover(engine.layout).lower(stack, held, sent)
-
-
-def _lowered(engine: EmbeddingEngine, batch: PyTree, loss: Callable[[PyTree], Array]) -> Any:
-    def step(state, ids):
-        values, rebuild = split_activations(engine.lookup(state, ids))
-        gradients = jax.grad(lambda values: loss(rebuild(values)))(values)
-        return engine.update(state, ids, gradients)
-
-    return jax.jit(step, donate_argnums=0).lower(abstract_state(engine), batch)
 
 
 def describe_topology(topology: Topology) -> list[Any]:

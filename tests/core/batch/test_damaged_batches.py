@@ -63,8 +63,8 @@ def damage(devices: int, seed: int) -> None:
 def test_damaged_numbers_end_no_process(seeds):
     first, end = map(int, seeds.split(":"))
     program = "import conftest, quick_rows, test_damaged_batches as here\n"
-    program += "from tpu_embed.core.layout import resolve\n"
-    program += "resolve.initializer_of = quick_rows.initializer_of\n"
+    program += "from tpu_embed.core.layout import layout\n"
+    program += "layout.initializer_of = quick_rows.initializer_of\n"
     program += f"for seed in range({first}, {end}):\n"
     program += "  for devices in (1, 2): here.damage(devices, seed)"
     paths = f"import sys; sys.path[:0] = {sys.path!r}\n"

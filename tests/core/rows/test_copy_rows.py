@@ -15,7 +15,6 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, io
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
 from tpu_embed.core.rows import devices
 from tpu_embed.io.checkpoint import row_files
 
@@ -35,7 +34,7 @@ def one_case(seed, path, monkeypatch):
 
     def make(on_host):
         packing = rng.choice(["none", "lanes", "words"])
-        monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+        monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
         tables = []
         for name, size in sizes.items():
             options = {"placement": str(rng.choice(["mod", "div", "replicated"]))}

@@ -8,7 +8,6 @@ import optax
 import pytest
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
-from tpu_embed.core.layout import resolve
 from tpu_embed.kernels.formats import LINE
 
 BATCH, VOCABULARY = 16, 150
@@ -50,7 +49,7 @@ def batches():
 
 
 def engine_of(monkeypatch, packing, dim, dtype, optimizer, placement, devices):
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
     return EmbeddingEngine(features(dim, dtype, placement), optimizer, mesh=mesh)
 

@@ -21,8 +21,6 @@ from guard_cases import (
     trained,
 )
 
-from tpu_embed.core.layout import resolve
-
 
 @pytest.mark.whole
 @pytest.mark.parametrize("devices", DEVICES)
@@ -95,7 +93,7 @@ def test_a_gradient_counts_in_the_dtype_that_the_table_computes_in():
 @pytest.mark.parametrize(("packing", "name"), [("lanes", "kernel"), ("words", "half")])
 @pytest.mark.quick(1)
 def test_packed_rows_skip(monkeypatch, packing, name):
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     engine, before, batch, gradients = engine_of([name], 2)
     assert all(stack.packing == packing for stack in engine.layout.stacks)
     assert_same(held_by(engine.update(before, batch, spoil([name], [name]))), held_by(before))

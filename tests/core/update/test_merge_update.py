@@ -10,7 +10,6 @@ from jax.experimental.pallas import tpu_sc as plsc
 from sparsecore_interpreter import interpreted
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
-from tpu_embed.core.layout import resolve
 from tpu_embed.kernels import dispatch
 from tpu_embed.kernels import sparsecore_rules as rules
 
@@ -55,7 +54,7 @@ CHOOSE = dispatch.choose
 def sparse_calls(monkeypatch):
     """Pack rows for SparseCores and interpret `merge_update`; return its calls."""
     calls = []
-    monkeypatch.setattr(resolve, "packing_of", lambda device: "words")
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: "words")
     monkeypatch.setattr(dispatch, "choose", functools.partial(choose, calls))
     core = types.SimpleNamespace(num_lanes=8, num_cores=1, num_subcores=4)
     monkeypatch.setattr(plsc, "get_sparse_core_info", lambda: core)

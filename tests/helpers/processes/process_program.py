@@ -15,7 +15,7 @@ import quick_random
 import quick_rows
 from process_cases import DEVICES
 
-from tpu_embed.core.layout import resolve
+from tpu_embed.core.layout import layout
 
 
 def main():
@@ -23,7 +23,7 @@ def main():
     processes, number, port = map(int, sys.argv[1:4])
     calls, output = map(Path, sys.argv[4:6])
     quick_random.install()
-    resolve.initializer_of = quick_rows.initializer_of
+    layout.initializer_of = quick_rows.initializer_of
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // processes)
     if processes > 1:

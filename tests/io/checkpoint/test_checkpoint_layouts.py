@@ -8,7 +8,6 @@ from facade_cases import assert_same, mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.layout import resolve
 from tpu_embed.io import restore, save
 
 DEVICES, TURNS = (1, 2, 8), range(len(PLACEMENTS))
@@ -34,7 +33,7 @@ def test_a_state_that_was_sharded_anew_is_saved_as_it_is(tmp_path):
 
 def _wide(monkeypatch, packing, devices, dim, dtype):
     """Return an engine of two stacked tables, packed as on a TPU or not."""
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     tables = [TableConfig(n, dim, dtype=dtype, name=f"{n} rows") for n in (37, 7)]
     features = [FeatureConfig(table) for table in tables]
     return EmbeddingEngine(features, o.RowWiseAdagrad(0.5), mesh=mesh(devices))

@@ -9,7 +9,7 @@ from checkpoint_cases import contents
 from facade_cases import assert_same, mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
-from tpu_embed.core.layout import MeshAxes, resolve
+from tpu_embed.core.layout import MeshAxes
 from tpu_embed.core.rows import devices
 from tpu_embed.core.state import fields
 from tpu_embed.io import CheckpointManager, restore
@@ -23,7 +23,7 @@ from tpu_embed.io.checkpoint.tables import LocalShards
 @pytest.mark.quick(1)
 def test_devices_give_a_block_at_a_time(tmp_path, monkeypatch, packing, dtype, in_background):
     """As on an accelerator: nothing but blocks of the table's own rows is moved to the host."""
-    monkeypatch.setattr(resolve, "packing_of", lambda device: packing)
+    monkeypatch.setattr("tpu_embed.core.layout.layout.packing_of", lambda device: packing)
     tables = [TableConfig(n, 24, dtype=dtype, name=f"{n}") for n in (37, 13)]
     engine = EmbeddingEngine([FeatureConfig(table) for table in tables], mesh=mesh(2))
     state, moved = engine.init(jax.random.key(0)), []

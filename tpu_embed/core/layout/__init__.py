@@ -25,9 +25,9 @@ from tpu_embed.core.layout.layout import (
     describe,
     describe_devices,
     describe_tables,
+    make_layout,
 )
 from tpu_embed.core.layout.mesh import MeshAxes, gather_explicit, make_axes
-from tpu_embed.core.layout.resolve import make_layout
 from tpu_embed.core.layout.stacks import (
     INT32_ROWS,
     NUMBERS_SLOT,

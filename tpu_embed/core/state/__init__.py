@@ -1,6 +1,5 @@
 """The arrays that training changes: how they are stored, created, checked, read and replaced."""
 
-from tpu_embed.core.state import norms
 from tpu_embed.core.state.init import (
     MAP_VERSION,
     blank_arrays,
@@ -72,7 +71,6 @@ __all__ = [
     "matched_counters",
     "new_version",
     "new_vocabulary",
-    "norms",
     "open_key",
     "put_everywhere",
     "random_key",
