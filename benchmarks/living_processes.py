@@ -10,9 +10,11 @@ of the milliseconds of `place` in process 0, and the bytes that this process sen
 from __future__ import annotations
 
 import argparse
+import pickle
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import common
 import jax
@@ -20,20 +22,20 @@ import living
 import numpy as np
 
 import tpu_embed
-from tpu_embed.core.place import rooms
+from tpu_embed.processes import messages
 
 PROCESSES = 2
 
 
 def count_bytes() -> list[int]:
     """Return a list to which the size of each message of this process is appended."""
-    sizes, exchange = [], rooms.exchange_bytes
+    sizes, exchange = [], messages.exchange
 
-    def counted(what: str, name: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
-        sizes.append(len(news or b""))
-        return exchange(what, name, news, seconds)
+    def counted(what: str, name: str, news: Any, seconds: int, **options: str) -> dict[int, Any]:
+        sizes.append(0 if news is None else len(pickle.dumps(news)))
+        return exchange(what, name, news, seconds, **options)
 
-    rooms.exchange_bytes = counted
+    messages.exchange = counted
     return sizes
 
 

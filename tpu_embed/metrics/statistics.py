@@ -37,10 +37,10 @@ from tpu_embed.core.state import (
     check_state,
     fields,
     read_rows,
+    rows_of_tables,
     rule_slots,
     slot_format,
 )
-from tpu_embed.core.state.init import rows_of_tables
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 from tpu_embed.vocabulary import Vocabularies, describe_keys
 

@@ -34,8 +34,9 @@ from tpu_embed.vocabulary.vocabularies import (
 )
 
 __all__ = [
-    "BatchKeys",
     "COUNTERS",
+    "QUANTILES",
+    "BatchKeys",
     "DynamicVocabulary",
     "FixedVocabulary",
     "FoundKeys",
@@ -48,7 +49,6 @@ __all__ = [
     "Moves",
     "NewOwners",
     "Pin",
-    "QUANTILES",
     "RowMoves",
     "Taken",
     "ValidSteps",

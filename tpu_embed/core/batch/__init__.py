@@ -15,10 +15,10 @@ __all__ = [
     "StackView",
     "TracedIds",
     "fields_of",
-    "line_length",
-    "line_of",
     "gather",
     "gather_ids",
+    "line_length",
+    "line_of",
     "make_traced",
     "view_stacks",
 ]

@@ -9,7 +9,7 @@ program) or a function without arguments. The last kind can only be called on th
 is read before every update and passed into the compiled program as an argument.
 
 `resolve` makes it of the configs: it names tables, gives each its optimizer, initializer and
-placement, and groups them into stacks.
+placement, and puts them into stacks.
 
 Input: the configs, and the mesh axes. Output: a `Layout`, of which nothing is written
 back into the configs; values of learning rates by stack; plain objects, and lines for a repr.

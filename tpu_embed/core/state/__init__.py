@@ -10,6 +10,7 @@ from tpu_embed.core.state.init import (
     open_key,
     put_everywhere,
     random_key,
+    rows_of_tables,
     vocabulary_of_maps,
 )
 from tpu_embed.core.state.new_rows import (
@@ -79,6 +80,7 @@ __all__ = [
     "row_fields",
     "row_formats",
     "row_unit",
+    "rows_of_tables",
     "rule_slots",
     "slot_format",
     "slot_shapes",

@@ -20,9 +20,9 @@ __all__ = [
     "Restored",
     "explain",
     "read_maps",
-    "statistics_of",
     "restore",
     "restore_modules",
     "save",
     "save_modules",
+    "statistics_of",
 ]
