@@ -238,7 +238,6 @@ class Summed(nnx.Module):
         return self.embed(ids).sum(-2) + self.bag(ids)
 
 
-@pytest.mark.whole
 def test_a_model_with_layers_can_be_tabulated():
     model, ids = Summed(), ids_of(0, (8, 3), lowest=0)
     expected = np.asarray(model(ids))

@@ -408,7 +408,10 @@ class TableLayer(nnx.Module, EngineLayer):
         return structure.unflatten(list(map(pad, structure.features, each)))
 
     def _state_to_read(self) -> TableState:
-        if any(isinstance(x.get_raw_value(), jax.ShapeDtypeStruct) for x in self.tables.values()):
+        if any(
+            isinstance(x.get_raw_value(), jax.ShapeDtypeStruct)
+            for x in _variables(self.tables).values()
+        ):
             refuse(
                 f"table {next(iter(self.engine.table_configs))!r}",
                 expected="rows",
