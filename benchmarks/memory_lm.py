@@ -26,7 +26,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import common
+import jax
+import numpy as np
 from checkpoint import resident
+
+import tpu_embed
 
 ROOT = Path(__file__).resolve().parents[1]
 DECLARED = 100_000_000, 1_000_000
@@ -91,62 +95,68 @@ def measure_example(text: str, turns: int, steps: int) -> None:
         print(f"  {kind} / {other}: {statistics.median(ratios):.2f}")
 
 
+class Declared:
+    """A table at home of so many rows, trained on batches of the same numbers of rows.
+
+    Args:
+      rows: V.
+      draws: numbers of rows, below `ROWS`, `[steps, IDS]`; each call is a step with the next ones.
+    """
+
+    def __init__(self, rows: int, draws: np.ndarray) -> None:
+        table = tpu_embed.TableConfig(
+            rows,
+            DIM,
+            name="memory",
+            optimizer=tpu_embed.optimizers.RowWiseAdagrad(0.05),
+            storage=tpu_embed.HostStorage(device_rows=50_000),
+        )
+        self.engine = tpu_embed.EmbeddingEngine({"memory": tpu_embed.FeatureConfig(table)})
+        self.state = self.engine.init(jax.random.key(0))
+        self.apart, self.draws = rows // ROWS, iter(draws)
+
+    def step(self, numbers: np.ndarray) -> None:
+        ids = (numbers * self.apart).reshape(12, 64, 16, 1)  # [B, L, C, 1]
+        state, batch = self.engine.admit(self.state, self.engine.place({"memory": ids}))
+        rows = self.engine.lookup(state, batch)
+        self.state = self.engine.update_in_place(state, batch, rows)
+        jax.block_until_ready(self.state.tables)
+
+    def __call__(self) -> None:
+        self.step(next(self.draws))
+
+    def touch_all(self) -> str:
+        """Train all rows once; return by how much memory has grown, as text."""
+        storage = self.engine.storage
+        assert storage is not None, "the table is at home"
+        every = np.arange(ROWS // IDS * IDS).reshape(-1, IDS)
+        for numbers in (every[0], every[-1]):  # programs are compiled, arrays are there
+            self.step(numbers)
+        storage.flush()
+        before = resident("VmRSS")
+        for numbers in every:
+            self.step(numbers)
+        storage.flush()
+        ideal = every.size * 4 * (DIM + 1)
+        grown, counted = resident("VmRSS") - before, storage.counters["memory"]["bytes"]
+        return (
+            f"{every.size:,} touched: the process has grown by {grown / ideal:.2f} of their bytes; "
+            f"the store counts {counted / ideal:.2f}"
+        )
+
+
 def measure_declared(rounds: int) -> None:
     """Print the memory of tables at home by what they declare, and the times of their steps."""
-    import jax
-    import numpy as np
-
-    import tpu_embed
-
-    rng, cases = np.random.default_rng(0), {}
     shares = 1 / np.arange(1, ROWS + 1) ** 0.75
-    drawn = rng.choice(ROWS, (rounds + 1, IDS), p=shares / shares.sum())
-    every = np.arange(ROWS)[: ROWS // IDS * IDS].reshape(-1, IDS)
-
-    class Case:
-        def __init__(self, declared: int) -> None:
-            table = tpu_embed.TableConfig(
-                declared,
-                DIM,
-                name="memory",
-                optimizer=tpu_embed.optimizers.RowWiseAdagrad(0.05),
-                storage=tpu_embed.HostStorage(device_rows=50_000),
-            )
-            features = {"memory": tpu_embed.FeatureConfig(table)}
-            self.engine = tpu_embed.EmbeddingEngine(features)
-            self.state = self.engine.init(jax.random.key(0))
-            self.spread = declared // ROWS
-            for numbers in (every[0], every[-1]):  # programs are compiled, arrays are there
-                self.step(numbers)
-            assert self.engine.storage is not None
-            self.engine.storage.flush()
-            before = resident("VmRSS")
-            for numbers in every:
-                self.step(numbers)
-            self.engine.storage.flush()
-            grown, ideal = resident("VmRSS") - before, every.size * 4 * (DIM + 1)
-            counted = self.engine.storage.counters["memory"]["bytes"]
-            print(
-                f"  {declared:,} rows declared, {every.size:,} touched: the process has grown by "
-                f"{grown / ideal:.2f} of their bytes; the store counts {counted / ideal:.2f}",
-                flush=True,
-            )
-            self.draws = iter(drawn)
-
-        def step(self, numbers: np.ndarray) -> None:
-            ids = (numbers * self.spread).reshape(12, 64, 16, 1)  # [B, L, C, 1]
-            state, batch = self.engine.admit(self.state, self.engine.place({"memory": ids}))
-            rows = self.engine.lookup(state, batch)
-            self.state = self.engine.update_in_place(state, batch, rows)
-            jax.block_until_ready(self.state.tables)
-
-        def __call__(self) -> None:
-            self.step(next(self.draws))
-
-    cases = {f"{declared:,}": Case(declared) for declared in DECLARED}
+    drawn = np.random.default_rng(0).choice(ROWS, (rounds + 1, IDS), p=shares / shares.sum())
+    cases = {}
+    for rows in DECLARED:
+        name = f"{rows:,} rows declared"
+        cases[name] = Declared(rows, drawn)
+        print(f"  {name}, {cases[name].touch_all()}", flush=True)
     found = common.interleaved(cases, rounds)
     for name, spent in found.items():
-        print(f"  {name:12s} rows declared: {spent:6.1f} ms a step")
+        print(f"  {name}: {spent:.1f} ms a step")
     large, small = found.values()
     print(f"  ratio {large / small:.2f}")
 

@@ -78,6 +78,9 @@ def test_a_masked_token_is_padding_and_no_place_gives_no_ids():
     masked = np.ma.masked_array(np.uint32([[5, 6, 7, 8]]), mask=[[0, 1, 0, 0]])
     expected = ngram_ids([[5, -1, 7, 8]], **options)
     np.testing.assert_array_equal(ngram_ids(masked, **options), expected)
+    huge = np.ma.masked_array(np.uint64([[2**63, 6]]), mask=[[0, 1]])
+    with pytest.raises(ValueError, match=r"integers below 2\*\*32"):
+        ngram_ids(huge, **options)
     for tokens in ([[], []], np.zeros((2, 0), int)):
         assert ngram_ids(tokens, **options).shape == (2, 0, 4)
     assert ngram_ids([7], **options).tolist() == [[-1] * 4]

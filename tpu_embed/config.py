@@ -149,16 +149,6 @@ class TableConfig:
         if self.storage is not None:
             self._check_storage(what)
         object.__setattr__(self, "dtype", _dtype_name(f"{what}.dtype", self.dtype))
-        self._check_rounding(what)
-        object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
-
-    def __repr__(self) -> str:
-        """Show all fields; without a name also which object it is, as equal ones are two tables."""
-        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
-        return f"TableConfig({shown}{'' if self.name else f', at {id(self):#x}'})"
-
-    def _check_rounding(self, what: str) -> None:
-        """Check that only tables whose dtype needs it are rounded at random."""
         check_choice(f"{what}.rounding", self.rounding, get_args(Rounding))
         if self.rounding == "stochastic" and self.dtype != "bfloat16":
             refuse(
@@ -167,6 +157,12 @@ class TableConfig:
                 got='"stochastic"',
                 remedy='set dtype="bfloat16", or leave rounding out',
             )
+        object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
+
+    def __repr__(self) -> str:
+        """Show all fields; without a name also which object it is, as equal ones are two tables."""
+        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        return f"TableConfig({shown}{'' if self.name else f', at {id(self):#x}'})"
 
     def _check_storage(self, what: str) -> None:
         """Check that the other fields suit a table on the host."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -24,7 +24,7 @@ _GAMMA = 0x9E3779B9
 
 def ngram_ids(
     tokens: Any,
-    orders: Sequence[int] = (2, 3),
+    orders: Iterable[int] = (2, 3),
     *,
     heads: int,
     vocabulary_size: int,
@@ -83,7 +83,7 @@ def ngram_ids(
       Cheng et al., "Conditional memory via scalable lookup", 2026 (several heads, prime sizes).
     """
     tokens = _integers("tokens", tokens)
-    if not isinstance(orders, Sequence):
+    if not isinstance(orders, Iterable):
         _refuse("orders", "lengths of n-grams, such as (2, 3)", repr(orders))
     orders = [check_int(f"ngram_ids: orders[{i}]", n, minimum=1) for i, n in enumerate(orders)]
     heads = check_int("ngram_ids: heads", heads, minimum=1)
@@ -142,10 +142,10 @@ def _integers(what: str, given: Any) -> Any:
         _refuse(what, "integers", f"{array.dtype}", TypeError)
     if not array.ndim:
         _refuse(what, "an array [..., L]", "a number")
-    if isinstance(array, np.ma.MaskedArray):
-        array = np.where(np.ma.getmaskarray(array), -1, array.data.astype(np.int64))
     if isinstance(array, np.ndarray) and array.size and array.max() >= _MODULUS:
         _refuse(what, "integers below 2**32", array.max())
+    if isinstance(array, np.ma.MaskedArray):
+        array = np.where(np.ma.getmaskarray(array), -1, array.data.astype(np.int64))
     return array
 
 

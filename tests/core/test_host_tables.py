@@ -211,6 +211,20 @@ def test_no_thread_outlives_its_engine():
             assert not thread.is_alive(), names
 
 
+def test_a_lookup_batch_is_refused_once_a_row_on_the_devices_has_another_key():
+    engine, state = make(20, 9, vocabulary=DynamicVocabulary(), devices=1)
+    state = train(engine, state, [*range(8), 8, *range(1, 8)])  # 9 keys: all rows are taken
+    kept = engine.place(np.arange(8), training=False)
+    batch = engine.place(np.array([50] * 8))
+    engine.lookup(state, kept)
+    state, batch = engine.admit(state, batch)
+    state = engine.update_in_place(state, batch, engine.lookup(state, batch))
+    assert engine.storage.counters["items"]["missed"] == 9  # it has the row of key 0, or of 8
+    with pytest.raises(ValueError, match="place it again"):
+        engine.lookup(state, kept)
+    assert np.isnan(jax.jit(engine.lookup)(state, kept)).all()
+
+
 def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
     engine, state = make(8, 16, vocabulary=DynamicVocabulary(), devices=1)
     state = train(engine, state, np.arange(8), np.arange(8, 16))

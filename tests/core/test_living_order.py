@@ -438,3 +438,13 @@ def test_the_last_step_is_refused_before_a_map_moves(monkeypatch):
     assert_same(maps_of(made), before)
     assert made.vocabularies.steps(1, training=True)[:2] == (1, 2)
     assert np.iinfo(np.int32).max == FOREVER
+
+
+def test_a_lookup_in_a_state_that_was_given_up_is_refused_if_its_rows_are_not_known():
+    made, state = simple(capacity=2)
+    state, _ = made.admit(state, made.place(ids(1, 2)))
+    kept, looked = made.vocabularies.state(), made.place(ids(1, 2), training=False)
+    state, _ = made.admit(state, made.place(ids(3, 4)))  # in the place of 1 and 2
+    made.vocabularies.load_state(kept)
+    with pytest.raises(ValueError, match="rows that may be other keys'"):
+        made.lookup(state, looked)

@@ -21,7 +21,7 @@ def swap(first, second):
 
 
 def resigned(value):
-    """Return a JSON object with the checksum that `crc_json.write_with_crc` would give it."""
+    """Return a JSON object with the checksum that `schema.write_with_crc` would give it."""
     said = {key: part for key, part in value.items() if key != "crc32"}
     return said | {"crc32": zlib.crc32(json.dumps(said, sort_keys=True).encode())}
 

@@ -204,6 +204,8 @@ def covering(coverage: Path, fault: Fault, span: int = 3) -> list[str]:
     few, rest = found[:FEW], found[FEW:]
     # Then all of the folder, whatever their parameters, before others.
     found = [*few, *sorted(rest, key=lambda name: not name.startswith(folder))]
+    while not (ROOT / folder).is_dir():
+        folder = str(Path(folder).parent)
     return found or [folder]  # what runs at import has no test of its own
 
 
@@ -226,6 +228,8 @@ def fails(tree: Path, tests: Sequence[str]) -> str | None:
         return f"no end within {SECONDS} s"
     if run.returncode in (0, 5):
         return None
+    if run.returncode == 4:
+        raise RuntimeError(f"pytest: expected tests that exist, got {tests[:3]}: {run.stderr}")
     lines = [x for x in run.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
     return lines[0] if lines else f"exit status {run.returncode}: {run.stderr[-200:]}"
 

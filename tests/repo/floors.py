@@ -26,10 +26,10 @@ SIBLINGS = 5
 
 ORDERS = {
     "core": "ids layout exchange batch place state rows lookup update engine".split(),
-    "io": "store files schema crc_json commits directory quantize checkpoint delta serving".split(),
+    "io": "store files schema commits directory quantize checkpoint delta serving".split(),
     "vocabulary": "config map batch_keys table_maps timeline vocabularies".split(),
     "loop": "step reports run fit".split(),
-    "training": "paths replicas autodiff update optimizer interception".split(),
+    "training": "replicas autodiff update optimizer interception".split(),
 }
 """The rooms of a package in order: each imports only those before it."""
 

@@ -82,7 +82,9 @@ def test_reference_shows_names_that_there_are():
     index = (ROOT / "docs/reference.md").read_text()
     assert set(re.findall(r"\]\[(.+?)\]", index)) == shown()
     for module, _, name in (path.rpartition(".") for path in shown()):
-        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+        found = importlib.import_module(module)
+        assert hasattr(found, name), f"{module}.{name}"
+        assert name in getattr(found, "__all__", [name]), f"{module}.{name} is not public"
 
 
 @pytest.mark.parametrize("module", [f"tpu_embed{name}" for name in MODULES])

@@ -128,6 +128,7 @@ def test_passes_through_transformations():
     ("kind", "call", "words"),
     [
         (TypeError, lambda: IndexedSlices(jnp.ones(2), jnp.ones(2), (V,)), "integers, got float32"),
+        (TypeError, lambda: IndexedSlices(jnp.ones(2), np.ones(2, "m8[s]"), (V,)), "got timedelta"),
         (ValueError, lambda: UNEVEN.to_dense(), r"got shapes \(2,\) and \(3, 1\)"),
         (ValueError, lambda: jax.jit(lambda s: s.compact())(draw(0, 3)), "compact outside the jit"),
         (ValueError, lambda: draw(0, 3) + draw(0, 3, (2,)), r"of shape \(7, 3\), got shape \(7, 2"),

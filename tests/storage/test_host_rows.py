@@ -163,3 +163,19 @@ def test_messages(tmp_path):
         with pytest.raises(ValueError, match=said):
             call()
     assert len(store) == 0
+
+
+def test_a_snapshot_is_not_changed_by_what_is_written_or_removed_later():
+    rng, ids = np.random.default_rng(0), np.arange(30, dtype=np.uint64)
+    for _ in range(30):
+        store = HostRows({"v": RowField((2,), np.dtype(np.float32))})
+        store.write(ids, {"v": rng.random((30, 2), np.float32)})
+        before, found = store.read(ids)[0]["v"], []
+        for _, rows in store.snapshot(ids).blocks(4):
+            found.append(rows["v"])
+            some = rng.permutation(35)[:9].astype(np.uint64)
+            if rng.random() < 0.3:
+                store.remove(some)
+            else:
+                store.write(some, {"v": rng.random((9, 2), np.float32)})
+        np.testing.assert_array_equal(np.concatenate(found), before)

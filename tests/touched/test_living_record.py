@@ -131,11 +131,12 @@ def test_threads_record_while_batches_are_admitted():
     run.train()
     run.publish()
     with ThreadPoolExecutor() as pool:
+        recorded = []
         for _ in range(20):
             run.train()
-            for late in run.late:
-                pool.submit(run.touched.record, *late)
+            recorded += [pool.submit(run.touched.record, *late) for late in run.late]
             run.late = []
+    assert not any(one.result() for one in recorded)  # it raises what a thread has
     run.publish()
     assert run.versions[-1][0].step == 21
 

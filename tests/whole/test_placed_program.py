@@ -8,7 +8,6 @@ import pytest
 from facade_cases import mesh
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
-from route_cases import way_of
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, TableConfig
@@ -33,6 +32,13 @@ TABLES = {
     "large": (LARGE, "replicated", "sum", o.Lion(0.1)),
 }
 IDS_PER_BAG = {"mod": 1, "div": 1, "many": 12, "small": 3, "large": 2}
+
+
+def way_of(view):
+    """Return how the gradients of a stack come to the owners of its rows, in a word."""
+    if view.by_psum:
+        return "psum"
+    return "local" if view.is_local else "exchange"
 
 
 def make_engine(on, batch_axes):

@@ -261,7 +261,7 @@ def _yogi(o, w, s, g, t, lr):
 
 
 def _leaky(o, w, s, g, t, lr):
-    """A decaying trail of gradients, each divided by its step: `trainings.leaky_rule`."""
+    """A decaying trail of gradients, each divided by its step: `leaky_rule` of `parts.py`."""
     trail = 0.5 * s["trail"] + g / t
     return w - lr * trail, {"trail": trail, "seen": s["seen"] + 1}
 

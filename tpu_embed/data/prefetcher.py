@@ -446,14 +446,15 @@ class Prefetcher:
             assert self._source is not None
             before = self._taken.number
             worker = Worker(Feed(self._engine, self._source, self._rules, before), before)
+            end = weakref.finalize(self, worker.stop)
+            end.atexit = False
             try:
                 order = self._engine.intake.order(training=self._rules.training)
                 if order is not None:
                     order.let(worker)
                 worker.start()
-                self._worker, self._source = worker, None
-                self._end = weakref.finalize(self, worker.stop)
-                self._end.atexit = False
+                # In one statement: an interrupt before it finds the source where it was.
+                self._end, self._worker, self._source = end, worker, None
             except BaseException:
                 worker.stop()  # nobody else would
                 raise

@@ -24,6 +24,7 @@ import io
 import itertools
 import os
 import re
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -352,6 +353,7 @@ def wait(future: ts.Future, place: Place) -> Any:
 
 def settle(writes: Iterable[ts.Future]) -> None:
     """Wait until no write is under way, after an error: what is there can then be removed."""
+    end = time.monotonic() + DEADLINE
     for one in writes:
         with contextlib.suppress(Exception):  # the first error is on its way already
-            one.result(timeout=DEADLINE)
+            one.result(timeout=max(0, end - time.monotonic()))

@@ -27,7 +27,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -92,7 +92,17 @@ class HostRows:
                 got=f"none in {empty}" if empty else "no field",
             )
         self.fields = dict(fields)
-        file = None if path is None else _scratch_file(path)
+        file = None
+        if path is not None:
+            if not os.path.isdir(path):
+                refuse(
+                    "path",
+                    expected="a folder",
+                    got=f"{os.fspath(path)!r}",
+                    remedy="make the folder first, on a fast local disk",
+                )
+            # It has no name, so that it goes when the process ends, however it ends.
+            file = tempfile.TemporaryFile(dir=path, prefix="tpu_embed-")  # noqa: SIM115
         widths = [field.nbytes for field in fields.values()]
         self._rows = dispatch.row_store_kernels().RowStore(widths, file)
         if file is not None:
@@ -274,18 +284,6 @@ _FEW_PLACES = 1 << 16
 def _bytes(array: np.ndarray, field: RowField) -> np.ndarray:
     """Return the bytes of rows, uint8 `[n, width]`; of a contiguous array in its own memory."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(array.shape[0], field.nbytes)
-
-
-def _scratch_file(path: str | os.PathLike[str]) -> BinaryIO:
-    """Return a file that has no name, so that it goes when the process ends, however it ends."""
-    if not os.path.isdir(path):
-        refuse(
-            "path",
-            expected="a folder",
-            got=f"{os.fspath(path)!r}",
-            remedy="make the folder first, on a fast local disk",
-        )
-    return tempfile.TemporaryFile(dir=path, prefix="tpu_embed-")
 
 
 _numbers = itertools.count(-1, -1)

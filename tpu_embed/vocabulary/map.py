@@ -322,7 +322,19 @@ class VocabularyMap:
             try:
                 return self._map.take(known, unknown, at_once=at_once)
             except ConflictError as conflict:
-                raise ValueError(_conflict_message(*conflict.args)) from None
+                kind, number = conflict.args
+                what, expected = {
+                    "row": ("known", "rows of known keys"),
+                    "key": ("unknown", "keys without a row"),
+                }[kind]
+                raise ValueError(
+                    message(
+                        f"VocabularyMap.take: {what}",
+                        expected=expected,
+                        got=f"the {kind} {number}",
+                        remedy="find the rows again: another batch was taken in between",
+                    )
+                ) from None
 
     def rows_needed(self, lost: np.ndarray) -> int:
         """Return how many rows there must be, so that keys that found none, uint64 `[n]`, do."""
@@ -402,18 +414,6 @@ def _line(numbers: np.ndarray, dtype: type) -> np.ndarray:
     assert numbers.dtype == dtype
     assert numbers.ndim == 1
     return np.ascontiguousarray(numbers)
-
-
-def _conflict_message(kind: str, number: int) -> str:
-    """Return the message of a batch that does not fit the map."""
-    what, expected = {
-        "row": ("known", "rows of known keys"),
-        "key": ("unknown", "keys without a row"),
-    }[kind]
-    remedy = "find the rows again: another batch was taken in between"
-    return message(
-        f"VocabularyMap.take: {what}", expected=expected, got=f"the {kind} {number}", remedy=remedy
-    )
 
 
 class GroupedMap:

@@ -10,8 +10,10 @@ two steps, both counted in training batches. With two batches placed ahead:
 A training batch looks up rows of its own step. A batch that is only looked up has the rows of the
 admitted step, whatever was placed ahead.
 
-Input: keys and rows of batches, steps of states. Output: rows; or errors about batches and states
-that do not belong together (`timeline.py`).
+Saved maps are put in place for all tables together, of several engines too, or for none.
+
+Input: keys and rows of batches, steps of states, saved maps. Output: rows; or errors about batches
+and states that do not belong together (`timeline.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,17 @@
 """Where rows live: every logical row has its own place; which tables share a stack."""
 
+import itertools
+
 import jax
 import numpy as np
 import optax
 import pytest
+from facade_cases import mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from layout_cases import make_stack, resolved
 
-from tpu_embed import QuantizationConfig, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig, QuantizationConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.layout import INT32_ROWS, ResolvedTable, make_stacks, row_places
 
@@ -182,3 +185,16 @@ def test_a_table_beyond_int32_needs_x64():
         assert [stack.index_dtype for stack in stacks] == [np.int64, np.int32]
         last = stacks[0].physical(np.array([2**31 + 9]), stacks[0].tables[0])
         assert last.tolist() == [2 * stacks[0].num_rows - 1]
+
+
+def test_a_device_has_at_most_so_many_blocks():
+    features = FeatureConfig(TableConfig(1, 2))
+    for n, blocks in itertools.product(range(1, 9), range(1, 25)):
+        layout = EmbeddingEngine(features, mesh=mesh(n), sum_blocks=blocks).layout
+        count = max(blocks, n)
+        for sizes in ((1, 1), (2, 5), (8, 3), (30, 30)):  # examples of features, on a device
+            found = [
+                len({(r * k + e) * count // (n * k) for k in sizes for e in range(k)})
+                for r in range(n)
+            ]
+            assert max(found) <= layout.blocks_per_device(sizes), (n, blocks, sizes)

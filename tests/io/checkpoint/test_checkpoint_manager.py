@@ -297,3 +297,20 @@ def test_a_loop_that_outlives_the_main_thread_saves(tmp_path):
     command = [sys.executable, "-c", AFTER_MAIN, str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "[1]\n", done.stderr
+
+
+def test_a_save_waits_where_the_interpreter_waits_for_no_thread(tmp_path, monkeypatch):
+    with manager_of(tmp_path) as manager:
+        ended = mock.Mock(**{"is_alive.return_value": False})
+        with monkeypatch.context() as patched:  # as in a handler of `atexit`
+            patched.setattr(threading, "main_thread", lambda: ended)
+            save_all(manager, 1)
+        assert (tmp_path / "1").is_dir()
+        with monkeypatch.context() as patched:
+            start = mock.Mock(side_effect=RuntimeError("no thread"))
+            patched.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="no thread"):
+                manager.save(2, small_state(2))
+        save_all(manager, 3)
+        manager.wait()
+        assert manager.all_steps() == [1, 3]

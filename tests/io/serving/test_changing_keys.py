@@ -1,8 +1,10 @@
-"""The keys of a served table beside a dictionary."""
+"""The keys of a served table beside a dictionary, and rows that are set."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tpu_embed.io.serving import served_tables
 from tpu_embed.io.serving.served_tables import ServedKeys
 
 LARGEST = 2**64 - 1
@@ -43,3 +45,12 @@ def test_a_copy_gives_rows_that_are_free_to_new_keys():
         one.change(one.plan(as_keys([9]), as_keys([])))
         assert one.find(as_keys([9])).tolist() == [2]
         assert one.num_rows == 3
+
+
+def test_rows_are_set_in_blocks(monkeypatch):
+    monkeypatch.setattr(served_tables, "_NUMBERS", 1)  # blocks of 64 rows
+    rng, expected = np.random.default_rng(0), np.zeros((200, 3), np.float32)
+    ids, rows = rng.permutation(200)[:150], rng.random((150, 3), np.float32)
+    expected[ids] = rows
+    found = served_tables.set_rows(jnp.zeros((200, 3)), ids, rows)
+    np.testing.assert_array_equal(found, expected)

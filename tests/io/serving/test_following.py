@@ -208,7 +208,6 @@ def test_a_delta_of_lost_keys_alone_leaves_the_models_before_it(tmp_path, shared
     assert (third.keys("t")[0].tolist(), fourth.keys("t")[0].tolist()) == (kept, [1, 3])
 
 
-OLD = version(3, "old")
 WRONG = {
     "twice": (version(1), version(2), (), "these tables have it already"),
     "older": (version(0), version(1), (), "version: expected a delta to a later moment"),

@@ -24,7 +24,7 @@ from tpu_embed import Jagged
 REQUESTS = 40
 """Of each world."""
 CHOSEN = 2738
-"""A world whose features have every kind of ids, weights and last ids."""
+"""A world whose features had every kind of ids, weights and last ids when it was drawn."""
 MANY = range(*map(int, os.environ.get("RANDOM_SEEDS", "0:40").split(":")))
 
 

@@ -963,9 +963,10 @@ class _RowCopies:
         axes = self.mine.layout.axes
         # Zeros are enough where every row is written that somebody can look up: all rows of static
         # tables, and those of keys. Rows of the host are on no device at first.
-        alike = [s for s in self.mine.layout.stacks if self._is_alike(s)]
-        drawn = [s for s in self.mine.layout.stacks if self._is_drawn(s)]
-        blank = [s for s in self.mine.layout.stacks if s not in alike and s not in drawn]
+        stacks = self.mine.layout.stacks
+        alike = [s for s in stacks if self._is_alike(s)]
+        drawn = [s for s in stacks if self._is_drawn(s)]
+        blank = [s for s in stacks if s not in alike and s not in drawn]
         tables, slots = blank_arrays(tuple(blank), axes)
         if drawn:
             assert self.state.vocabulary is not None, "it has tables on the host"

@@ -8,7 +8,7 @@ description. A learning rate is a number, a schedule (a function of the step, co
 program) or a function without arguments. The last kind can only be called on the host, so its value
 is read before every update and passed into the compiled program as an argument.
 
-`resolve` makes it of the configs: it names tables, gives each its optimizer, initializer and
+`make_layout` makes it of the configs: it names tables, gives each its optimizer, initializer and
 placement, and puts them into stacks.
 
 Input: the configs, and the mesh axes. Output: a `Layout`, of which nothing is written

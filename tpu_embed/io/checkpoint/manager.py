@@ -149,9 +149,10 @@ class _NumberedCheckpoints(abc.ABC):
                 write()
                 _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
 
-            if self._in_background:
-                # A thread, for which the interpreter waits at its end; an executor takes none then.
-                self._saving = saving = concurrent.futures.Future()
+            # The interpreter waits at its end for a thread, but for none that begins after the main
+            # one; an executor takes nothing by then.
+            if self._in_background and threading.main_thread().is_alive():
+                saving = concurrent.futures.Future()
 
                 def fulfil():
                     try:
@@ -159,7 +160,14 @@ class _NumberedCheckpoints(abc.ABC):
                     except BaseException as error:
                         saving.set_exception(error)
 
-                threading.Thread(target=fulfil, name="tpu_embed_save").start()
+                thread = threading.Thread(target=fulfil, name="tpu_embed_save")
+                self._saving = saving
+                try:
+                    thread.start()
+                except BaseException:
+                    if not thread.is_alive():  # nobody will fulfil it
+                        self._saving = None
+                    raise
             else:
                 saved()
             return True
