@@ -469,11 +469,10 @@ def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
       The bounds; without that of the TensorCore also where the clock of the chip is None.
     """
     chip, moved = Topology(compiled.plan.target).chip, sum(compiled.moved.values())
-    found = Estimate(moved, chip.bandwidth * 1e9)
+    bandwidth = chip.bandwidth * 1e9
     if profile is None or chip.clock is None:
-        return found
-    known = {"cycles": profile.cycles, "missing": profile.missing, "clock": chip.clock * 1e9}
-    return dataclasses.replace(found, **known)
+        return Estimate(moved, bandwidth)
+    return Estimate(moved, bandwidth, profile.cycles, chip.clock * 1e9, profile.missing)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -138,18 +138,14 @@ def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
     if not isinstance(batches, (str, os.PathLike)):
         return batches
     path, expected = local_path(batches, "batches"), "a .npy file of ids [batches, …]"
-    remedy = "numpy.save makes one"
+    array: Any = None
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
+        got = f"shape {getattr(array, 'shape', 'of an archive')}"
     except (OSError, ValueError, EOFError) as error:
-        refuse(f"{path}", expected=expected, got=f"{error}", remedy=remedy, cause=error)
-    if not isinstance(array, np.ndarray) or array.ndim < 2:
-        refuse(
-            f"{path}",
-            expected=expected,
-            got=f"shape {getattr(array, 'shape', 'of an archive')}",
-            remedy=remedy,
-        )
+        got = f"{error}"
+    if getattr(array, "ndim", 0) < 2:
+        refuse(f"{path}", expected=expected, got=got, remedy="numpy.save makes one")
     return array
 
 

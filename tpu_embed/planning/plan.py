@@ -240,13 +240,13 @@ def plan(
     found = _planned(request)
     if found.fits:
         return found
-    return dataclasses.replace(found, remedies=find_remedies(request, math.gcd(*found.spec.sizes)))
+    return dataclasses.replace(found, remedies=find_remedies(request))
 
 
 def _planned(request: Request) -> Plan:
     """Return the plan, without remedies."""
     layout, size, spec, host = request.layout, request.size, request.spec, request.host
-    ahead = request.distinct_rows(layout.living, batches=request.lookahead + 1)
+    ahead = request.distinct_rows(request.lookahead + 1)
     tables = []
     for name in request.declared.table_names:
         stack, table = layout.table(name)
@@ -325,18 +325,17 @@ _MOST_ROWS = 3 * 2**28
 """As many as a map can have places for."""
 
 
-def find_remedies(request: Request, batch: int) -> tuple[str, ...]:
+def find_remedies(request: Request) -> tuple[str, ...]:
     """Return changes that would make a plan fit, or come nearest, in words.
 
     Args:
       request: what does not fit.
-      batch: what divides the batch sizes of all features.
     """
     changes = _changes_of_tables(request)
     if on_host := _moved_to_host(request):
         changes[_words(on_host)] = on_host
     found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]
-    return tuple(text for text in (_more_devices(request, batch), *found) if text)
+    return tuple(text for text in (_more_devices(request), *found) if text)
 
 
 def _changes_of_tables(request: Request) -> dict[str, Changes]:
@@ -366,13 +365,13 @@ def _changes_of_tables(request: Request) -> dict[str, Changes]:
     return changes
 
 
-def _more_devices(request: Request, batch: int) -> str:
+def _more_devices(request: Request) -> str:
     """Return the fewest devices of the same kind that would hold it, in words, or the most."""
-    text, memory = "", request.target.memory  # what the user gave, if anything
-    for target in request.target.larger(batch):
+    text = ""
+    for target in request.target.larger(math.gcd(*request.spec.sizes)):
         devices = f"{target.axes.mesh.size} devices"
         name = f"{target.name} ({devices})" if target.topology else devices
-        larger = dataclasses.replace(request, target=target._replace(memory=memory))
+        larger = dataclasses.replace(request, target=target)
         text, fits = _describe_change(f"{name}, the same global batch", larger)
         if fits:
             break
@@ -442,7 +441,7 @@ def _candidates(request: Request) -> list[_Candidate]:
             for t in here
         }
     )
-    batch_rows = counted.distinct_rows(counted.layout.on_host)
+    batch_rows = counted.distinct_rows()
     found = []
     for stack, table in fit:
         rows = table.vocabulary_size

@@ -13,7 +13,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -238,18 +238,15 @@ class Request:
     @functools.cached_property
     def host(self) -> dict[str, HostPlan]:
         """What tables on the host have there, and what they move, by table."""
-        rows = self.distinct_rows(self.layout.on_host)
+        rows = self.distinct_rows()
         return host_plans(self.layout, rows, self.hit_rates, self.touched_rows)
 
-    def distinct_rows(
-        self, tables: Sequence[tuple[Stack, TableSlice]], *, batches: int = 1
-    ) -> dict[str, int]:
-        """Return how many distinct rows of some tables that have a map there are, by table.
+    def distinct_rows(self, batches: int = 1) -> dict[str, int]:
+        """Return how many distinct rows of each table that has a map there are.
 
         Of ids, the batches are taken to share no row; of shapes, all ids to be uniform.
 
         Args:
-          tables: the tables, each with its stack.
           batches: how many batches like the given one are counted together.
 
         Raises:
@@ -262,7 +259,7 @@ class Request:
                 room = self.spec.feature_shapes[f].room_per_bag or 0
                 rows = layout.axes.replicas * self.spec.activation_rows(f)
                 ids[feature.table.name] += batches * rows * room
-            sizes = {table.name: table.declared_size for _, table in tables}
+            sizes = {table.name: table.declared_size for _, table in layout.living}
             counts = {name: math.ceil(_distinct(ids[name], size)) for name, size in sizes.items()}
         else:
             _, keys = _read_ids(layout, leaves)
@@ -272,7 +269,7 @@ class Request:
             table.name: min(counts[table.name], table.declared_size)
             if table.is_on_host and table.key_table is None
             else counts[table.name]
-            for _, table in tables
+            for _, table in layout.living
         }
 
     @functools.cached_property
