@@ -137,8 +137,16 @@ def show_plan(args: argparse.Namespace) -> None:
     memory = None if args.memory is None else _bytes(args.memory)
     rates, touched = _host_options(args, feature_config)
     options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
-    of_plan = {"touched_rows": touched, "memory": memory, "lookahead": args.lookahead}
-    plan = planning.plan(feature_config, optimizer, target, batch, **options, **of_plan)
+    plan = planning.plan(
+        feature_config,
+        optimizer,
+        target,
+        batch,
+        touched_rows=touched,
+        memory=memory,
+        lookahead=args.lookahead,
+        **options,
+    )
     if not args.json:
         print(plan.explain())
     elif not (args.compile and plan.fits):

@@ -172,8 +172,8 @@ class Program:
 
     def loaded(self, names: Sequence[str]) -> int:
         """Return the bytes of those of some operands that are read from memory."""
-        known = [self.instructions[name] for name in names if name in self.instructions]
-        return sum(operand.size for operand in known if self.in_memory(operand))
+        known = map(self.instructions.get, names)
+        return sum(one.size for one in known if one is not None and self.in_memory(one))
 
 
 def _read(text: str) -> Iterator[Instruction]:
