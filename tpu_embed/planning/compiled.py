@@ -295,8 +295,8 @@ def _lowered_admit(
 
     every = {name: one.batch_rows for name, one in plans.items()}
     first = room(every)
-    writer = NewRowWriter(engine.layout)
-    yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
+    parcel = array(5, first)
+    yield "write", first, NewRowWriter(engine.layout).lower(stack, held, state.vocabulary, parcel)
     # A row leaves for each that comes, from home or drawn.
     known = {name: one.rows_out for name, one in plans.items() if one.rows_out is not None}
     count = room(every | known)

@@ -413,12 +413,14 @@ def _capacities(view: StackView) -> dict[str, int]:
     rows = partials = merged = 0.0
     for table in stack.tables:
         bags = zip(view.features, view.counts, view.shapes, strict=True)
-        mine = [one for one in bags if view.layout.features[one[0]].table == table]
-        ids = sum(count * (shape.room_per_bag or 0) for _, count, shape in mine)
+        ids = sum(
+            count * (shape.room_per_bag or 0)
+            for f, count, shape in bags
+            if view.layout.features[f].table == table
+        )
         owned = min(1.0, table.rows_per_shard / table.vocabulary_size)
         rows += owned * _distinct_in(table, ids)
-        summed = blocks * _distinct_in(table, ids / blocks)
-        partials += owned * summed
+        partials += owned * (blocks * _distinct_in(table, ids / blocks))
         merged += owned * _distinct_in(table, ids * replicas)
     # Padding must not exceed what any ids of this number need: a distinct row is asked for once, a
     # sum is of one row and one block, and an owner gets rows of its own from all replicas.
