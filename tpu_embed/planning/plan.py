@@ -67,8 +67,6 @@ REPLICATED_BYTES = 2**16
 
 Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float64": 8}
-
 
 def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
     """Return feature configs whose tables have no `placement="auto"`.
@@ -165,7 +163,7 @@ def _against_replication(table: TableConfig, optimizer: Any, devices: int, left:
 
 
 def _bytes(table: TableConfig) -> int:
-    return table.vocabulary_size * table.dim * _ITEMSIZE[table.dtype]
+    return table.vocabulary_size * table.dim * jax.numpy.dtype(table.dtype).itemsize
 
 
 MISSES = "misses"
@@ -259,24 +257,24 @@ class Request:
           TypeError, ValueError: as for `spec_of`.
         """
         layout, (leaves, are_shapes) = self.layout, _leaves(self.declared, self.batch)
+        counts: dict[str, int] = collections.Counter()
         if are_shapes:
-            ids: dict[str, int] = collections.Counter()
             for f, feature in enumerate(layout.features):
                 room = self.spec.feature_shapes[f].room_per_bag or 0
                 rows = layout.axes.replicas * self.spec.activation_rows(f)
-                ids[feature.table.name] += batches * rows * room
-            sizes = {table.name: table.declared_size for _, table in layout.living}
-            counts = {name: math.ceil(_distinct(ids[name], size)) for name, size in sizes.items()}
+                counts[feature.table.name] += batches * rows * room
         else:
             _, keys = _read_ids(layout, leaves)
-            counts = {name: batches * some.size for name, some in keys.items()}
-        # Of keys there may be more than rows; of row numbers there are not.
-        return {
-            table.name: min(counts[table.name], table.declared_size)
-            if table.is_on_host and table.key_table is None
-            else counts[table.name]
-            for _, table in layout.living
-        }
+            counts.update({name: batches * some.size for name, some in keys.items()})
+        found = {}
+        for _, table in layout.living:
+            count, size = counts[table.name], table.declared_size
+            if are_shapes:
+                count = math.ceil(_distinct(count, size))
+            # Of keys there may be more than rows; of row numbers there are not.
+            numbered = table.is_on_host and table.key_table is None
+            found[table.name] = min(count, size) if numbered else count
+        return found
 
     @functools.cached_property
     def passing(self) -> dict[str, int]:
@@ -681,10 +679,8 @@ def _planned(request: Request) -> Plan:
         return -(-sum(getattr(one, field) for one in some) // hosts)
 
     on_host = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
-    in_files = [one for one in plans if one.path]
     if plans:
-        in_memory = [one for one in plans if not one.path]
-        on_host["rows at home"] = shared("row_store_bytes", in_memory)
+        on_host["rows at home"] = shared("row_store_bytes", [one for one in plans if not one.path])
         on_host["index"] = shared("index_bytes", plans)
     known = [one for one in plans if one.hit_rate is not None]
     missed = {"in": shared("bytes_in", known), "out": shared("bytes_out", known)}
@@ -705,7 +701,7 @@ def _planned(request: Request) -> Plan:
         hosts=hosts,
         host_bytes=sum(on_host.values()),
         on_host=on_host,
-        file_bytes=shared("row_store_bytes", in_files),
+        file_bytes=shared("row_store_bytes", [one for one in plans if one.path]),
         missed=missed if known else None,
     )
 
@@ -804,7 +800,6 @@ class _Candidate(NamedTuple):
     storage: HostStorage | None
     rows: int
     least: int
-    row_bytes: int
 
 
 def _moved_to_host(request: Request) -> Changes:
@@ -849,12 +844,12 @@ def _candidates(request: Request) -> list[_Candidate]:
     )
     batch_rows = counted.distinct_rows()
     found = []
-    for stack, table in fit:
+    for _, table in sorted(fit, key=lambda pair: -pair[1].vocabulary_size * row_bytes(pair[0])):
         rows = table.vocabulary_size
-        least = min(rows, max(1, (request.lookahead + 2) * batch_rows[table.name]))
-        found.append(_Candidate(table.name, table.storage, rows, least, row_bytes(stack)))
-    fewer = (one for one in found if one.least < one.rows)
-    return sorted(fewer, key=lambda one: -one.rows * one.row_bytes)
+        least = max(1, (request.lookahead + 2) * batch_rows[table.name])
+        if least < rows:
+            found.append(_Candidate(table.name, table.storage, rows, least))
+    return found
 
 
 def _changes(some: Iterable[_Candidate], part: float) -> Changes:
