@@ -191,9 +191,8 @@ def _host_options(
     Raises:
       ValueError: a text has another form, or `count_hits` refuses a file.
     """
-    declared = structure.flatten(feature_config)
-    named = zip(declared.table_names, declared.tables, strict=True)
-    stored = {name: table.storage for name, table in named if table.storage is not None}
+    tables = structure.flatten(feature_config).configs
+    stored = {name: table.storage for name, table in tables.items() if table.storage is not None}
     rates: dict[str, HitRate] = {}
     for text in args.hit_rate:
         name, _, number = text.rpartition("=")

@@ -29,6 +29,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -161,7 +162,7 @@ class PartReport:
 DIMS = (1, 7, 8, 16, 20, 128, 130)
 """One number, multiples of the 8 and 16 lanes of SparseCores and others, and more than a line."""
 _ENTRIES, _SUMS = 300, SumLayout((40,))
-_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(jnp.bfloat16)
+_FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 _SPECIAL = (0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 1e-39)
 """Both zeros, infinities, NaN, the greatest number, a tie to either side, one below 2⁻¹²⁶."""
 

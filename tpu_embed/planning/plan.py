@@ -111,9 +111,8 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
       devices: the number of devices.
     """
     chosen, left = {}, 1024 * REPLICATED_BYTES
-    named = zip(declared.table_names, declared.tables, strict=True)
     # The smallest tables first, until the bytes for replicated tables are used up.
-    for name, table in sorted(named, key=lambda item: _bytes(item[1])):
+    for name, table in sorted(declared.configs.items(), key=lambda item: _bytes(item[1])):
         if table.placement == "auto":
             against = _against_replication(table, optimizer, devices, left)
             if against:
@@ -134,7 +133,7 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
     # By identity: features that share a table object share its changed copy.
     new = {
         id(table): dataclasses.replace(table, name=name, **changes[name])
-        for name, table in zip(declared.table_names, declared.tables, strict=True)
+        for name, table in declared.configs.items()
         if name in changes
     }
     return declared.unflatten(
@@ -629,8 +628,7 @@ def plan(
     """
     known = read_target(target)
     if memory is not None:
-        memory = check_int("memory, bytes of a device", memory, minimum=1)
-        known = known._replace(memory=memory)
+        known = known._replace(memory=check_int("memory, bytes of a device", memory, minimum=1))
     request = Request(
         known,
         structure.flatten(feature_config),
@@ -742,9 +740,7 @@ def find_remedies(request: Request) -> tuple[str, ...]:
 
 def _changes_of_tables(request: Request) -> dict[str, Changes]:
     """Return changes in words, and as they are."""
-    tables = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
-    replicated = [name for name, table in tables.items() if table.placement == "replicated"]
-    wider = [name for name, table in tables.items() if table.dtype != "bfloat16"]
+    tables = request.declared.configs.items()
     # Those of more than one number per row; the rows themselves are a part, too.
     slotted = [
         table.name
@@ -753,8 +749,12 @@ def _changes_of_tables(request: Request) -> dict[str, Changes]:
         for table in stack.tables
     ]
     changes: dict[str, Changes] = {
-        'no replicated tables (placement="mod")': {n: {"placement": "mod"} for n in replicated},
-        "bfloat16 tables": {name: {"dtype": "bfloat16"} for name in wider},
+        'no replicated tables (placement="mod")': {
+            name: {"placement": "mod"} for name, one in tables if one.placement == "replicated"
+        },
+        "bfloat16 tables": {
+            name: {"dtype": "bfloat16"} for name, one in tables if one.dtype != "bfloat16"
+        },
         "row-wise slots (RowWiseAdagrad)": {n: {"optimizer": RowWiseAdagrad()} for n in slotted},
     }
     changes = {what: new for what, new in changes.items() if new}
@@ -825,7 +825,7 @@ def _candidates(request: Request) -> list[_Candidate]:
 
     They may have fewer rows on the devices.
     """
-    configs = dict(zip(request.declared.table_names, request.declared.tables, strict=True))
+    configs = request.declared.configs
     fit = []
     for stack in request.layout.stacks:
         changes_all = stack.optimizer is not None and stack.optimizer.updates_every_row
