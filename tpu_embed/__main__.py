@@ -135,12 +135,18 @@ def show_plan(args: argparse.Namespace) -> None:
             remedy="for example --topology v5p:2x2x1",
         )
     memory = None if args.memory is None else _bytes(args.memory)
-    rates, touched = _host_options(
-        feature_config, hit_rates=args.hit_rate, samples=args.sample, touched_rows=args.touched
-    )
+    rates, touched = _host_options(args, feature_config)
     options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
-    of_plan = {"touched_rows": touched, "memory": memory, "lookahead": args.lookahead}
-    plan = planning.plan(feature_config, optimizer, target, batch, **options, **of_plan)
+    plan = planning.plan(
+        feature_config,
+        optimizer,
+        target,
+        batch,
+        touched_rows=touched,
+        memory=memory,
+        lookahead=args.lookahead,
+        **options,
+    )
     if not args.json:
         print(plan.explain())
     elif not (args.compile and plan.fits):
@@ -172,33 +178,27 @@ def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
 
 
 def _host_options(
-    feature_config: Any,
-    *,
-    hit_rates: Sequence[str],
-    samples: Sequence[str],
-    touched_rows: Sequence[str],
+    args: argparse.Namespace, feature_config: Any
 ) -> tuple[dict[str, HitRate], dict[str, int]]:
     """Return `hit_rates` and `touched_rows` as `plan` takes them.
 
     Args:
+      args: texts: `hit_rate`, `0.9` for all tables on the host, or `TABLE=0.9`, of which later ones
+        count; `sample`, `TABLE=FILE`, a file that `count_hits` reads, whose first batch fills the
+        places on the devices and is not counted; `touched`, `TABLE=ROWS`.
       feature_config: as for `EmbeddingEngine`.
-      hit_rates: `0.9`, for all tables on the host, or `TABLE=0.9`; later ones count.
-      samples: `TABLE=FILE`, a file that `count_hits` reads. Its first batch fills the places on the
-        devices and is not counted.
-      touched_rows: `TABLE=ROWS`.
 
     Raises:
       ValueError: a text has another form, or `count_hits` refuses a file.
     """
-    declared = structure.flatten(feature_config)
-    named = zip(declared.table_names, declared.tables, strict=True)
-    stored = {name: table.storage for name, table in named if table.storage is not None}
+    tables = structure.flatten(feature_config).configs
+    stored = {name: table.storage for name, table in tables.items() if table.storage is not None}
     rates: dict[str, HitRate] = {}
-    for text in hit_rates:
+    for text in args.hit_rate:
         name, _, number = text.rpartition("=")
         rate = _number("--hit-rate", number, "a share such as 0.9, or TABLE=0.9")
         rates |= {name: rate} if name else dict.fromkeys(stored, rate)
-    for text in samples:
+    for text in args.sample:
         name, _, path = text.partition("=")
         if name not in stored or not path:
             refuse(
@@ -208,7 +208,7 @@ def _host_options(
             )
         rates[name] = planning.count_hits(path, stored[name], warm_up=1)
     touched: dict[str, int] = {}
-    for text in touched_rows:
+    for text in args.touched:
         name, _, number = text.partition("=")
         touched[name] = int(_number("--touched", number, "TABLE=ROWS, such as items=1e9"))
     return rates, touched

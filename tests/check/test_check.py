@@ -31,7 +31,7 @@ DEVICES |= {"traced": 2, "rules": 1, "bits": 2, "speed": 1}
 @pytest.mark.quick(1)
 def test_a_part_finds_nothing(name, devices, monkeypatch):
     monkeypatch.setattr(parts, "_CPU_BYTES", 2**22)
-    monkeypatch.setattr(parts, "_SECONDS", 0.1)
+    monkeypatch.setattr(parts, "_ROUNDS", 4)
     found = part(name, devices)
     assert found.ok, found.explain(verbose=True)
     assert found.what
@@ -106,6 +106,11 @@ def test_a_wrong_kernel_is_named(run, monkeypatch):
     assert out.endswith("FAILED: kernels\n")
     assert "kernel gather_sum, D = 7, float32, by device" in out
     assert "kernel set_rows" not in out
+
+
+def test_rows_that_are_not_written_are_found(monkeypatch):
+    monkeypatch.setattr(dispatch, "set_rows", lambda table, row_ids, values: table)
+    assert {fault.where.split(",")[0] for fault in part("kernels").faults} == {"kernel set_rows"}
 
 
 def test_rows_of_one_number_are_tried(monkeypatch):

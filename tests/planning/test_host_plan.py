@@ -81,7 +81,7 @@ def test_what_misses_is_moved():
     batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
     unknown = planned(declared(), batch=batch)
     assert unknown.missed is None
-    assert "misses are not counted: give their hit_rates" in unknown.explain()
+    assert "misses of items are not counted: give their hit_rates" in unknown.explain()
     assert "misses" not in unknown.passing
     for rates in (0.75, {"items": 0.75}):
         found = planned(declared(), batch=batch, hit_rates=rates)
@@ -98,7 +98,7 @@ def test_what_misses_is_moved():
     more = {**declared(), "tag": FeatureConfig(tags)}
     batch = {**batch, "tag": np.arange(64)}
     found = planned(more, batch=batch, hit_rates={"tag": 0.5})
-    assert "home; misses of items are not counted" in found.explain()
+    assert "home\nmisses of items are not counted" in found.explain()
 
 
 def test_errors():

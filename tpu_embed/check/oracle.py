@@ -272,7 +272,7 @@ def _trace(o, w, s, g, t, lr):
     return w - lr * m, {"trace": m}
 
 
-FORMULAS: dict[str, Callable[..., Any]] = {
+FORMULAS = {
     "SGD": _sgd,
     "Momentum": _momentum,
     "Adagrad": _adagrad,

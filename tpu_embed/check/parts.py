@@ -22,12 +22,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +40,11 @@ from tpu_embed.config import FeatureConfig, TableConfig
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.ids import RaggedIds, SparseIds
 from tpu_embed.core.rows import host_arrays
-from tpu_embed.kernels import dispatch, rounded, storage
+from tpu_embed.kernels import dispatch, rounded
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat, packing_of
 from tpu_embed.kernels.operands import RowsToSum, SumLayout
-from tpu_embed.planning import CHIPS, costs
+from tpu_embed.kernels.storage import encode, widened
+from tpu_embed.planning import costs
 
 # -- reports ---------------------------------------------------------------------------------------
 
@@ -109,8 +108,8 @@ class PartReport:
         state = "ok" if self.ok else "FAILED"
         lines = [f"{self.name:12}{state:8}{self.seconds:6.1f} s  {self.what}".rstrip()]
         for fault in self.faults[:_FAULTS]:
-            lines += [f"  {fault.where}", f"    expected {fault.expected}", f"    got {fault.got}"]
-            lines += [fault.trace] if verbose and fault.trace else []
+            text = f"  {fault.where}\n    expected {fault.expected}\n    got {fault.got}"
+            lines.append(text + f"\n{fault.trace}" * verbose)
         if len(self.faults) > _FAULTS:
             lines.append(f"  and {len(self.faults) - _FAULTS} more")
         return "\n".join(lines)
@@ -131,23 +130,20 @@ class PartReport:
           tolerance: the largest difference, relative to the number or, for small numbers, to the
             hundredth part of the largest; 0: the bits must be the same.
         """
-        found = np.asarray(got)
-        if found.shape != expected.shape:
-            self.faults.append(Fault(f"{where}, shape", f"{expected.shape}", f"{found.shape}"))
+        right, found = np.ascontiguousarray(expected), np.ascontiguousarray(got)
+        if found.shape != right.shape:
+            self.faults.append(Fault(f"{where}, shape", f"{right.shape}", f"{found.shape}"))
             return
         if tolerance:
-            found, right = found.astype(np.float64), expected.astype(np.float64)
-            scale = np.abs(right) + 0.01 * np.max(np.abs(right), initial=0.0)
-            wrong = ~(np.abs(found - right) <= tolerance * scale)
+            small = 0.01 * np.max(np.abs(right), initial=0.0)
+            wrong = ~np.isclose(found, right, tolerance, tolerance * small)
         else:
             # Bits: the signs of zeros count, and a NaN equals itself.
-            wrong = np.not_equal(
-                *(np.ascontiguousarray(x).view(f"u{x.itemsize}") for x in (found, expected))
-            )
+            wrong = np.not_equal(*(x.view(f"u{x.itemsize}") for x in (found, right)))
         if wrong.any():
-            first = tuple(int(i) for i in np.argwhere(wrong)[0])
+            first = tuple(np.argwhere(wrong)[0].tolist())
             count = f"{np.count_nonzero(wrong)} of {wrong.size} numbers differ, first at {first}"
-            self.faults.append(Fault(f"{where}: {count}", f"{expected[first]}", f"{found[first]}"))
+            self.faults.append(Fault(f"{where}: {count}", f"{right[first]}", f"{found[first]}"))
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
@@ -155,11 +151,8 @@ class PartReport:
         try:
             yield
         except Exception as error:
-            lines = str(error).strip().splitlines() or [""]
-            text = "\n".join(lines[:_LINES] + ["…"] * (len(lines) > _LINES))
-            frames = traceback.extract_tb(error.__traceback__)
-            frame = next(one for one in reversed(frames) if one.name != "refuse")
-            got = f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"
+            said, *_ = traceback.format_exception_only(error)
+            got = "\n".join(said.splitlines()[:_LINES])
             trace = "".join(traceback.format_exception(error))
             self.faults.append(Fault(where, "no exception", got, trace))
 
@@ -168,124 +161,109 @@ class PartReport:
 
 DIMS = (1, 7, 8, 16, 20, 128, 130)
 """One number, multiples of the 8 and 16 lanes of SparseCores and others, and more than a line."""
-_TRIED_ROWS, _ENTRIES, _SUMS = PACKED_ROWS, 300, SumLayout((40,))
+_ENTRIES, _SUMS = 300, SumLayout((40,))
 _FLOAT32, _BFLOAT16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 _SPECIAL = (0, -0.0, np.inf, -np.inf, np.nan, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8, 1e-39)
 """Both zeros, infinities, NaN, the greatest number, a tie to either side, one below 2⁻¹²⁶."""
 
-# A kernel takes the format of a table, its stored rows [R, D], bfloat16 as uint16, the format that
-# they are sent in if they are rounded on their way, and four arrays: index [N], of rows and numbers
-# that are none; segments [N], ascending, the sum of each entry; weights [N]; and places [R], the
-# rows to write, every second of which is none.
-
-
-def _read(form, rows, sent, index, *_):
-    array = form.pack(rows).reshape(form.array(_TRIED_ROWS).shape)
-    if sent:
-        return sent.unpack(rounded.read_rows(array, index, form, sent))
-    return form.unpack(dispatch.read_rows(array, index, form))
-
-
-def _write(form, rows, sent, index, segments, weights, places):
-    array = form.pack(rows).reshape(form.array(_TRIED_ROWS).shape)
-    array = dispatch.write_rows(array, places, rows[::-1], form)
-    return form.unpack(form.by_row(array))[:_TRIED_ROWS]
-
-
-def _add(form, rows, sent, index, segments, weights, places):
-    given = RowsToSum(rows, index, segments, weights if form.dtype == _FLOAT32 else None)
-    if sent:
-        return storage.widened(sent.unpack(rounded.gather_sum(given, _SUMS, sent)))
-    return dispatch.gather_sum(given, _SUMS)[0]
-
-
-# The same in NumPy, of the rows as they are.
-
-
-def _rows_read(rows, index, *_):
-    present = (index >= 0) & (index < _TRIED_ROWS)
-    return np.where(present[:, None], rows[index % _TRIED_ROWS], rows.dtype.type(0))
-
-
-def _rows_written(rows, index, segments, weights, places):
-    new, written = rows.copy(), places >= 0
-    new[places[written]] = rows[::-1][written]
-    return new
-
-
-def _rows_added(rows, index, segments, weights, places):
-    sums, found = np.zeros((*_SUMS.bags, rows.shape[1])), _rows_read(rows, index)
-    factors = weights[:, None] if rows.dtype == _FLOAT32 else 1.0
-    np.add.at(sums, segments, factors * found.astype(np.float64))
-    return sums
-
-
 TRIALS = {
-    "gather_rows": (_read, _rows_read, 0),
-    "set_rows": (_write, _rows_written, 0),
-    "gather_sum": (_add, _rows_added, FLOAT32),
-    "rounded gather_rows": (_read, _rows_read, 0),
-    "rounded gather_sum": (_add, _rows_added, BFLOAT16),
+    "gather_rows": 0,
+    "set_rows": 0,
+    "gather_sum": FLOAT32,
+    "rounded gather_rows": 0,
+    "rounded gather_sum": BFLOAT16,
 }
-"""Each kernel, what it should do, and how far it may be from that."""
+"""Each kernel, and how far it may be from NumPy."""
+
+
+def _kernels(packing, rows, index, segments, weights, places):
+    """Return each kernel by name, as a function that runs it on one table.
+
+    Args:
+      packing: how the rows of the table are packed.
+      rows: the rows `[R, D]`, of which the first ones have special numbers.
+      index: `[N]`, rows and numbers that are none; special rows are read, and not added.
+      segments: `[N]`, ascending, the sum of each entry.
+      weights: `[N]`.
+      places: `[R]`, where to write the rows; every second one is nowhere.
+    """
+    form = RowFormat(rows.shape[1:], rows.dtype, packing)
+    stored = encode(rows, form.dtype)
+    table = form.pack(stored).reshape(form.array(PACKED_ROWS).shape)
+    added = RowsToSum(stored, jnp.where(index < len(_SPECIAL), -1, index), segments, weights)
+
+    kernels = {
+        "gather_rows": lambda: form.unpack(dispatch.read_rows(table, index, form)),
+        "set_rows": lambda: form.unpack(
+            form.by_row(dispatch.write_rows(table, places, stored, form))
+        ),
+        "gather_sum": lambda: dispatch.gather_sum(added, _SUMS)[0],
+    }
+    if form.dtype == _FLOAT32:  # exchanges round such rows alone
+        sent = dataclasses.replace(form, dtype=_BFLOAT16)
+        kernels |= {
+            "rounded gather_rows": lambda: sent.unpack(rounded.read_rows(table, index, form, sent)),
+            "rounded gather_sum": lambda: widened(
+                sent.unpack(rounded.gather_sum(added, _SUMS, sent))
+            ),
+        }
+    return kernels
+
+
+def _expected(rows, index, segments, weights, places):
+    """Return in NumPy what these kernels should make of the rows in their own dtype."""
+    present = (index >= 0) & (index < PACKED_ROWS)
+    read = np.where(present[:, None], rows[index % PACKED_ROWS], rows.dtype.type(0))
+    new, written = rows.copy(), places >= 0
+    new[places[written]] = rows[written]
+    sums, added = np.zeros((*_SUMS.bags, rows.shape[1])), index >= len(_SPECIAL)
+    np.add.at(sums, segments[added], weights[added, None] * read[added].astype(np.float64))
+    return dict(zip(TRIALS, (read, new, sums, read.astype(_BFLOAT16), sums), strict=True))
 
 
 def check_kernels(devices: list[Any], report: PartReport) -> str:
     """Run the kernels for rows of several widths and dtypes on every device."""
     rng, packing = np.random.default_rng(0), packing_of(devices[0])
-    index = rng.integers(0, _TRIED_ROWS, _ENTRIES).astype(np.int32)
-    index[::9] = rng.choice([-1, _TRIED_ROWS, -_TRIED_ROWS, 2**31 - 1], len(index[::9]))
-    segments = np.sort(rng.integers(0, _SUMS.bags[0], _ENTRIES)).astype(np.int32)
+    index = rng.integers(0, PACKED_ROWS, _ENTRIES, np.int32)
+    index.reshape(-1, 30)[:, :4] = -1, PACKED_ROWS, -PACKED_ROWS, 2**31 - 1
+    segments = np.sort(rng.integers(0, _SUMS.bags[0], _ENTRIES, np.int32))
     weights = rng.uniform(0.5, 2, _ENTRIES).astype(np.float32)
-    places = np.where(np.arange(_TRIED_ROWS) % 2, -1, np.arange(_TRIED_ROWS)[::-1]).astype(np.int32)
-    asked = index, segments, weights, places
-    for name, (kernel, right, tolerance) in TRIALS.items():
-        rounds = name.startswith("rounded")  # exchanges round rows of float32 alone
-        dtypes = (_FLOAT32,) if rounds else (_FLOAT32, _BFLOAT16)
-        forms = [RowFormat((d,), dtype, packing) for dtype in dtypes for d in DIMS]
-        tables = [rng.normal(size=(_TRIED_ROWS, *form.shape)).astype(form.dtype) for form in forms]
-        if not tolerance:
-            for rows in tables:
-                rows[: len(_SPECIAL)] = np.array(_SPECIAL, rows.dtype)[:, None]
+    places = np.arange(PACKED_ROWS - 1, -1, -1, dtype=np.int32)
+    places[::2] = -1
+    asked, tables = (index, segments, weights, places), {}
+    for dtype, dim in itertools.product((_FLOAT32, _BFLOAT16), DIMS):
+        rows = tables[f"D = {dim}, {dtype}"] = rng.normal(size=(PACKED_ROWS, dim)).astype(dtype)
+        rows[: len(_SPECIAL)] = np.array(_SPECIAL, dtype)[:, None]
 
-        def of_tables(tables, *asked, kernel=kernel, forms=forms, rounds=rounds):
-            sent = [rounds and dataclasses.replace(form, dtype=_BFLOAT16) for form in forms]
-            return [kernel(*one, *asked) for one in zip(forms, tables, sent, strict=True)]
+    def compare(what, right, got, tolerance=0):
+        right = np.concatenate([right] * len(devices))
+        report.compare(f"kernel {what}, by device", right, got, tolerance=tolerance)
+
+    for name, tolerance in TRIALS.items():
+
+        def run(tables, asked, name=name):
+            made = {what: _kernels(packing, rows, *asked) for what, rows in tables.items()}
+            return {what: kernels[name]() for what, kernels in made.items() if name in kernels}
 
         with report.during(f"kernel {name}"):
-            found = on_each(devices, of_tables)([_stored(rows) for rows in tables], *asked)
-            for form, rows, got in zip(forms, tables, jax.device_get(found), strict=True):
-                expected = right(rows, *asked)
-                expected = expected.astype(_BFLOAT16) if rounds and not tolerance else expected
-                what = f"kernel {name}, D = {form.shape[0]}, {form.dtype}"
-                _compare(report, what, _stored(expected), got, tolerance)
+            found = on_each(devices, run)(tables, asked)
+            for what, rows in tables.items():
+                if what in found:
+                    right = _expected(rows, *asked)[name]
+                    compare(f"{name}, {what}", right, found[what], tolerance)
     with report.during("kernel sort_rows"):
         order = np.argsort(index, kind="stable").astype(np.int32)
-        ordered, positions = jax.device_get(on_each(devices, dispatch.sort_rows)(index))
-        _compare(report, "kernel sort_rows, rows", index[order], ordered)
-        _compare(report, "kernel sort_rows, positions", order, positions)
+        ordered, positions = on_each(devices, dispatch.sort_rows)(index)
+        compare("sort_rows, rows", index[order], ordered)
+        compare("sort_rows, positions", order, positions)
     return f"{', '.join(TRIALS)}, sort_rows; D = {', '.join(map(str, DIMS))}"
 
 
-def _stored(rows):
-    return rows.view(np.uint16) if rows.dtype == _BFLOAT16 else rows
-
-
-def _compare(report, what, right, got, tolerance=0):
-    on_all = np.broadcast_to(right, (len(got), *right.shape))
-    report.compare(f"{what}, by device", on_all, got, tolerance=tolerance)
-
-
 def on_each(devices, kernel):
-    """Return a jitted kernel that runs on every device, with results `[devices, …]`."""
-
-    def stacked(*operands):
-        return jax.tree.map(lambda array: array[None], kernel(*operands))
-
+    """Return a jitted kernel that runs on every device, whose results stand one after the other."""
     mesh, split = Mesh(np.asarray(devices), ("devices",)), PartitionSpec("devices")
-    whole = PartitionSpec()
     return jax.jit(
-        jax.shard_map(stacked, mesh=mesh, in_specs=whole, out_specs=split, check_vma=False)
+        jax.shard_map(kernel, mesh=mesh, in_specs=PartitionSpec(), out_specs=split, check_vma=False)
     )
 
 
@@ -301,7 +279,6 @@ _OPTIONS = {
     "AdagradMomentum": {"momentum": 0.9},
     "FTRL": {"l1_regularization_strength": 0.01, "l2_regularization_strength": 0.02},
     "RMSProp": {"momentum": 0.5},
-    "CenteredRMSProp": {"momentum": 0.5},
     "ProximalAdagrad": {"l1": 0.01, "l2": 0.02},
 }
 """Options of optimizers besides their rate, by name."""
@@ -316,10 +293,11 @@ def leaky_rule(gradient, row, slots, learning_rate, step):
 def rules() -> list[Any]:
     """Return every optimizer."""
     *named, _, _ = oracle.FORMULAS  # the last two are those of rules of one's own
-    bounds: Any = {"clipvalue": 0.5, "clip_weight_min": -0.2, "clip_weight_max": 0.3}
     return [
         *(getattr(o, name)(RATE, **_OPTIONS.get(name, {})) for name in named),
-        o.SGD(RATE, weight_decay_factor=0.1, **bounds),
+        o.SGD(
+            RATE, weight_decay_factor=0.1, clipvalue=0.5, clip_weight_min=-0.2, clip_weight_max=0.3
+        ),
         o.Adagrad(RATE, use_gradient_accumulation=False),
         o.CustomOptimizer(leaky_rule, {"trail": 0, "seen": 0}, RATE),
         o.OptaxOptimizer(optax.sgd(RATE, momentum=0.8)),
@@ -330,20 +308,10 @@ def _table(name, dim, optimizer: Any = _ADAGRAD, **options):
     return TableConfig(_ROWS, dim, name=name, optimizer=optimizer, **options)
 
 
-class Feature(NamedTuple):
-    """A feature and what it gets in a batch.
-
-    Attributes:
-      config: its declaration.
-      ids: as `place` takes them.
-      bags: what these ids mean.
-      gradients: of its activation in each step, `[steps, B, …, D]`.
-    """
-
-    config: FeatureConfig
-    ids: Any
-    bags: oracle.Bags
-    gradients: np.ndarray
+def _placed(*dims):
+    """Return a table of each placement and width."""
+    pairs = itertools.product(("mod", "div", "replicated"), dims)
+    return [_table(f"{where}_{dim}", dim, placement=where) for where, dim in pairs]
 
 
 def _draw(tables, forms, size):
@@ -351,87 +319,88 @@ def _draw(tables, forms, size):
 
     The forms are "one" id per example, "dense", "sequence" (dense, a row per position), "sparse"
     and "ragged"; the last two have weights.
+
+    Returns:
+      by name: the declarations; ids as `place` takes them; the bags that these ids mean; and the
+      gradients of the activations, a dict for each step.
     """
-    rng, batch, found = np.random.default_rng(0), -(-_EXAMPLES // size) * size, {}
+    rng, batch = np.random.default_rng(0), -(-_EXAMPLES // size) * size
+    configs, given, means, steps = {}, {}, {}, [{} for _ in range(_STEPS)]
     for table, form in itertools.product(tables, forms):
         shape = (batch,) if form == "one" else (batch, _HOT)
-        present = rng.random(shape) < 0.7
-        ids = np.where(present, rng.integers(0, _ROWS, shape, np.int32), -1)
-        weighted = form in ("sparse", "ragged")
-        weights = rng.uniform(0.5, 2, shape) if weighted else np.ones(shape)
-        weights = weights.astype(np.float32)
+        ids = np.maximum(rng.integers(-_ROWS // 2, _ROWS, shape, np.int32), -1)
+        present, weights = ids >= 0, rng.uniform(0.5, 2, shape).astype(np.float32)
+        if form not in ("sparse", "ragged"):
+            weights[:] = 1
         # A bag for each id, or for each example.
         per_id = form in ("one", "sequence")
         pairs = [zip(ids.flat, weights.flat, strict=True)] * (1 if per_id else _HOT)
         bags = [[(i, w) for i, w in bag if i >= 0] for bag in zip(*pairs, strict=True)]
-        means = oracle.Bags(bags, *((None, shape) if per_id else (table.combiner, shape[:1])))
-        flat = ids[present], weights[present]
         if form == "sparse":
-            ids = SparseIds(np.argwhere(present), flat[0], shape, flat[1])
+            ids = SparseIds(np.argwhere(present), ids[present], shape, weights[present])
         elif form == "ragged":
-            ids = RaggedIds(flat[0], np.append(0, np.cumsum(present.sum(1))), flat[1])
-        gradients = rng.normal(size=(_STEPS, *means.shape, table.dim)).astype(np.float32)
-        config = FeatureConfig(table, max_sequence_length=_HOT * (form == "sequence"))
-        found[f"{table.name}, {form}"] = Feature(config, ids, means, gradients)
-    return found
+            splits = np.append(0, np.cumsum(present.sum(1)))
+            ids = RaggedIds(ids[present], splits, weights[present])
+        path, of_bags = f"{table.name}, {form}", shape if per_id else shape[:1]
+        configs[path] = FeatureConfig(table, max_sequence_length=_HOT * (form == "sequence"))
+        given[path] = ids
+        means[path] = oracle.Bags(bags, None if per_id else table.combiner, of_bags)
+        for gradients in steps:
+            gradients[path] = rng.normal(size=(*of_bags, table.dim)).astype(np.float32)
+    return configs, given, means, steps
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _step(engine, state, batch, gradients):
-    activations = engine.lookup(state, batch)
-    return engine.update(state, batch, gradients), activations
+def _run(configs, batch, steps, devices, *, placed=True, **options):
+    """Train on devices of one axis, "model", or `[data, model]`.
 
+    Return tables and slots before, the activations of each step, and tables and slots after.
+    """
+    mesh = Mesh(np.asarray(devices), ("data", "model")[-np.ndim(devices) :])
+    engine = EmbeddingEngine(configs, mesh=mesh, **options)
 
-def _engine(devices, features, **options):
-    """Return an engine on devices of one axis, "model", or `[data, model]`."""
-    grid = np.asarray(devices)
-    mesh = Mesh(grid, ("data", "model")[-grid.ndim :])
-    configs = {name: one.config for name, one in features.items()}
-    return EmbeddingEngine(configs, mesh=mesh, **options)
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, gradients):
+        return engine.lookup(state, batch), engine.update(state, batch, gradients)
 
-
-def _run(engine, features, *, placed=True):
-    """Train; return tables and slots before, the activations of each step, both after."""
     state = engine.init(jax.random.key(0))
-    found = [host_arrays(state, engine.layout)]
-    batch = {name: one.ids for name, one in features.items()}
     batch = engine.place(batch) if placed else batch
-    for t in range(_STEPS):
-        gradients = {name: one.gradients[t] for name, one in features.items()}
-        state, activations = _step(engine, state, batch, gradients)
+    found: list[Any] = [host_arrays(state, engine.layout)]
+    for gradients in steps:
+        activations, state = step(state, batch, gradients)
         found.append(jax.device_get(activations))
     return [*found, host_arrays(state, engine.layout)]
 
 
-def _train(tables, forms, devices, report, *, placed=True, tolerance=FLOAT32, **options):
+def _train(tables, forms, devices, report, *, tolerance=FLOAT32, **options):
     """Train tables, and compare all activations, and rows and slots in the end, with the loops."""
-    features = _draw(tables, forms, np.size(devices))
-    engine = _engine(devices, features, **options)
-    (rows, slots), *steps, last = _run(engine, features, placed=placed)
+    configs, batch, means, gradients = _draw(tables, forms, np.size(devices))
+    found = (rows, slots), *steps, last = _run(configs, batch, gradients, devices, **options)
     for table in tables:
-        rounded, rule, name = table.dtype == "bfloat16", table.optimizer, str(table.name)
+        rounded, rule, name = table.dtype == "bfloat16", table.optimizer, table.name
         compare = functools.partial(report.compare, tolerance=BFLOAT16 if rounded else tolerance)
         kind = type(rule).__name__
         where = f"table {name!r}, {kind}"
         # An optax transform has no bounds, and no decay: as few as the default rule.
         options = _ADAGRAD if isinstance(rule, o.OptaxOptimizer) else rule
         formula = functools.partial(oracle.update_row, oracle.FORMULAS[kind], options, lr=RATE)
-        mine = {path: one for path, one in features.items() if one.config.table is table}
         held, held_slots = rows[name].astype(np.float64), slots[name]
         for t, activations in enumerate(steps):
-            found = []
-            for path, one in mine.items():
-                right = oracle.lookup(held, one.bags)
-                compare(f"{where}, step {t + 1}, feature {path!r}", right, activations[path])
-                found += [pair[1:] for pair in oracle.row_gradients(one.bags, one.gradients[t])]
+            pushed = []
+            for path, bags in means.items():
+                if configs[path].table is table:
+                    right = oracle.lookup(held, bags)
+                    compare(f"{where}, step {t + 1}, feature {path!r}", right, activations[path])
+                    mine = oracle.row_gradients(bags, gradients[t][path])
+                    pushed += [pair[1:] for pair in mine]
             if rule.use_gradient_accumulation:
-                found = oracle.summed(found).items()
-            held, held_slots = oracle.update(held, held_slots, found, formula, t + 1)
+                pushed = oracle.summed(pushed).items()
+            held, held_slots = oracle.update(held, held_slots, pushed, formula, t + 1)
             if rounded:  # stored rows alone, to nearest even
-                held = held.astype(ml_dtypes.bfloat16).astype(np.float64)
+                held = held.astype(_BFLOAT16).astype(np.float64)
         compare(f"{where}, rows", held, last[0][name])
         for slot, right in held_slots.items():
             compare(f"{where}, slot {slot!r}", right, last[1][name][slot])
+    return found
 
 
 def check_inputs(devices: list[Any], report: PartReport) -> str:
@@ -444,16 +413,20 @@ def check_inputs(devices: list[Any], report: PartReport) -> str:
 
 def check_placements(devices: list[Any], report: PartReport) -> str:
     """Train tables of every placement and of awkward widths, also with rounded exchanges."""
-    dims, placements = (1, 20, 130), ("mod", "div", "replicated")
-    pairs = itertools.product(placements, dims)
-    tables = [_table(f"{where}_{dim}", dim, placement=where) for where, dim in pairs]
-    rounded = _table("bfloat16", 16, dtype="bfloat16")
-    _train([*tables, rounded], ("ragged", "dense"), devices, report)
+    tables = _placed(1, 20, 130)
+    stored = _table("bfloat16", 16, dtype="bfloat16")
+    _train([*tables, stored], ("ragged", "dense"), devices, report)
     # Rows and sums are rounded on their way in each of two steps. No row of a sequence cancels
     # another one.
-    options = {"tolerance": 16 * BFLOAT16, "exchange_dtype": "bfloat16"}
-    _train(tables[1:2], ("sequence",), devices, report, **options)
-    return f"D = {', '.join(map(str, dims))}; {', '.join(placements)}; an exchange in bfloat16"
+    _train(
+        tables[1:2],
+        ("sequence",),
+        devices,
+        report,
+        tolerance=16 * BFLOAT16,
+        exchange_dtype="bfloat16",
+    )
+    return "D = 1, 20, 130; mod, div, replicated; an exchange in bfloat16"
 
 
 def check_mesh(devices: list[Any], report: PartReport) -> str:
@@ -473,8 +446,7 @@ def check_mesh(devices: list[Any], report: PartReport) -> str:
 
 def check_traced_ids(devices: list[Any], report: PartReport) -> str:
     """Train with ids that the devices route themselves, inside a jit."""
-    tables = [_table(name, 20, placement=name) for name in ("mod", "div", "replicated")]
-    _train(tables, ("dense", "one"), devices, report, placed=False)
+    _train(_placed(20), ("dense", "one"), devices, report, placed=False)
     return "ids in a jit, routed by the devices"
 
 
@@ -487,22 +459,17 @@ def check_rules(devices: list[Any], report: PartReport) -> str:
 
 def check_bits(devices: list[Any], report: PartReport) -> str:
     """Compare bits between numbers of devices on CPU, and between two runs everywhere."""
-    cpu = all(device.platform == "cpu" for device in devices)
-    counts = [n for n in (1, 2, 4, 8) if n <= len(devices)] if cpu else [len(devices)]
-    tables = [
-        _table("mod", 20),
-        _table("div", 20, placement="div", dtype="bfloat16", optimizer=o.Lion(RATE)),
-        _table("replicated", 7, placement="replicated"),
-    ]
-    features, right = _draw(tables, ("ragged", "dense"), counts[-1]), None
-    for count in counts:
-        engine = _engine(devices[:count], features)
-        for again in ("", ", again"):
-            found = _run(engine, features)
-            right = right or jax.tree.leaves_with_path(found)
-            for (path, expected), got in zip(right, jax.tree.leaves(found), strict=True):
-                where = f"{jax.tree_util.keystr(path)} on {count} device(s){again}"
-                report.compare(where, expected, got, tolerance=0)
+    counts = [len(devices)]
+    if devices[0].platform == "cpu":
+        counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
+    tables = [*_placed(20), _table("bfloat16", 20, dtype="bfloat16", optimizer=o.Lion(RATE))]
+    right = None
+    for count in (*counts, counts[-1]):
+        found = _train(tables, ("ragged", "dense"), devices[:count], report)
+        right = right or jax.tree.leaves_with_path(found)
+        for (path, expected), got in zip(right, jax.tree.leaves(found), strict=True):
+            where = f"{jax.tree_util.keystr(path)} on {count} device(s)"
+            report.compare(where, expected, got, tolerance=0)
     return f"the same bits on {', '.join(map(str, counts))} device(s), and in a second run"
 
 
@@ -516,89 +483,75 @@ _TABLES = """
 """Rows of each table, and its ids per sample."""
 _DIM = 128
 _BATCH, _CPU_BATCH = 4096, 512
-"""Samples per chip, as in the public figure of jax-tpu-embedding; and in all on CPUs, which are
+"""Samples per device, as in the public figure of jax-tpu-embedding; and in all on CPUs, which are
 slower and may be emulated."""
 
 _PART_OF_MEMORY, _CPU_BYTES = 4, 2**28
-_ROUNDS, _SECONDS = 20, 2.0
+_ROUNDS = 12
 
 
 def check_speed(devices: list[Any], report: PartReport) -> str:
     """Time a copy, a lookup, a training step and the placing of a batch; return lines.
 
-    The figures are the devices and chips (which may have two devices each), the samples of a batch,
-    the rows of the largest table, the seconds of each call, and the 10⁹ bytes per second and device
-    that it must move at the least. Placing overlaps with steps in training.
+    The figures are the samples of a batch, the rows of the largest table, the seconds of each call,
+    and the 10⁹ bytes per second and device that it must move at the least. Placing overlaps with
+    steps in training.
     """
     mesh, count = Mesh(np.asarray(devices), ("devices",)), len(devices)
-    of_chips = {chip.device_kind: chip.devices for chip in CHIPS.values()}
-    chips = count / of_chips.get(devices[0].device_kind, 1)
-    samples = round(_BATCH * chips) // count * count
-    if devices[0].platform == "cpu":
-        samples = max(1, _CPU_BATCH // count) * count
+    each = max(1, _CPU_BATCH // count) if devices[0].platform == "cpu" else _BATCH
     # The bytes of tables and slots on all devices; a CPU's are few, so that it is tried quickly.
-    memory = (devices[0].memory_stats() or {}).get("bytes_limit")
-    budget = memory // _PART_OF_MEMORY * count if memory else _CPU_BYTES
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit", 0)
+    budget = memory // _PART_OF_MEMORY * count or _CPU_BYTES
     numbers = budget // count // 8
-    sharding = NamedSharding(mesh, PartitionSpec("devices"))
-    zeros = jnp.zeros(count * numbers, jnp.float32, device=sharding)
+    split = NamedSharding(mesh, PartitionSpec("devices"))
+    zeros = jnp.zeros(count * numbers, jnp.float32, device=split)
     copy = 8 * numbers / _median(jax.jit(lambda x: x + 1, donate_argnums=0), zeros) / 1e9
     sizes, hots = np.array([one.split("x") for one in _TABLES.split()], int).T
     while sizes.sum() * _DIM * 4 * 2 > budget:  # half the largest ones, again and again
         sizes = np.minimum(sizes, sizes.max() // 2)
-    largest, rng = int(sizes.max()), np.random.default_rng(0)
-    ids = [
-        rng.integers(0, rows, (samples, hot), np.int32)
-        for rows, hot in zip(sizes, hots, strict=True)
-    ]
-    features = [FeatureConfig(TableConfig(int(rows), _DIM, combiner="sum")) for rows in sizes]
-    engine = EmbeddingEngine(features, o.Adagrad(0.01), mesh=mesh)
+    rng, shapes = np.random.default_rng(0), [(each * count, hot) for hot in hots]
+    ids = [rng.integers(0, *pair, np.int32) for pair in zip(sizes, shapes, strict=True)]
+    configs = [FeatureConfig(TableConfig(rows, _DIM, combiner="sum")) for rows in sizes]
+    engine = EmbeddingEngine(configs, o.Adagrad(0.01), mesh=mesh)
     batch, state, look = engine.place(ids), engine.init(jax.random.key(0)), jax.jit(engine.lookup)
     # The gradients that a loss of half the sum of squares would give.
     train = jax.jit(
         lambda state, batch: engine.update(state, batch, engine.lookup(state, batch)),
         donate_argnums=0,
     )
+    moved = costs.moved(engine.layout, batch.spec)
     place = _median(lambda _: engine.place(ids).packed)
-    lookup = _median(lambda _: look(state, batch))
-    step = _median(lambda state: train(state, batch), state)
-    per_chip, moved = samples / step / chips, costs.moved(engine.layout, batch.spec)
-    figures = report.figures = {
-        "devices": count,
-        "chips": chips,
-        "samples": samples,
-        "table_rows": largest,
+    report.figures = {
+        "samples": each * count,
+        "table_rows": int(sizes.max()),
         "copy_gb_per_second": copy,
-        "lookup_seconds": lookup,
-        "lookup_gb_per_second": moved["lookup"] / lookup / 1e9,
-        "step_seconds": step,
-        "step_gb_per_second": sum(moved.values()) / step / 1e9,
         "place_seconds": place,
-        "samples_per_second_and_chip": per_chip,
     }
     lines = [
-        f"26 tables of at most {largest:,} rows x {_DIM}, Adagrad; "
-        f"{samples:,} samples of 214 uniform ids",
+        f"26 tables of at most {sizes.max():,} rows x {_DIM}, Adagrad; "
+        f"{each * count:,} samples of 214 uniform ids",
         f"{'copy':8}{copy:,.1f} GB/s a device, read and written",
     ]
-    for name in ("lookup", "step"):
-        seconds, speed = figures[f"{name}_seconds"], figures[f"{name}_gb_per_second"]
-        rate = f"{samples / count / seconds:12,.0f} samples/s and {speed:,.1f} GB/s a device"
+    for name, call, size in (
+        ("lookup", lambda _: look(state, batch), moved["lookup"]),
+        ("step", lambda state: train(state, batch), sum(moved.values())),
+    ):
+        seconds = _median(call, state)
+        speed = size / seconds / 1e9
+        report.figures |= {f"{name}_seconds": seconds, f"{name}_gb_per_second": speed}
+        rate = f"{each / seconds:12,.0f} samples/s and {speed:,.1f} GB/s a device"
         lines.append(f"{name:8}{seconds * 1e3:9.2f} ms{rate}, {speed / copy:.2f} of the copy")
-    lines.append(f"{'place':8}{place * 1e3:9.2f} ms on the host")
-    if devices[0].device_kind.startswith("TPU"):
-        lines.append(f"{per_chip:,.0f} samples/s a chip")
-    return "\n  ".join(lines)
+    return "\n  ".join([*lines, f"{'place':8}{place * 1e3:9.2f} ms on the host"])
 
 
 def _median(call, held=None):
     """Return the median time of `held = call(held)` in seconds, after two that warm up."""
     times = []
-    while len(times) < 5 or (len(times) < _ROUNDS and sum(times[2:]) < _SECONDS):
+    for _ in range(_ROUNDS):
         start = time.perf_counter()
         held = jax.block_until_ready(call(held))
         times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+    return np.median(times[2:])
 
 
 PARTS: dict[str, Callable[[list[Any], PartReport], str]] = {

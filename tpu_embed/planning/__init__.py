@@ -5,8 +5,7 @@ are chosen.
 """
 
 from tpu_embed.planning.host import HitCount, HostPlan, count_hits
-from tpu_embed.planning.plan import Plan, TablePlan, plan
-from tpu_embed.planning.request import resolve
+from tpu_embed.planning.plan import Plan, TablePlan, plan, resolve
 from tpu_embed.planning.targets import CHIPS, Chip, Topology
 
 __all__ = [

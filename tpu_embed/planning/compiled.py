@@ -50,9 +50,8 @@ from tpu_embed.core.state import (
 )
 from tpu_embed.planning.costs import readable
 from tpu_embed.planning.host import HitRate, HostPlan
-from tpu_embed.planning.plan import Plan, plan
+from tpu_embed.planning.plan import AHEAD, MISSES, Plan, plan, resolve, spec_of
 from tpu_embed.planning.profile import Profile, Program, moved
-from tpu_embed.planning.request import AHEAD, MISSES, resolve, spec_of
 from tpu_embed.planning.targets import Topology
 
 _ENVIRONMENT = {
@@ -199,13 +198,13 @@ def compile_for(
             expected="a function of an engine, a state and a batch",
             remedy="it returns jax.jit(step).lower(…)",
         )
-    if lower is not None and (loss is not None or not placed):
-        refuse(
-            "compile_for: lower",
-            expected="no loss and a placed batch",
-            got=f"loss {loss}, placed={placed}",
-            remedy="the step that it lowers has a loss of its own",
-        )
+        if loss is not None or not placed:
+            refuse(
+                "compile_for: lower",
+                expected="no loss and a placed batch",
+                got=f"loss {loss}, placed={placed}",
+                remedy="the step that it lowers has a loss of its own",
+            )
     target = topology if isinstance(topology, Topology) else Topology(topology)
     mesh = Mesh(np.array(describe_topology(target)).reshape(-1), ("devices",))
     planned = plan(
@@ -232,9 +231,10 @@ def compile_for(
 
     held = abstract_state(engine)
     if lower is None:
-        figures, text = _compiled(jax.jit(step, donate_argnums=0).lower(held, batch))
+        lowered = jax.jit(step, donate_argnums=0).lower(held, batch)
     else:
-        figures, text = _compiled(lower(engine, held, batch))
+        lowered = lower(engine, held, batch)
+    figures, text = _compiled(lowered)
     program, admitted = Program(text), []
     counts = collections.Counter(
         one.opcode.removesuffix("-start") for one in program.instructions.values()
@@ -295,8 +295,8 @@ def _lowered_admit(
 
     every = {name: one.batch_rows for name, one in plans.items()}
     first = room(every)
-    writer = NewRowWriter(engine.layout)
-    yield "write", first, writer.lower(stack, held, state.vocabulary, array(5, first))
+    parcel = array(5, first)
+    yield "write", first, NewRowWriter(engine.layout).lower(stack, held, state.vocabulary, parcel)
     # A row leaves for each that comes, from home or drawn.
     known = {name: one.rows_out for name, one in plans.items() if one.rows_out is not None}
     count = room(every | known)
@@ -469,11 +469,10 @@ def estimate(compiled: Compiled, profile: Profile | None = None) -> Estimate:
       The bounds; without that of the TensorCore also where the clock of the chip is None.
     """
     chip, moved = Topology(compiled.plan.target).chip, sum(compiled.moved.values())
-    found = Estimate(moved, chip.bandwidth * 1e9)
+    bandwidth = chip.bandwidth * 1e9
     if profile is None or chip.clock is None:
-        return found
-    known = {"cycles": profile.cycles, "missing": profile.missing, "clock": chip.clock * 1e9}
-    return dataclasses.replace(found, **known)
+        return Estimate(moved, bandwidth)
+    return Estimate(moved, bandwidth, profile.cycles, chip.clock * 1e9, profile.missing)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -22,7 +22,7 @@ from tpu_embed.kernels.formats import LINE, PACKED_ROWS, RowFormat
 Size = Callable[[tuple[int, ...], np.dtype], int]
 """A function of shape and dtype that returns the bytes of an array on a device."""
 
-_LANES, _SUBLANES = 128, 8
+_SUBLANES = 8
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -52,12 +52,12 @@ def tiled_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
     """
     itemsize = np.dtype(dtype).itemsize
     if len(shape) < 2:
-        return round_up(math.prod(shape), _LANES * _SUBLANES) * itemsize
+        return round_up(math.prod(shape), LINE * _SUBLANES) * itemsize
     *lead, rows, columns = shape
     # [1000, 16]: row-major [1000, 128] are 128,000 elements, column-major [16, 1024] are 16,384
     elements = min(
-        round_up(rows, _SUBLANES) * round_up(columns, _LANES),
-        round_up(columns, _SUBLANES) * round_up(rows, _LANES),
+        round_up(rows, _SUBLANES) * round_up(columns, LINE),
+        round_up(columns, _SUBLANES) * round_up(rows, LINE),
     )
     return math.prod(lead) * elements * itemsize
 

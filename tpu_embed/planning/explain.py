@@ -62,8 +62,12 @@ def _summary(plan: Any) -> Iterator[str]:
         yield f"{readable(plan.host_bytes)} on each host: {what}"
     if plan.file_bytes:
         yield f"{readable(plan.file_bytes)} in files of each host: rows at home"
-    if any(one.host for one in plan.tables):
-        yield _misses(plan)
+    if plan.missed is not None:
+        came, left = readable(plan.missed["in"]), readable(plan.missed["out"])
+        yield f"misses, each step and host: {came} to its devices, {left} home"
+    if unknown := [one.name for one in plan.tables if one.host and one.host.hit_rate is None]:
+        remedy = "give their hit_rates, or count_hits of a sample"
+        yield f"misses of {', '.join(unknown)} are not counted: {remedy}"
     for one in plan.tables if plan.lookahead else ():
         held = one.host.device_rows if one.host else one.vocabulary_size
         if (one.lookahead_rows or 0) > held:
@@ -74,20 +78,6 @@ def _summary(plan: Any) -> Iterator[str]:
                 then += f"HostStorage(device_rows={rows}) has room for all"
             what = f"{one.name}: {plan.lookahead + 1} batches may have {one.lookahead_rows:,} rows"
             yield f"{what}, and {held:,} have room: {then}"
-
-
-def _misses(plan: Any) -> str:
-    """Return what moves in a step because it is not on the devices, as far as it is known."""
-    unknown = [one.name for one in plan.tables if one.host and one.host.hit_rate is None]
-    counted = ""
-    if plan.missed is not None:
-        came, left = readable(plan.missed["in"]), readable(plan.missed["out"])
-        counted = f"misses, each step and host: {came} to its devices, {left} home"
-    if not unknown:
-        return counted
-    names = f" of {', '.join(unknown)}" if counted else ""
-    remedy = "give their hit_rates, or count_hits of a sample"
-    return f"{counted}{'; ' if counted else ''}misses{names} are not counted: {remedy}"
 
 
 def _columns(words: Sequence[str], figures: Sequence[str]) -> Table:

@@ -138,18 +138,14 @@ def _read(batches: Iterable[Any] | str | os.PathLike[str]) -> Iterable[Any]:
     if not isinstance(batches, (str, os.PathLike)):
         return batches
     path, expected = local_path(batches, "batches"), "a .npy file of ids [batches, …]"
-    remedy = "numpy.save makes one"
+    array: Any = None
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
+        got = f"shape {getattr(array, 'shape', 'of an archive')}"
     except (OSError, ValueError, EOFError) as error:
-        refuse(f"{path}", expected=expected, got=f"{error}", remedy=remedy, cause=error)
-    if not isinstance(array, np.ndarray) or array.ndim < 2:
-        refuse(
-            f"{path}",
-            expected=expected,
-            got=f"shape {getattr(array, 'shape', 'of an archive')}",
-            remedy=remedy,
-        )
+        got = f"{error}"
+    if getattr(array, "ndim", 0) < 2:
+        refuse(f"{path}", expected=expected, got=got, remedy="numpy.save makes one")
     return array
 
 
@@ -241,13 +237,6 @@ def host_plans(
                     got=repr(name),
                     remedy=did_you_mean(name, sizes),
                 )
-    for name, rate in hit_rates.items():
-        if not isinstance(rate, HitCount) and not (is_number(rate) and 0 <= rate <= 1):
-            refuse(
-                f"hit_rates[{name!r}]",
-                expected="a share from 0 to 1, or what count_hits returned",
-                got=repr(rate),
-            )
     plans = {}
     for stack, table in layout.on_host:
         name, size = table.name, row_bytes(stack)
@@ -261,11 +250,22 @@ def host_plans(
                 asked, came, left = (math.ceil(count / known.batches) for count in counts)
                 hit_rate = known.hit_rate
             else:
+                if not (is_number(known) and 0 <= known <= 1):
+                    refuse(
+                        f"hit_rates[{name!r}]",
+                        expected="a share from 0 to 1, or what count_hits returned",
+                        got=repr(known),
+                    )
                 # Each miss comes from home and displaces a row, as when all rows were touched.
                 hit_rate = float(known)
                 came = left = math.ceil(round(asked * (1 - hit_rate), 6))
-            moved = {"hit_rate": hit_rate, "rows_in": came, "rows_out": left}
-            moved |= {"bytes_in": came * size, "bytes_out": left * size}
+            moved = {
+                "hit_rate": hit_rate,
+                "rows_in": came,
+                "rows_out": left,
+                "bytes_in": came * size,
+                "bytes_out": left * size,
+            }
         plans[name] = HostPlan(
             device_rows=table.vocabulary_size,
             evict=storage.evict,

@@ -64,8 +64,8 @@ class Instruction(NamedTuple):
       root: whether its result is the result of that computation.
       fusion: the computation that it calls as a fusion, or "".
       number: the number of a parameter; -1 for other instructions.
-      on_chip: whether its result (of a tuple, some part) is in a core's own memory.
-      stored: bytes of its result that are in the device's memory, if it is not inside a fusion.
+      stored: bytes of its result that are in the device's memory, not in that of a core, if it is
+        not inside a fusion.
       is_kernel: whether it is a Pallas kernel.
       accessed: the bytes that the kernel says it reads and writes; None if it says nothing.
     """
@@ -78,7 +78,6 @@ class Instruction(NamedTuple):
     root: bool
     fusion: str
     number: int
-    on_chip: bool
     stored: int
     is_kernel: bool
     accessed: int | None
@@ -115,7 +114,7 @@ class Program:
         """
         caller = self._callers.get(one.computation)
         if caller is None:
-            return not one.on_chip
+            return one.stored == one.size
         if one.opcode == "parameter":
             return self.in_memory(self.instructions[caller.operands[one.number]])
         return one.root and self.in_memory(caller)
@@ -172,8 +171,8 @@ class Program:
 
     def loaded(self, names: Sequence[str]) -> int:
         """Return the bytes of those of some operands that are read from memory."""
-        known = [self.instructions[name] for name in names if name in self.instructions]
-        return sum(operand.size for operand in known if self.in_memory(operand))
+        known = map(self.instructions.get, names)
+        return sum(one.size for one in known if one is not None and self.in_memory(one))
 
 
 def _read(text: str) -> Iterator[Instruction]:
@@ -200,7 +199,6 @@ def _read(text: str) -> Iterator[Instruction]:
             root=bool(match["root"]),
             fusion=calls[1] if calls else "",
             number=int(arguments) if match["opcode"] == "parameter" else -1,
-            on_chip=bool(_ON_CHIP.search(match["type"])),
             stored=_bytes(one for one in shapes if not _ON_CHIP.search(one["layout"] or "")),
             is_kernel=kernel,
             accessed=int(accessed[1]) if accessed else None,
@@ -238,7 +236,7 @@ def moved(program: Program) -> dict[str, int]:
         elif opcode == "fusion":
             size = program.passed(one)
         elif opcode == "copy":
-            size = read * (1 if one.on_chip else 2)
+            size = read if one.stored < one.size else 2 * read
         elif opcode in FILLING:
             size = one.stored
         elif opcode in COPYING:

@@ -210,25 +210,18 @@ class Target(NamedTuple):
       name: what messages and plans call it.
       axes: their mesh.
       memory: bytes per device; None if unknown.
+      hosts: the number of hosts; 1 if it is not known.
       topology: None for a mesh, and for a number of devices.
     """
 
     name: str
     axes: MeshAxes
-    memory: int | None
-    topology: Topology | None
-
-    @property
-    def hosts(self) -> int:
-        """The number of hosts; 1 if it is not known."""
-        if self.topology is not None:
-            return self.topology.hosts
-        if not isinstance(self.axes.mesh, Mesh):
-            return 1
-        return len(self.axes.processes)
+    memory: int | None = None
+    hosts: int = 1
+    topology: Topology | None = None
 
     def larger(self, batch: int) -> list[Target]:
-        """Return targets with more devices, of which each number divides the batch.
+        """Return targets with more devices of as much memory, whose number divides the batch.
 
         For a topology, these are the larger slices of its chip. Otherwise the number of devices is
         doubled again and again; a mesh of several axes could grow along any, so there are none.
@@ -237,13 +230,14 @@ class Target(NamedTuple):
           batch: B, the size of the global batch.
         """
         if self.topology is not None:
-            return [read_target(one) for one in self.topology.larger() if batch % one.devices == 0]
+            some = [read_target(one) for one in self.topology.larger() if batch % one.devices == 0]
+            return [one._replace(memory=self.memory) for one in some]
         names, devices = self.axes.mesh.axis_names, self.axes.mesh.size
         kind, found = getattr(self.axes.device, "device_kind", None), []
-        while len(names) == 1 and batch % (2 * devices) == 0 and 2 * devices <= batch:
+        while len(names) == 1 and batch % (2 * devices) == 0:
             devices *= 2
             axes = _abstract_axes(devices, kind, names[0])
-            found.append(Target(f"{devices} devices", axes, self.memory, None))
+            found.append(Target(f"{devices} devices", axes, self.memory))
         return found
 
 
@@ -256,11 +250,12 @@ def read_target(target: GivenTarget) -> Target:
     if isinstance(target, (Mesh, AbstractMesh)) and target.axis_names:
         kind = getattr(target.abstract_mesh.abstract_device, "device_kind", "device")
         axes = MeshAxes(target, target.axis_names)  # type: ignore[arg-type]
-        return Target(f"{target.size} × {kind}", axes, None, None)
+        hosts = len(axes.processes) if isinstance(target, Mesh) else 1
+        return Target(f"{target.size} × {kind}", axes, hosts=hosts)
     if isinstance(target, (str, Topology)):
         topology = target if isinstance(target, Topology) else Topology(target)
         axes = _abstract_axes(topology.devices, topology.chip.device_kind)
-        return Target(topology.name, axes, topology.memory_per_device, topology)
+        return Target(topology.name, axes, topology.memory_per_device, topology.hosts, topology)
     if not is_int(target) or not 1 <= target <= _MOST_DEVICES:  # type: ignore[operator]
         refuse(
             "target",
@@ -269,7 +264,7 @@ def read_target(target: GivenTarget) -> Target:
             remedy="for example v5p:4x4x4, or 8",
         )
     devices = int(target)  # type: ignore[arg-type]
-    return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices), None, None)
+    return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices))
 
 
 def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:

@@ -27,7 +27,7 @@ from tpu_embed.core.layout import ExchangeDtype, describe_devices, describe_tabl
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state, fields
 from tpu_embed.core.update import OnBadGradient
-from tpu_embed.planning.request import resolve
+from tpu_embed.planning.plan import resolve
 from tpu_embed.stateful.state_keeper import Enqueued, StateKeeper, batch_sizes, placed_step
 
 
