@@ -37,13 +37,16 @@ def host_of(found):
     return host
 
 
+BATCH = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
+
+
 def test_devices_hold_device_rows():
     found = planned(declared(), mesh(8))
     engine = tpu_embed.EmbeddingEngine(declared(), o.Adagrad(0.1), mesh=mesh(8))
     state = engine.init(jax.random.key(0))
-    for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
-        shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
-        assert found.held[what] == sum(shards)
+    for what in ("tables", "slots"):
+        leaves = jax.tree.leaves(getattr(state, what))
+        assert found.held[what] == sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     assert found.held == planned(declared(size=2000), mesh(8)).held
     assert (found.tables[0].vocabulary_size, found.tables[0].rows) == (2**40, 125)
     ids = {"item": np.random.default_rng(0).integers(0, 2**40, (64, 4)), "user": np.arange(64)}
@@ -78,13 +81,12 @@ def test_hosts_share_rows_and_all_have_the_maps():
 
 
 def test_what_misses_is_moved():
-    batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
-    unknown = planned(declared(), batch=batch)
+    unknown = planned(declared(), batch=BATCH)
     assert unknown.missed is None
     assert "misses are not counted: give their hit_rates" in unknown.explain()
     assert "misses" not in unknown.passing
     for rates in (0.75, {"items": 0.75}):
-        found = planned(declared(), batch=batch, hit_rates=rates)
+        found = planned(declared(), batch=BATCH, hit_rates=rates)
         assert found.missed == {"in": 64 * 64, "out": 64 * 64}
         assert found.passing["misses"] == 2 * 64 * 64 // 8
     text = found.explain()
@@ -93,28 +95,27 @@ def test_what_misses_is_moved():
     assert line[2] == "1,000"
     assert line[-5:] == ["75.0%", "4.0", "KiB", "4.0", "KiB"]
     assert json.loads(found.to_json())["tables"][0]["host"]["rows_in"] == 64
-    assert planned(declared(), batch=batch, hit_rates=1).missed == {"in": 0, "out": 0}
+    assert planned(declared(), batch=BATCH, hit_rates=1).missed == {"in": 0, "out": 0}
     tags = dataclasses.replace(declared()["item"].table, name="tag")
     more = {**declared(), "tag": FeatureConfig(tags)}
-    batch = {**batch, "tag": np.arange(64)}
-    found = planned(more, batch=batch, hit_rates={"tag": 0.5})
+    found = planned(more, batch={**BATCH, "tag": np.arange(64)}, hit_rates={"tag": 0.5})
     assert "home; misses of items are not counted" in found.explain()
 
 
-def test_errors():
-    for options, words in (
-        ({"hit_rates": {"item": 0.5}}, "hit_rates: expected tables on the host.*mean items\\?"),
-        ({"touched_rows": {"users": 5}}, "touched_rows: expected .*'items'.*got 'users'"),
-        ({"touched_rows": {"items": -1}}, r"touched_rows\['items'\]: expected an integer >= 0"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            planned(declared(), **options)
-    for rate in (1.5, -0.1, float("nan"), "0.5", True):
-        with pytest.raises(ValueError, match=r"hit_rates\['items'\]: expected a share from 0 to 1"):
-            planned(declared(), hit_rates=rate)
-    batch = {"item": np.arange(256).reshape(64, 4), "user": np.arange(64)}
-    with pytest.raises(ValueError, match=r"'items': expected at most 200 .*device_rows=256\)"):
-        planned(declared(rows=200), batch=batch)
+ERRORS = [
+    ({"hit_rates": {"item": 0.5}}, "hit_rates: expected tables on the host.*mean items\\?"),
+    ({"touched_rows": {"users": 5}}, "touched_rows: expected .*'items'.*got 'users'"),
+    ({"touched_rows": {"items": -1}}, r"touched_rows\['items'\]: expected an integer >= 0"),
+    ({"features": declared(200), "batch": BATCH}, r"at most 200 .*device_rows=256\)"),
+]
+NO_SHARE = r"hit_rates\['items'\]: expected a share from 0 to 1"
+ERRORS += [({"hit_rates": rate}, NO_SHARE) for rate in (1.5, -0.1, float("nan"), "0.5", True)]
+
+
+@pytest.mark.parametrize(("options", "said"), ERRORS)
+def test_errors(options, said):
+    with pytest.raises(ValueError, match=said):
+        planned(**{"features": declared(), **options})
 
 
 def test_uniform_ids_find_no_more_room_than_there_is():
@@ -137,7 +138,7 @@ def test_automatic_placement_shards_what_is_on_the_host():
 def test_the_rows_of_a_remedy_fit(ids):
     rows = {"a": 2**20, "b": 2**18, "c": 2**10}
     tables = {n: TableConfig(size, 64, name=n, placement="auto") for n, size in rows.items()}
-    features = {name: FeatureConfig(table) for name, table in tables.items()}
+    features = jax.tree.map(FeatureConfig, tables)
     batch = {name: np.arange(64).reshape(32, 2) for name in features}
     if ids == "shapes":
         batch = jax.eval_shape(lambda: batch)
@@ -145,10 +146,11 @@ def test_the_rows_of_a_remedy_fit(ids):
         remedy = planned(features, "v5e:2x2", batch, memory=memory).remedies[-1]
         rows = device_rows(remedy)
         assert sorted(rows) == names
-        changed = dict(features)
-        for name, n in rows.items():
-            table = dataclasses.replace(tables[name], storage=HostStorage(device_rows=n))
-            changed[name] = FeatureConfig(table)
+        on_host = {name: HostStorage(device_rows=n) for name, n in rows.items()}
+        changed = {
+            name: FeatureConfig(dataclasses.replace(table, storage=on_host.get(name)))
+            for name, table in tables.items()
+        }
         found = planned(changed, "v5e:2x2", batch, memory=memory)
         assert remedy.endswith(f": {readable(found.bytes_per_device)}, would fit")
         assert 0.85 * memory < found.bytes_per_device <= memory

@@ -1,8 +1,5 @@
 """What a plan says of batches that wait for their update, beside engines that place them."""
 
-import json
-import sys
-
 import jax
 import numpy as np
 import pytest
@@ -11,20 +8,19 @@ from living_cases import mesh
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, planning
 from tpu_embed import optimizers as o
-from tpu_embed.__main__ import main
 
 IDS, AHEAD = 16, 2
 RULE = o.Adagrad(0.1)
 
 
-def on_host(rows):
+def on_host(rows, size=2**40):
     storage = HostStorage(device_rows=rows)
-    return {"x": FeatureConfig(TableConfig(2**40, 4, name="items", storage=storage))}
+    return {"x": FeatureConfig(TableConfig(size, 4, name="items", storage=storage))}
 
 
 def living(rows):
-    words = DynamicVocabulary()
-    return {"x": FeatureConfig(TableConfig(rows, 4, name="items", vocabulary=words))}
+    table = TableConfig(rows, 4, name="items", vocabulary=DynamicVocabulary())
+    return {"x": FeatureConfig(table)}
 
 
 def batch(number):
@@ -41,9 +37,9 @@ def engine(features, devices=2):
     return tpu_embed.EmbeddingEngine(features, RULE, mesh=mesh(devices), lookahead=AHEAD)
 
 
-def place_some(made, count=AHEAD + 3):
+def place_some(made):
     """Place batches that share no row, each ahead of the ones before it."""
-    for number in range(count):
+    for number in range(AHEAD + 3):
         made.place(batch(number))
     return made.vocabularies.counters["items"]["unseen"]
 
@@ -69,17 +65,13 @@ def test_rows_of_a_living_vocabulary_are_those_that_all_keys_get():
 
 
 def test_of_uniform_ids_some_are_in_several_batches():
-    shapes = {"x": jax.ShapeDtypeStruct((8, 2), np.int32)}
-    tables = {"large": 2**40, "small": 20}
-    found = {}
-    for name, size in tables.items():
-        storage = HostStorage(device_rows=20)
-        table = TableConfig(size, 4, name="items", storage=storage)
-        found[name] = planned({"x": FeatureConfig(table)}, shapes).tables[0].lookahead_rows
-    assert found["large"] == (AHEAD + 1) * IDS
-    assert IDS < found["small"] < 20
-    few = TableConfig(20, 4, name="items", storage=HostStorage(device_rows=20))
-    assert planned({"x": FeatureConfig(few)}).tables[0].lookahead_rows == 20
+    shapes, found = {"x": jax.ShapeDtypeStruct((8, 2), np.int32)}, {}
+    for size in (2**40, 20):
+        features = on_host(20, size)
+        found[size] = planned(features, shapes).tables[0].lookahead_rows
+    assert found[2**40] == (AHEAD + 1) * IDS
+    assert IDS < found[20] < 20
+    assert planned(features).tables[0].lookahead_rows == 20
 
 
 @pytest.mark.parametrize("make", [on_host, living])
@@ -108,34 +100,3 @@ def test_a_remedy_leaves_the_rows_of_batches_ahead_on_the_devices():
         rows = int(remedy.split("device_rows=")[1].split(")")[0])
         assert rows >= (ahead + 2) * 2**15
         assert ("would fit" in remedy) == (ahead == 0)
-
-
-CONFIG = """
-import numpy as np
-import tpu_embed
-
-def workload():
-    storage = tpu_embed.HostStorage(device_rows=20)
-    table = tpu_embed.TableConfig(2**40, 4, name="items", storage=storage)
-    feature_config = {"x": tpu_embed.FeatureConfig(table)}
-    return feature_config, tpu_embed.optimizers.SGD(0.1), {"x": np.arange(16).reshape(8, 2)}
-"""
-
-
-def test_on_the_command_line(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "config.py"
-    path.write_text(CONFIG)
-
-    def run(lookahead):
-        options = ["--topology", "2", "--json", "--lookahead", lookahead]
-        monkeypatch.setattr(sys, "argv", ["tpu_embed", "plan", str(path), *options])
-        main()
-
-    run("1")
-    found = json.loads(capsys.readouterr().out)
-    assert (found["lookahead"], found["tables"][0]["lookahead_rows"]) == (1, 32)
-    assert found["passing"]["ahead"] > 0
-    with pytest.raises(SystemExit, match="lookahead: expected at most 65536, got 65537; so many"):
-        run("65537")
-    with pytest.raises(SystemExit, match="lookahead: expected an integer >= 0"):
-        run("-1")

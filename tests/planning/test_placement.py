@@ -63,9 +63,8 @@ def test_the_facade_resolves(devices):
     embedding = tpu_embed.TPUEmbedding(features, o.SGD(0.5), mesh=mesh(devices))
     embedding.enqueue({name: np.arange(4) for name in features})
     embedding.apply_gradients(jax.tree.map(np.ones_like, embedding.dequeue()))
-    engine = tpu_embed.EmbeddingEngine(
-        planning.resolve(features, o.SGD(0.5), mesh=mesh(devices)), o.SGD(0.5), mesh=mesh(devices)
-    )
+    resolved = planning.resolve(features, o.SGD(0.5), mesh=mesh(devices))
+    engine = tpu_embed.EmbeddingEngine(resolved, o.SGD(0.5), mesh=mesh(devices))
     before = engine.tables(engine.init(jax.random.key(0)))
     for table in (tiny, large):
         expected = np.array(before[table.name])
