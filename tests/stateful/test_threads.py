@@ -17,13 +17,13 @@ class Thread(threading.Thread):
     """A thread whose `join` raises what it raised, or that it does not end."""
 
     def __init__(self, target, *arguments):
-        super().__init__(daemon=True)
-        self.call, self.error = lambda: target(*arguments), None
+        super().__init__(target=target, args=arguments, daemon=True)
+        self.error = None
         self.start()
 
     def run(self):
         try:
-            self.call()
+            super().run()
         except BaseException as error:
             self.error = error
 
@@ -32,6 +32,13 @@ class Thread(threading.Thread):
         assert not self.is_alive(), "a deadlock"
         if self.error is not None:
             raise self.error
+
+
+def waiting_for_gradients():
+    """Return an embedding with a dequeued batch, and the gradients."""
+    embedding = make_embedding()
+    embedding.enqueue(batch(0))
+    return embedding, gradients(embedding.dequeue())
 
 
 @pytest.fixture
@@ -56,26 +63,21 @@ def during_updates(monkeypatch):
     return set_function
 
 
-@pytest.mark.parametrize("call", ["place", "describe", "waiting"])
-def test_another_thread_need_not_wait_for_an_update(during_updates, call):
+def test_other_threads_need_not_wait_for_an_update(during_updates):
     """The arrays of the state are gone just then, which is no fault."""
-    embedding = make_embedding()
-    calls = {
-        "place": lambda: embedding.engine.place(batch(1)),
-        "describe": embedding.describe,
-        "waiting": lambda: embedding.waiting,
-    }
-    embedding.enqueue(batch(0))
-    given = gradients(embedding.dequeue())
-    during_updates(embedding, lambda: Thread(calls[call]).join())
+    embedding, given = waiting_for_gradients()
+    calls = [
+        lambda: embedding.engine.place(batch(1)),
+        embedding.describe,
+        lambda: embedding.waiting,
+    ]
+    during_updates(embedding, lambda: [Thread(call).join() for call in calls])
     embedding.apply_gradients(given)
     assert int(embedding.state.step) == 1
 
 
 def test_what_reads_the_tables_waits_for_an_update(during_updates):
-    embedding, after = make_embedding(), {}
-    embedding.enqueue(batch(0))
-    given = gradients(embedding.dequeue())
+    (embedding, given), after = waiting_for_gradients(), {}
     reads = {
         "state": lambda: embedding.state,
         "dequeued": lambda: embedding.dequeued,
@@ -97,7 +99,7 @@ def test_what_reads_the_tables_waits_for_an_update(during_updates):
     assert list(after["embedding_tables"]) == list(embedding.embedding_tables)
 
 
-STEPS = 120
+STEPS = 60
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
