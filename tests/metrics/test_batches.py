@@ -36,17 +36,21 @@ def test_ids_are_counted_by_table():
     assert json.loads(json.dumps(statistics))["films"]["hottest"][0] == [7, 5]
 
 
-def test_a_batch_without_ids():
-    engine = EmbeddingEngine([FeatureConfig(TableConfig(4, 2, name="t"))], mesh=mesh(1))
+@pytest.fixture
+def engine():
+    return EmbeddingEngine([FeatureConfig(TableConfig(4, 2, name="t"))], mesh=mesh(1))
+
+
+def test_a_batch_without_ids(engine):
     empty = {"ids": 0, "unique": 0, "unique_ratio": 0.0, "bad": 0, "hottest": []}
     assert batch_statistics(engine, [np.full((2, 3), -1)]) == {"t": {**empty, "hottest_share": 0.0}}
 
 
-def test_what_place_refuses_is_refused():
-    engine = EmbeddingEngine([FeatureConfig(TableConfig(4, 2, name="t"))], mesh=mesh(1))
-    with pytest.raises(ValueError, match=r"ids in \[0, 4\) of table 't', got id 4"):
-        batch_statistics(engine, [np.array([4])])
-    with pytest.raises(ValueError, match="features: "):
-        batch_statistics(engine, [np.array([1])] * 2)
-    with pytest.raises(ValueError, match="hottest: expected an integer >= 1, got 0"):
-        batch_statistics(engine, [np.array([1])], hottest=0)
+def test_what_place_refuses_is_refused(engine):
+    for ids, hottest, said in (
+        ([np.array([4])], 1, r"ids in \[0, 4\) of table 't', got id 4"),
+        ([np.array([1])] * 2, 1, "features: "),
+        ([np.array([1])], 0, "hottest: expected an integer >= 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            batch_statistics(engine, ids, hottest=hottest)

@@ -13,13 +13,6 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.metrics import statistics, table_statistics
 
-SIZES = {"mod": 300, "small": 3, "div": 13, "replicated": 7, "half": 40}
-OPTIONS = {
-    "div": {"placement": "div", "trainable": False},
-    "replicated": {"placement": "replicated", "trainable": False},
-    "half": {"dtype": "bfloat16", "optimizer": optax.adam(0.1)},
-}
-
 
 def _partly_bad(key, shape, dtype, shard_info):
     """Return numbers whose mean is not 0; rows 0 and 299 are not finite."""
@@ -28,16 +21,19 @@ def _partly_bad(key, shape, dtype, shard_info):
     return values.at[:, 0].add(jnp.where(shard_info.rows == 0, jnp.nan, 0))
 
 
-def _all_bad(key, shape, dtype):
-    return jnp.full(shape, jnp.inf, dtype)
+ALL_BAD = {"initializer": jax.nn.initializers.constant(jnp.inf), "trainable": False}
+SIZES = {"mod": 300, "small": 3, "div": 13, "replicated": 7, "half": 40}
+OPTIONS = {
+    "mod": {"initializer": _partly_bad},
+    "div": {"placement": "div", **ALL_BAD},
+    "replicated": {"placement": "replicated", "trainable": False},
+    "half": {"initializer": _partly_bad, "dtype": "bfloat16", "optimizer": optax.adam(0.1)},
+}
 
 
 def _engine(devices, names=tuple(SIZES)):
-    first = {"mod": _partly_bad, "half": _partly_bad, "div": _all_bad}
-    features = {
-        n: FeatureConfig(TableConfig(SIZES[n], 5, first.get(n), name=n, **OPTIONS.get(n, {})))
-        for n in names
-    }
+    tables = {n: TableConfig(SIZES[n], 5, name=n, **OPTIONS.get(n, {})) for n in names}
+    features = jax.tree.map(FeatureConfig, tables)
     return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
 
 

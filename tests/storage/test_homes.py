@@ -7,16 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tpu_embed.storage import (
-    VALUES,
-    Homes,
-    HomeTable,
-    HostStorage,
-    Room,
-    RowField,
-    RowGroups,
-    slot_field,
-)
+from tpu_embed import HostStorage
+from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, RowGroups, slot_field
 
 GROUPS = RowGroups(8, (0,), False, 1, frozenset([0]), frozenset([0]))
 FIELDS = {
@@ -30,9 +22,17 @@ def homes():
     return Homes({"items": HomeTable(HostStorage(device_rows=8), FIELDS, GROUPS)})
 
 
+def keys(*numbers):
+    return np.array(numbers, np.uint64)
+
+
 def rows_of(values):
     numbers = np.asarray(values, np.float32)
     return {VALUES: np.stack([numbers, -numbers], axis=1), slot_field("sums"): numbers + 0.5}
+
+
+def room_of(*values):
+    return {"items": Room(rows_of(values), None)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -62,7 +62,7 @@ def test_random_departures_and_returns_follow_a_dictionary(seed):
 
             def read(leaving=leaving, pause=pause):
                 time.sleep(pause)
-                return {"items": Room(rows_of(leaving), None)}
+                return room_of(*leaving)
 
             home.wait_for_room()
             home.send(step, {"items": out}, read)
@@ -81,12 +81,12 @@ def test_only_a_row_that_has_not_arrived_is_waited_for():
 
     def read():
         assert go.wait(LONG)
-        return {"items": Room(rows_of([5.0]), None)}
+        return room_of(5.0)
 
-    home.send(1, {"items": np.array([7], np.uint64)}, read)
+    home.send(1, {"items": keys(7)}, read)
     assert not home["items"].ids().size
     assert home.ids("items").tolist() == [7]
-    other, same = (home.fetch("items", np.array([key], np.uint64), []) for key in (8, 7))
+    other, same = (home.fetch("items", keys(key), []) for key in (8, 7))
     assert [one.awaited.tolist() for one in (other, same)] == [[0], [1]]
     assert not home.complete("items", other)[1].any()
     with ThreadPoolExecutor() as pool:
@@ -102,21 +102,19 @@ def test_sending_raises_nothing_once_room_was_waited_for():
     """By then the tables are donated, so what is lost meanwhile must be said later."""
     home, go = homes(), threading.Event()
 
-    def read(late=False):
-        if late:
-            assert go.wait(LONG)
-            raise OSError("the disk is full")
-        return {"items": Room(rows_of([5.0]), None)}
+    def read_late():
+        assert go.wait(LONG)
+        raise OSError("the disk is full")
 
     for step in (1, 2, 3):
-        home.send(step, {"items": np.array([step], np.uint64)}, read)
+        home.send(step, {"items": keys(step)}, lambda: room_of(5.0))
     home.flush()
-    home.send(4, {"items": np.array([4], np.uint64)}, lambda: read(late=True))
+    home.send(4, {"items": keys(4)}, read_late)
     home.wait_for_room()
     go.set()
     with pytest.raises(RuntimeError, match="at step 4: OSError: the disk is full"):
         home.flush()
-    home.send(5, {"items": np.array([5], np.uint64)}, read)
+    home.send(5, {"items": keys(5)}, lambda: room_of(5.0))
     with pytest.raises(RuntimeError, match="at step 4: OSError: the disk is full"):
         home.wait_for_room()
 
@@ -127,8 +125,8 @@ def test_a_row_that_cannot_be_read_is_reported_until_all_is_forgotten():
     def read():
         raise OSError("the device is gone")
 
-    home.send(3, {"items": np.array([7], np.uint64)}, read)
-    for call in (home.flush, home.check, lambda: home.visit("items", np.array([7], np.uint64))):
+    home.send(3, {"items": keys(7)}, read)
+    for call in (home.flush, home.check, lambda: home.visit("items", keys(7))):
         with pytest.raises(RuntimeError, match="at step 3: OSError: the device is gone"):
             call()
     before = vars(home).copy()

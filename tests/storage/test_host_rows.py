@@ -17,11 +17,10 @@ from tpu_embed.storage import HostRows, RowField
 KERNELS = {"native": host_native, "reference": row_store_reference}
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(params=KERNELS)
 def kernels(request, monkeypatch):
-    monkeypatch.setattr(
-        "tpu_embed.kernels.dispatch.row_store_kernels", lambda: KERNELS[request.param]
-    )
+    chosen = KERNELS[request.param]
+    monkeypatch.setattr("tpu_embed.kernels.dispatch.row_store_kernels", lambda: chosen)
 
 
 @pytest.mark.parametrize("seed", range(2))

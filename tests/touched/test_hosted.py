@@ -22,8 +22,7 @@ def engine(devices):
     living = DynamicVocabulary(unseen="shared", ttl=4)
     tags = TableConfig(V["tags"], 2, name="tags", vocabulary=living, storage=storage)
     users = TableConfig(9, 2, name="users")
-    features = {"item": items, "tag": tags, "user": users}
-    features = {name: FeatureConfig(table) for name, table in features.items()}
+    features = jax.tree.map(FeatureConfig, {"item": items, "tag": tags, "user": users})
     return tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), lookahead=0)
 
 
@@ -146,9 +145,8 @@ def test_a_record_forgets_a_batch_that_is_undone():
     state, touched = made.init(jax.random.key(0)), TouchedRows(made)
 
     def place(*items):
-        return made.place(
-            {"item": np.resize(items, 4), "tag": np.zeros(4, int), "user": np.zeros(4, int)}
-        )
+        zeros = np.zeros(4, int)
+        return made.place({"item": np.resize(items, 4), "tag": zeros, "user": zeros})
 
     versions = []
     for step, items in enumerate([(8, 9), (8,)], 1):

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from living_cases import ONES, ids, mesh, simple
+from facade_cases import mesh
+from living_cases import ids, simple, train_once
 from record_cases import NAMES, check, configs, draw, rows_by_key
 
 import tpu_embed
@@ -23,9 +24,8 @@ class Run:
 
     def __init__(self, seed):
         self.rng, self.placed, lookahead = np.random.default_rng(seed), 0, seed % 2
-        self.engine = tpu_embed.EmbeddingEngine(
-            configs(), o.SGD(0.5), mesh=mesh(1), lookahead=lookahead
-        )
+        options = {"mesh": mesh(1), "lookahead": lookahead}
+        self.engine = tpu_embed.EmbeddingEngine(configs(), o.SGD(0.5), **options)
         self.state, self.queue, self.admitted = self.engine.init(jax.random.key(0)), [], []
         self.touched, self.late = TouchedRows(self.engine), []
         self.versions, self.last = [], {name: {} for name in NAMES}
@@ -66,8 +66,8 @@ class Run:
         if not self.admitted:
             self.admit()
         (batch, features, found, given), step = self.admitted.pop(0), int(self.state.step) + 1
-        gradients = {n: self.rng.normal(size=(4, d)).astype(np.float32) for n, d in
-                     zip(NAMES, (2, 2, 3), strict=True)}  # fmt: skip
+        dims = {"items": 2, "tags": 2, "far": 3}
+        gradients = {n: np.float32(self.rng.normal(size=(4, dim))) for n, dim in dims.items()}
         self.state = self.engine.update(self.state, batch, gradients)
         if given is not None:
             self.late.append((given, step))
@@ -84,10 +84,9 @@ class Run:
         at, step = int(self.rng.integers(rows.size)), int(self.state.step)
         values = self.rng.normal(size=(1, self.engine.table_configs[name].dim)).astype(np.float32)
         self.state = self.engine.set_rows(self.state, name, rows[[at]], values)
-        if self.rng.random() < 0.5:
-            self.touched.record_rows(name, rows[[at]], step)
-        else:
-            self.touched.record_rows(name, None, step, keys=keys[[at]])
+        by_row = self.rng.random() < 0.5
+        which = {"rows": rows[[at]]} if by_row else {"rows": None, "keys": keys[[at]]}
+        self.touched.record_rows(name, step=step, **which)
 
     def publish(self):
         for given, step in self.late:
@@ -147,7 +146,7 @@ def test_a_record_that_is_kept_knows_of_keys_that_were_recorded_before_they_had_
     touched.record(ids(1, 2), 1)
     state, batch = engine.admit(state, engine.place(ids(1, 2)))
     version = touched.version(state)
-    state = engine.update_in_place(state, batch, ONES)
+    state = engine.update(state, batch, engine.lookup(state, batch))
     kept.load(touched.saved(state))
     for one in (touched, kept):
         assert one.since(version)["t"].tolist() == [1, 2]
@@ -169,8 +168,7 @@ def test_a_batch_that_is_placed_ahead_takes_no_row_yet():
     engine, state = simple(2)
     touched, versions = TouchedRows(engine), []
     for step in (1, 2):
-        state, batch = engine.admit(state, engine.place(ids(1, 2)))
-        state = engine.update_in_place(state, batch, ONES)
+        state = train_once(engine, state, 1, 2)
         if step == 2:
             engine.place(ids(8, 9))
         touched.record(ids(1, 2), step)
@@ -199,49 +197,45 @@ def one():
     """Return an engine, its state, its record and the version at step 1."""
     engine, state = simple(2)
     touched = TouchedRows(engine)
-    state, batch = engine.admit(state, engine.place(ids(1, 2)))
-    state = engine.update_in_place(state, batch, ONES)
-    touched.record(batch, 1)
+    state = train_once(engine, state, 1, 2)
+    touched.record(ids(1, 2), 1)
     return engine, state, touched, touched.version(state)
 
 
-SINCE = {
-    "a negative step": (lambda v: -1, "step: expected an integer >= 0, got -1"),
-    "a bool": (lambda v: True, "step: expected an integer >= 0, got True"),
-    "a float": (lambda v: 1.0, "step: expected an integer >= 0, got 1.0"),
-    "a tuple": (lambda v: tuple(v), "step: expected an integer >= 0"),
-    "a step without version": (lambda v: 7, "or the step of one that this object has returned"),
-    "a negative part": (lambda v: v._replace(keys=-1), "since: keys: expected an integer >= 0"),
-    "a part of another type": (lambda v: v._replace(step=0.5), "since: step: expected an integer"),
-    "another run": (lambda v: Version("x", *v[1:]), "expected a version of run .*got Version"),
-}
+SINCE = [
+    (lambda v: -1, "step: expected an integer >= 0, got -1"),
+    (lambda v: True, "step: expected an integer >= 0, got True"),
+    (lambda v: 1.0, "step: expected an integer >= 0, got 1.0"),
+    (lambda v: tuple(v), "step: expected an integer >= 0"),
+    (lambda v: 7, "or the step of one that this object has returned"),
+    (lambda v: v._replace(keys=-1), "since: keys: expected an integer >= 0"),
+    (lambda v: v._replace(step=0.5), "since: step: expected an integer"),
+    (lambda v: Version("x", *v[1:]), "expected a version of run .*got Version"),
+]
 
 
-@pytest.mark.parametrize("case", SINCE)
-@pytest.mark.quick(2)
-def test_what_is_no_version_is_refused(one, case):
-    since, text = SINCE[case]
-    for ask in (one[2].since, one[2].changes):
-        with pytest.raises(ValueError, match=text):
-            ask(since(one[3]))
+def test_what_is_no_version_is_refused(one):
+    _, _, touched, version = one
+    for since, text in SINCE:
+        for ask in (touched.since, touched.changes):
+            with pytest.raises(ValueError, match=text):
+                ask(since(version))
 
 
-KEYS = {
-    "beside rows": ({"rows": [0], "keys": [1]}, "keys: expected None beside rows"),
-    "without a row": ({"rows": None, "keys": [1, 9]}, "expected keys with a row, got key 9"),
-    "floats": ({"rows": None, "keys": [1.0]}, "keys: expected integers or strings"),
-    "of rank 0": ({"rows": None, "keys": np.array(1)}, "keys: expected keys of shape"),
-    "strings": ({"rows": None, "keys": ["a"]}, "expected keys with a row"),
-}
+KEYS = [
+    ([0], [1], "keys: expected None beside rows"),
+    (None, [1, 9], "expected keys with a row, got key 9"),
+    (None, [1.0], "keys: expected integers or strings"),
+    (None, np.array(1), "keys: expected keys of shape"),
+    (None, ["a"], "expected keys with a row"),
+]
 
 
-@pytest.mark.parametrize("case", KEYS)
-@pytest.mark.quick(2)
-def test_keys_that_were_not_set_are_refused(one, case):
+def test_keys_that_were_not_set_are_refused(one):
     _, state, touched, version = one
-    given, text = KEYS[case]
-    with pytest.raises((TypeError, ValueError), match=text):
-        touched.record_rows("t", given["rows"], 1, keys=given["keys"])
+    for rows, keys, text in KEYS:
+        with pytest.raises((TypeError, ValueError), match=text):
+            touched.record_rows("t", rows, 1, keys=keys)
     assert touched.version(state) == version
 
 
@@ -250,7 +244,6 @@ def test_keys_of_both_signs_are_recorded():
     touched = TouchedRows(engine)
     keys = np.array([2**64 - 1, 2**63, 5], np.uint64)
     state, batch = engine.admit(state, engine.place({"x": keys}))
-    state = engine.update_in_place(state, batch, {"x": np.ones((3, 2), np.float32)})
     touched.record(batch, 1)
     version = touched.version(state)
     touched.record_rows("t", None, 1, keys=np.array([-1], np.int64))
@@ -267,20 +260,20 @@ def test_keys_of_both_signs_are_recorded():
 @pytest.mark.parametrize("how", ["load", "rewind to the beginning"])
 def test_a_record_from_before_maps_were_loaded_is_refused(one, how):
     engine, state, touched, version = one
-    maps, first = engine.vocabularies.state(), engine.init(jax.random.key(7))
+    step, now = (1, state) if how == "load" else (0, engine.init(jax.random.key(7)))
     if how == "load":
-        engine.vocabularies.load_state(maps)
+        engine.vocabularies.load_state(engine.vocabularies.state())
     else:
-        engine.vocabularies.rewind(first)
+        engine.vocabularies.rewind(now)
     calls = [lambda: touched.since(version), lambda: touched.changes(version), touched.never]
     calls += [lambda: touched.version(state), lambda: touched.saved(state)]
     text = "from before they were loaded; restore it .* make another TouchedRows.*full export"
     for call in calls:
         with pytest.raises(ValueError, match=text):
             call()
-    again = TouchedRows(engine, step=1 if how == "load" else 0)
-    assert again.version(state if how == "load" else first).keys == (1 if how == "load" else 0)
-    assert again.never() == {"t": 2 if how == "load" else 0}
+    again = TouchedRows(engine, step=step)
+    assert again.version(now).keys == step
+    assert again.never() == {"t": 2 * step}
     with pytest.raises(ValueError, match="since: expected a version of run"):
         again.since(version)
 
@@ -291,9 +284,8 @@ def test_more_lost_keys_than_rows_need_a_full_export(one, monkeypatch):
     touched = TouchedRows(engine, step=1)
     versions = [touched.version(state)]
     for step in range(2, 7):
-        state, batch = engine.admit(state, engine.place(ids(2 * step, 2 * step + 1)))
-        state = engine.update_in_place(state, batch, ONES)
-        touched.record(batch, step)
+        state = train_once(engine, state, 2 * step, 2 * step + 1)
+        touched.record(ids(2 * step, 2 * step + 1), step)
         versions.append(touched.version(state))
     assert touched.changes(versions[-2])["t"].lost.tolist() == [10, 11]
     text = r"expected a version of \d admitted batches or more, got one of 1: table 't' has lost"
