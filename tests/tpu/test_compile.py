@@ -9,19 +9,10 @@ import re
 import subprocess
 import sys
 
+import jax
+import programs
 import pytest
-from programs import (
-    OPTIMIZERS,
-    ROOT,
-    SMALL,
-    config_of,
-    dlrm_v4,
-    hosted,
-    many,
-    pipelined_step,
-    quickstart,
-    stateful_programs,
-)
+from programs import OPTIMIZERS, ROOT, SMALL, config_of, dlrm_v4, hosted, quickstart
 
 from tpu_embed import FeatureConfig
 from tpu_embed.kernels import sparsecore
@@ -66,11 +57,11 @@ def test_rounding_at_random_is_in_place_and_moves_no_more_rows(chip, keyed):
     features, shapes = hosted() if keyed else quickstart(dim=128)
 
     def compiled(rounding):
-        options = {"dtype": "bfloat16", "rounding": rounding}
-        changed = {
-            name: FeatureConfig(dataclasses.replace(feature.table, **options))
-            for name, feature in features.items()
-        }
+        def change(feature):
+            options = {"dtype": "bfloat16", "rounding": rounding}
+            return FeatureConfig(dataclasses.replace(feature.table, **options))
+
+        changed = jax.tree.map(change, features)
         return compile_for(SMALL[chip], changed, OPTIMIZERS["adagrad"], shapes, admit=False)
 
     plain, rounded = compiled("nearest"), compiled("stochastic")
@@ -94,7 +85,9 @@ def test_a_step_for_v5p_is_in_place_and_on_sparse_cores():
 
 def test_the_stateful_door_compiles_for_v6e():
     features, shapes = quickstart(dim=24)
-    lookup, update, plan = stateful_programs("v6e:2x2", features, OPTIMIZERS["adam"], shapes)
+    lookup, update, plan = programs.stateful_programs(
+        "v6e:2x2", features, OPTIMIZERS["adam"], shapes
+    )
     assert "gather_rows" in lookup.as_text()
     assert "merge_update" in update.as_text()
     memory = update.memory_analysis()
@@ -103,7 +96,7 @@ def test_the_stateful_door_compiles_for_v6e():
 
 def check_admit(compiled, tables):
     """Check that rows of tables on the host move in place, and take room for themselves alone."""
-    programs = {one.name: one for one in compiled.admit}
+    admit = {one.name: one for one in compiled.admit}
     assert [one.name for one in compiled.admit] == ["write", "exchange"]
     plans = {one.name: one for one in compiled.plan.tables if one.host is not None}
     assert {one.tables for one in compiled.admit} == {tables} == {tuple(plans)}
@@ -111,12 +104,12 @@ def check_admit(compiled, tables):
     row = next(iter(plans.values())).host.row_bytes
     for one in compiled.admit:
         assert one.aliased == pytest.approx(held, 0.02)
-    assert programs["write"].results < 10_000
-    moved = programs["exchange"]
+    assert admit["write"].results < 10_000
+    moved = admit["exchange"]
     # Rows that are narrower than a line of 128 words may take a whole line each.
     assert row * moved.rows <= moved.results <= 8 * row * moved.rows + 10_000
     assert row * moved.rows <= moved.arguments - moved.aliased <= 9 * row * moved.rows + 10_000
-    return programs
+    return admit
 
 
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("v5p", marks=whole)])
@@ -125,9 +118,9 @@ def test_a_step_with_tables_on_the_host_needs_what_the_devices_hold(chip):
     compiled = compile_for(SMALL[chip], features, OPTIMIZERS["adagrad"], shapes, hit_rates=0.75)
     check(compiled, chip)
     assert compiled.arguments < 2**28 < compiled.plan.on_host["rows at home"]
-    programs = check_admit(compiled, ("item", "user"))
+    admit = check_admit(compiled, ("item", "user"))
     # Parcels are rounded up to 64 times 1, 2, 3, 4, 6, 8, …: a quarter may take up to twice that.
-    assert programs["exchange"].rows <= programs["write"].rows / 2
+    assert admit["exchange"].rows <= admit["write"].rows / 2
     assert "admit exchange" in compiled.explain()
 
 
@@ -139,9 +132,9 @@ def test_dlrm_with_tables_on_the_host_fits_four_small_chips():
     plan, memory = compiled.plan, compiled.plan.memory
     plan.check()
     assert compiled.arguments + compiled.temporaries + plan.passing["misses"] < 0.95 * memory
-    programs = check_admit(compiled, ("t00", "t09", "t19", "t20", "t21"))
+    admit = check_admit(compiled, ("t00", "t09", "t19", "t20", "t21"))
     held = sum(plan.held.values())
-    assert all(held + one.results + one.temporaries < memory for one in programs.values())
+    assert all(held + one.results + one.temporaries < memory for one in admit.values())
 
 
 def test_topologies_have_the_hosts_that_libtpu_gives_them():
@@ -166,12 +159,10 @@ def test_the_command_line_estimates_the_time_of_a_step(tmp_path):
     config = tmp_path / "config.py"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "tpu_embed", "plan", str(config), "--json", "--compile"]
+    command += ["--topology", "v5p:2x2x1"]
     search = [str(ROOT), str(ROOT / "tests/tpu"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(search)}
-    done = subprocess.run(
-        [*command, "--topology", "v5p:2x2x1"], env=environment, capture_output=True, check=True
-    )
-    read = json.loads(done.stdout)
+    read = json.loads(subprocess.check_output(command, env=environment))
     found = read["estimate"]
     assert found["moved"] == sum(read["compiled"]["moved"].values())
     assert found["bounds"]["memory"] == found["moved"] / 2.765e12
@@ -190,7 +181,7 @@ def test_both_apis_compile_everywhere(chip):
     # bounds of the workers' shares are looked up, a few dozen numbers.)
     lists = re.findall(r" = \(?\w+\[\d+\]\S* (?:gather|scatter|sort)\(", compiled.text)
     assert not lists or chip in HAVE_SPARSE_CORES
-    stateful_programs(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
+    programs.stateful_programs(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
 
 
 @whole
@@ -248,7 +239,7 @@ def test_dlrm_v4_at_full_scale_is_as_planned():
 def test_kernels_and_collectives_grow_with_stacks_and_not_with_tables():
     few, more = (
         compile_for("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes).operations
-        for features, shapes in (many(26), many(260))
+        for features, shapes in map(programs.many, (26, 260))
     )
     for name in ("gather_rows", "merge_update", "all-to-all", "sort"):
         assert more[name] == few[name]
@@ -258,7 +249,7 @@ def test_kernels_and_collectives_grow_with_stacks_and_not_with_tables():
 def test_the_next_lookup_runs_beside_other_work():
     """Which work that is, the compiler decides."""
     features, shapes = quickstart(dim=128)
-    text = pipelined_step("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
+    text = programs.pipelined_step("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
     entry = text[text.index("\nENTRY") :].splitlines()
     calls = [line for line in entry if " call-start(" in line and "gather_rows" in line]
     assert len(calls) == 1
@@ -273,18 +264,18 @@ def test_the_next_lookup_runs_beside_other_work():
 def test_an_exchange_in_bfloat16_sends_half_the_bytes(placed):
     """What crosses the links are words of two numbers each, for XLA to convert nothing behind."""
     features, shapes = quickstart(dim=64)
-    given, both = ("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes), []
-    for dtype in (None, "bfloat16"):
-        both.append(compile_for(*given, placed=placed, exchange_dtype=dtype))
+    given = "v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes
+    exact, rounded = (
+        compile_for(*given, placed=placed, exchange_dtype=dtype) for dtype in (None, "bfloat16")
+    )
     numbers = re.compile(r"= \(?(\w+)\[([\d,]*)\]\S* all-to-all(?:-start)?\(")
     sizes = []
-    for compiled in both:
+    for compiled in (exact, rounded):
         # Row numbers, if the devices route, are int32.
         sent = [shape for dtype, shape in numbers.findall(compiled.text) if dtype != "s32"]
         assert len(sent) == 2
         sizes.append(sum(math.prod(map(int, shape.split(","))) for shape in sent))
     assert sizes[0] == 2 * sizes[1]
-    exact, rounded = both
     # Rounding is no pass of its own: no rows are in memory in float32 before they are rounded.
     assert rounded.operations["gather_rounded_rows"] == 1
     assert "gather_rows" not in rounded.operations

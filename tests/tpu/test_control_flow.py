@@ -7,7 +7,6 @@ import functools
 import importlib.util
 
 import jax
-import numpy as np
 import pytest
 from programs import OPTIMIZERS, quickstart
 
@@ -16,7 +15,6 @@ from tpu_embed.planning.compiled import compile_for
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu-compile"
 )
-whole = pytest.mark.whole
 CHIP = "v5p:2x2x1"
 
 
@@ -35,11 +33,9 @@ def lower(kind, engine, state, batch):
     return jax.jit(run, donate_argnums=0).lower(state, batch, flag)
 
 
-@pytest.mark.parametrize("kind", ["loop", pytest.param("branch", marks=whole)])
-@pytest.mark.parametrize(
-    "optimizer",
-    ["sgd", *(pytest.param(name, marks=whole) for name in ("adagrad", "row-wise", "adam", "ftrl"))],
-)
+@pytest.mark.parametrize("kind", ["branch", "loop"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "row-wise", "adam", "ftrl", "sgd"])
+@pytest.mark.quick(1)
 def test_steps_of_placed_batches(optimizer, kind):
     features, shapes = quickstart(dim=128)
     lowering = functools.partial(lower, kind)
@@ -47,10 +43,10 @@ def test_steps_of_placed_batches(optimizer, kind):
     assert ("merge_update" in compiled.text) == (optimizer != "ftrl")
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", pytest.param("ftrl", marks=whole)])
+@pytest.mark.parametrize("optimizer", ["ftrl", "adagrad"])
+@pytest.mark.quick(1)
 def test_a_step_of_traced_ids(optimizer):
     features, shapes = quickstart(dim=128)
-    features, rule = {"items": features["items"]}, OPTIMIZERS[optimizer]
-    shapes = {"items": jax.ShapeDtypeStruct(shapes["items"].shape, np.int32)}
-    compiled = compile_for(CHIP, features, rule, shapes, placed=False)
+    given = {"items": features["items"]}, OPTIMIZERS[optimizer], {"items": shapes["items"]}
+    compiled = compile_for(CHIP, *given, placed=False)
     assert ("merge_update" in compiled.text) == (optimizer != "ftrl")
