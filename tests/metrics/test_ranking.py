@@ -74,7 +74,7 @@ def test_auc_where_it_is_not_defined_or_hidden():
     known = ~np.isnan(scores)
     assert float(auc(scores, labels, known)) == (1 + 1 + 0 + 0.5) / 4
     assert math.isnan(auc(scores[:2], np.ones(2, int)))
-    assert math.isnan(auc(scores[:2], np.zeros(2, bool)))
+    assert math.isnan(auc(scores[:2], np.zeros(2, int)))
     assert float(auc(np.array([np.inf, -np.inf]), np.array([1, 0]))) == 1
     assert math.isnan(auc(np.zeros(0), np.zeros(0, int)))
 

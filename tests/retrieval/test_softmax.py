@@ -15,14 +15,9 @@ from tpu_embed import optimizers as o
 
 def loop_in_batch(queries, candidates, log_q, ids, temperature):
     """Return losses `[B]`, one pair after the other."""
-    losses = np.zeros(B)
-    for i in range(B):
-        if ids is not None and ids[i] < 0:
-            continue
-        logits = queries[i] @ candidates.T / temperature - (0 if log_q is None else log_q)
-        others = range(B) if ids is None else np.flatnonzero((ids != ids[i]) & (ids >= 0))
-        losses[i] = math.log(sum(math.exp(logits[j] - logits[i]) for j in {i, *others}))
-    return losses
+    ids = np.arange(B) if ids is None else ids
+    log_q = log_q if log_q is None else (log_q, log_q)
+    return loop_sampled(queries, candidates, candidates, (ids, ids), log_q, temperature)
 
 
 def vectors(seed, *shape):

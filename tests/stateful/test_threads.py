@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
 
-from tpu_embed._calls import Exchange
-
 LONG = 60
 """Seconds after which a thread that waits has a deadlock."""
 
@@ -50,13 +48,15 @@ def during_updates(monkeypatch):
 
         def prepared(*arguments):
             exchange = prepare(*arguments)
+            work = exchange._work
 
             def run(call):
-                state = exchange._work(call)
+                state = work(call)
                 function()
                 return state
 
-            return Exchange(run)
+            exchange._work = run
+            return exchange
 
         monkeypatch.setattr(embedding.engine, "prepare_update", prepared)
 

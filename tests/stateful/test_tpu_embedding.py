@@ -108,40 +108,34 @@ def test_first_in_first_out():
         assert_same(activations, looked_up(embedding, number))
         for each in activations.values():
             assert [shard.data.shape[0] for shard in each.addressable_shards] == [2, 2]
-    with pytest.raises(RuntimeError, match="dequeue: expected a batch, got an empty queue"):
-        embedding.dequeue()
 
 
-def test_dequeue_waits_for_the_gradients_of_the_last_training_batch():
+def test_calls_out_of_turn_change_nothing():
     embedding = make_embedding()
-    embedding.enqueue(batch(0))
-    embedding.enqueue(batch(1))
-    activations = embedding.dequeue()
-    before = snapshot(embedding)
-    said = r"dequeue 'second': expected gradients .* none yet; call apply_gra"
-    with pytest.raises(RuntimeError, match=said):
-        embedding.dequeue("second")
+
+    def refused(said, call, *arguments, **options):
+        with pytest.raises(RuntimeError, match=said):
+            call(*arguments, **options)
+
+    apply, none = embedding.apply_gradients, "got none since the last apply_gradients"
+    refused(r"gradients 'x': .* got tables that were not built", apply, {}, name="x")
+    for number in range(2):
+        embedding.enqueue(batch(number))
+    refused(none, apply, {})
+    given, before = gradients(embedding.dequeue()), snapshot(embedding)
+    refused(r"dequeue 'second': expected gradients .* none yet; call", embedding.dequeue, "second")
     assert_same(snapshot(embedding), before)
-    embedding.apply_gradients(gradients(activations))
-    assert_same(embedding.dequeue(), looked_up(embedding, 1))
-
-
-def test_apply_gradients_needs_a_dequeued_training_batch():
-    embedding = make_embedding()
-    with pytest.raises(RuntimeError, match=r"gradients 'x': .* got tables that were not built"):
-        embedding.apply_gradients({}, name="x")
-    embedding.enqueue(batch(0))
-    with pytest.raises(RuntimeError, match="got none since the last apply_gradients"):
-        embedding.apply_gradients({})
-    given = gradients(embedding.dequeue())
-    embedding.apply_gradients(given)
+    apply(given)
     before = snapshot(embedding)
-    with pytest.raises(RuntimeError, match="got none since the last apply_gradients"):
-        embedding.apply_gradients(given)
+    refused(none, apply, given)
+    assert_same(snapshot(embedding), before)
+    assert_same(embedding.dequeue(), looked_up(embedding, 1))
+    apply(given)
     embedding.enqueue(batch(0), training=False)
     embedding.dequeue()
-    with pytest.raises(RuntimeError, match="got one enqueued with training=False"):
-        embedding.apply_gradients(given)
+    before = snapshot(embedding)
+    refused("got one enqueued with training=False", apply, given)
+    refused("dequeue: expected a batch, got an empty queue", embedding.dequeue)
     assert_same(snapshot(embedding), before)
 
 
@@ -163,6 +157,8 @@ def test_retrieve_is_on_the_host_and_load_brings_it_back():
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves((tables, slots)))
     assert_same(tables, embedding.engine.tables(embedding.state))
     assert_same(slots, embedding.engine.slots(embedding.state))
+    assert list(embedding.embedding_tables) == [ITEM, USER]
+    assert_same([*embedding.embedding_tables.values()], [tables["item"], tables["user"]])
     kept = jax.tree.map(np.copy, (tables, slots))
     train(embedding, [2])
     assert_same((tables, slots), kept)  # the next step does not change what was retrieved
@@ -211,14 +207,6 @@ def test_load_issues_waiting_lookups_again(pipelined):
     changed = np.asarray(embedding.dequeue()["clicks"])
     assert not np.array_equal(changed, expected[1]["clicks"])
     assert np.all(changed < 3)
-
-
-def test_embedding_tables_are_keyed_by_config():
-    embedding = make_embedding()
-    tables = embedding.embedding_tables
-    assert list(tables) == [ITEM, USER]
-    found = {config.name: table for config, table in tables.items()}
-    assert_same(found, embedding.engine.tables(embedding.state))
 
 
 def test_the_state_may_be_replaced():
@@ -270,18 +258,13 @@ def test_describe():
     )
     described = embedding.describe()
     assert json.loads(json.dumps(described)) == described
-    table = described["tables"]["g"]
     expected = {"vocabulary_size": 9, "padded_vocabulary_size": 10, "dim": 2, "dtype": "bfloat16"}
     expected |= {"placement": "div", "offset": 0, "num_features": 8, "learning_rate": 0.125}
-    assert {key: table[key] for key in expected} == expected
+    assert described["tables"]["g"].items() >= expected.items()
     rule = described["tables"]["b"]["optimizer"]
     assert (rule["class"], rule["epsilon"]) == ("Adagrad", 0.125)
-    rest = {key: described[key] for key in ("devices", "hosts", "pipelined")}
-    assert rest == {"devices": 2, "hosts": 1, "pipelined": True}
-    assert described["per_replica_batch_size"] is None
+    rest = {"devices": 2, "hosts": 1, "pipelined": True, "per_replica_batch_size": None}
+    assert described.items() >= rest.items()
     # Equal rates share a tag.
-    rates = {name: described["tables"][name]["learning_rate"] for name in "abcdef"}
-    assert rates["b"] == rates["c"] == {"tag": 0}
-    assert rates["d"] == {"tag": 1}
-    assert rates["a"] == {"tag": 2}
-    assert (rates["e"], rates["f"]) == (0.125, None)
+    rates = [described["tables"][name]["learning_rate"] for name in "abcdef"]
+    assert rates == [{"tag": 2}, {"tag": 0}, {"tag": 0}, {"tag": 1}, 0.125, None]

@@ -244,6 +244,7 @@ def test_keys_of_both_signs_are_recorded():
     touched = TouchedRows(engine)
     keys = np.array([2**64 - 1, 2**63, 5], np.uint64)
     state, batch = engine.admit(state, engine.place({"x": keys}))
+    state = engine.update(state, batch, engine.lookup(state, batch))
     touched.record(batch, 1)
     version = touched.version(state)
     touched.record_rows("t", None, 1, keys=np.array([-1], np.int64))

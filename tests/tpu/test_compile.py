@@ -1,6 +1,7 @@
 """Steps compiled by libtpu for chips that need not exist: memory, and bytes moved."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -35,18 +36,20 @@ FORMS = {
 """All pairs that matter with few compilations: a chip, a placement, a form, an optimizer."""
 
 
-def check(compiled, chip):
-    """Check a step's memory and movement against its plan."""
+def checked(topology, features, optimizer, shapes, **options):
+    """Compile a step, and check its memory and movement against its plan."""
+    compiled = compile_for(topology, features, optimizer, shapes, **options)
     plan = compiled.plan
     held = sum(plan.held.values())  # small arrays of one axis have smaller tiles than planned
     assert compiled.arguments == pytest.approx(held + plan.passing["ids"], 0.02)
     assert compiled.aliased == pytest.approx(held, 0.02)
     kernels = {"gather_rows", "set_rows", "merge_update"} & compiled.moved.keys()
-    if chip in HAVE_SPARSE_CORES:
+    if topology.partition(":")[0] in HAVE_SPARSE_CORES:
         assert "gather_rows" in kernels
         assert len(kernels) > 1, "one of two kernels writes rows"
     else:
         assert not kernels
+    return compiled
 
 
 @whole
@@ -72,8 +75,7 @@ def test_rounding_at_random_is_in_place_and_moves_no_more_rows(chip, keyed):
 
 def test_a_step_for_v5p_is_in_place_and_on_sparse_cores():
     features, shapes = quickstart(dim=128)
-    compiled = compile_for("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
-    check(compiled, "v5p")
+    compiled = checked("v5p:2x2x1", features, OPTIMIZERS["adagrad"], shapes)
     assert compiled.operations["gather_rows"] == 1  # rows asked for
     assert compiled.operations["merge_update"] == 1
     assert "set_rows" not in compiled.operations
@@ -115,8 +117,7 @@ def check_admit(compiled, tables):
 @pytest.mark.parametrize("chip", ["v5e", pytest.param("v5p", marks=whole)])
 def test_a_step_with_tables_on_the_host_needs_what_the_devices_hold(chip):
     features, shapes = hosted()
-    compiled = compile_for(SMALL[chip], features, OPTIMIZERS["adagrad"], shapes, hit_rates=0.75)
-    check(compiled, chip)
+    compiled = checked(SMALL[chip], features, OPTIMIZERS["adagrad"], shapes, hit_rates=0.75)
     assert compiled.arguments < 2**28 < compiled.plan.on_host["rows at home"]
     admit = check_admit(compiled, ("item", "user"))
     # Parcels are rounded up to 64 times 1, 2, 3, 4, 6, 8, …: a quarter may take up to twice that.
@@ -127,8 +128,7 @@ def test_a_step_with_tables_on_the_host_needs_what_the_devices_hold(chip):
 @whole
 def test_dlrm_with_tables_on_the_host_fits_four_small_chips():
     features, optimizer, shapes = config_of("dlrm_dcnv2_host").workload()
-    compiled = compile_for("v5e:2x2", features, optimizer, shapes, hit_rates=0.8)
-    check(compiled, "v5e")
+    compiled = checked("v5e:2x2", features, optimizer, shapes, hit_rates=0.8)
     plan, memory = compiled.plan, compiled.plan.memory
     plan.check()
     assert compiled.arguments + compiled.temporaries + plan.passing["misses"] < 0.95 * memory
@@ -175,8 +175,7 @@ def test_the_command_line_estimates_the_time_of_a_step(tmp_path):
 def test_both_apis_compile_everywhere(chip):
     placement, dim, dtype, optimizer = FORMS[chip]
     features, shapes = quickstart(placement, dim, dtype)
-    compiled = compile_for(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
-    check(compiled, chip)
+    compiled = checked(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
     # The host has routed the ids: no list of numbers is indexed or sorted. (On SparseCores the
     # bounds of the workers' shares are looked up, a few dozen numbers.)
     lists = re.findall(r" = \(?\w+\[\d+\]\S* (?:gather|scatter|sort)\(", compiled.text)
@@ -189,15 +188,13 @@ def test_both_apis_compile_everywhere(chip):
 @pytest.mark.parametrize("chip", ["v5e", "v5p"])
 def test_every_family_of_optimizers_compiles(chip, optimizer):
     features, shapes = quickstart()
-    check(compile_for(SMALL[chip], features, OPTIMIZERS[optimizer], shapes), chip)
+    checked(SMALL[chip], features, OPTIMIZERS[optimizer], shapes)
 
 
 @whole
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:16x16"])
 def test_dlrm_at_full_scale_is_as_planned(topology):
-    features, optimizer, shapes = config_of("dlrm_dcnv2").workload()
-    compiled = compile_for(topology, features, optimizer, shapes)
-    check(compiled, topology.partition(":")[0])
+    compiled = checked(topology, *config_of("dlrm_dcnv2").workload())
     plan = compiled.plan
     plan.check()
     needed = compiled.arguments + compiled.temporaries
@@ -205,34 +202,31 @@ def test_dlrm_at_full_scale_is_as_planned(topology):
     assert sum(compiled.moved.values()) <= 2 * sum(plan.moved.values())
 
 
-def check_jagged(compiled, chip):
-    """Check that a step's memory is what jagged activations and their exchange need.
+def checked_jagged(topology, *workload):
+    """Compile a step; check that its memory is what jagged activations and their exchange need.
 
     They need room for the activations and as much for their gradients, one row per place, and for
     the fullest stage of the exchange (`costs.passing`): here the sums of gradients that are sent,
     those that arrive, and the rows to update. Ids are arguments.
     """
-    check(compiled, chip)
+    compiled = checked(topology, *workload)
     plan = compiled.plan
     assert compiled.arguments == pytest.approx(sum(plan.held.values()) + plan.passing["ids"], 0.01)
     needed = plan.passing["activations"] + plan.passing["exchange"]
     assert compiled.temporaries <= 1.3 * needed
+    return compiled
 
 
 def test_jagged_histories_need_no_more_than_their_events():
-    features, optimizer, shapes = dlrm_v4(1_000_000, batch_size=64, events=1024)
-    compiled = compile_for("tpu7x:2x2x1", features, optimizer, shapes)
-    check_jagged(compiled, "tpu7x")
+    workload = dlrm_v4(1_000_000, batch_size=64, events=1024)
+    compiled = checked_jagged("tpu7x:2x2x1", *workload)
     # Each of 8 devices has 8 histories; padded, they would have 4,096 positions each.
     assert not re.search(r"f32\[(8,4096|32768),512\]", compiled.text)
 
 
 @whole
 def test_dlrm_v4_at_full_scale_is_as_planned():
-    features, optimizer, shapes = dlrm_v4()
-    compiled = compile_for("tpu7x:4x4x4", features, optimizer, shapes)
-    check_jagged(compiled, "tpu7x")
-    compiled.plan.check()
+    checked_jagged("tpu7x:4x4x4", *dlrm_v4()).plan.check()
 
 
 @whole
@@ -281,3 +275,44 @@ def test_an_exchange_in_bfloat16_sends_half_the_bytes(placed):
     assert "gather_rows" not in rounded.operations
     assert sum(rounded.moved.values()) < 0.85 * sum(exact.moved.values())
     assert {dtype for dtype, _ in numbers.findall(rounded.text)} <= {"u32", "s32"}
+
+
+# -- Steps inside of loops and branches ------------------------------------------------------------
+#
+# libtpu ends the process where it cannot compile a program, so a failure here ends the worker.
+
+CHIP = "v5p:2x2x1"
+
+
+def lower(kind, engine, state, batch):
+    """Lower three steps, or one that may be left out; return what `jax.jit` lowers."""
+
+    def run(state, batch, flag):
+        def step(state):
+            return engine.update(state, batch, engine.lookup(state, batch))
+
+        if kind == "loop":
+            return jax.lax.fori_loop(0, 3, lambda _, state: step(state), state)
+        return jax.lax.cond(flag, step, lambda state: state, state)
+
+    flag = jax.ShapeDtypeStruct((), bool)
+    return jax.jit(run, donate_argnums=0).lower(state, batch, flag)
+
+
+@pytest.mark.parametrize("kind", ["branch", "loop"])
+@pytest.mark.parametrize("optimizer", ["adagrad", "row-wise", "adam", "ftrl", "sgd"])
+@pytest.mark.quick(1)
+def test_steps_of_placed_batches(optimizer, kind):
+    features, shapes = quickstart(dim=128)
+    lowering = functools.partial(lower, kind)
+    compiled = compile_for(CHIP, features, OPTIMIZERS[optimizer], shapes, lower=lowering)
+    assert ("merge_update" in compiled.text) == (optimizer != "ftrl")
+
+
+@pytest.mark.parametrize("optimizer", ["ftrl", "adagrad"])
+@pytest.mark.quick(1)
+def test_a_step_of_traced_ids(optimizer):
+    features, shapes = quickstart(dim=128)
+    given = {"items": features["items"]}, OPTIMIZERS[optimizer], {"items": shapes["items"]}
+    compiled = compile_for(CHIP, *given, placed=False)
+    assert ("merge_update" in compiled.text) == (optimizer != "ftrl")

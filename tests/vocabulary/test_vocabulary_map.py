@@ -139,21 +139,15 @@ def test_the_last_batch_of_an_example(kernels, case):
 
 
 @both
-def test_an_empty_batch_is_a_step(kernels):
-    found = make_map(kernels, 2)
-    taken = found.take(NO_ROWS, NO_KEYS)
-    assert (taken.step, taken.unseen, taken.rows.size, taken.new_rows.size) == (1, 0, 0, 0)
-    assert found.find(NO_KEYS).dtype == np.int64
-    assert (found.step, len(found)) == (1, 0)
-
-
-@both
-def test_parts_of_arrays_are_taken(kernels):
-    found = make_map(kernels, 8)
-    keys = np.arange(8, dtype=np.uint64)
+def test_parts_of_arrays_are_taken_and_an_empty_batch_is_a_step(kernels):
+    found, keys = make_map(kernels, 8), np.arange(8, dtype=np.uint64)
     assert found.take(NO_ROWS, keys[::2]).new_keys.tolist() == [0, 2, 4, 6]
     assert found.find(keys[::-2]).tolist() == [-1] * 4
     assert found.find(keys[::2]).tolist() == [0, 1, 2, 3]
+    taken = found.take(NO_ROWS, NO_KEYS)
+    assert (taken.step, taken.unseen, taken.rows.size, taken.new_rows.size) == (2, 0, 0, 0)
+    assert found.find(NO_KEYS).dtype == np.int64
+    assert (found.step, len(found)) == (2, 4)
 
 
 # -- Refusals --------------------------------------------------------------------------------------
