@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -132,16 +133,13 @@ def test_close_wakes_a_loop_in_another_thread():
         assert never.wait(LONG)
 
     batches = Prefetcher(engine(), stuck())
-    loop = threading.Thread(target=lambda: seen.extend(n for _, n in batches), daemon=True)
-    loop.start()
-    wait_for(lambda: len(seen) == 1)
-    closing = threading.Thread(target=batches.close, daemon=True)
-    closing.start()
-    loop.join(LONG)
-    assert not loop.is_alive()
-    assert closing.is_alive()  # it waits for the source
-    never.set()
-    closing.join(LONG)
+    with ThreadPoolExecutor() as pool:
+        loop = pool.submit(lambda: seen.extend(n for _, n in batches))
+        wait_for(lambda: len(seen) == 1)
+        closing = pool.submit(batches.close)
+        loop.result(LONG)
+        assert not closing.done()  # it waits for the source
+        never.set()
     assert seen == [0]
 
 

@@ -1,7 +1,7 @@
 """Softmax over negatives that each query chooses among rows that are looked up once."""
 
-import functools
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_each_query_has_the_negatives_it_chooses(small_parts, lead, score, by_in
         positives = right if by_index else rows[right]
         return retrieval.sampled_softmax(queries, positives, rows, **named, **how)
 
-    wanted = functools.partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
+    wanted = partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
     check(ours, wanted, arrays_of(lead), BOUND)
 
 
@@ -101,7 +101,7 @@ def test_an_index_that_is_no_row_is_never_silent():
     """Known ones are refused; inside a jit the loss of the query is NaN, unless it is padding."""
     queries, rows = single(*arrays_of((4,)))
     ids = {"positive_ids": np.array([4, 7, 2, -1]), "negative_ids": np.arange(K)}
-    loss = functools.partial(retrieval.sampled_softmax, queries)
+    loss = partial(retrieval.sampled_softmax, queries)
     right, chosen = np.array([0, 1, K, -1]), np.tile(np.arange(N), (4, 1))
     chosen[1, 2] = chosen[3, 1] = 2**30
     with pytest.raises(ValueError, match=r"positives: expected indices below .* K = 6, got 6"):
@@ -126,7 +126,7 @@ def test_an_index_that_is_no_row_is_never_silent():
     assert np.isfinite(spoilt[0][0]).all()
 
 
-@functools.cache
+@cache
 def train(devices, mapped):
     """Return loss and table of a step over the events of histories: what is next in each?"""
     items, rng = 40, np.random.default_rng(3)
@@ -184,8 +184,8 @@ def test_cosines_of_a_batch():
         (retrieval.in_batch_softmax, (queries, rows)),
         (retrieval.sampled_softmax, (queries, rows, own)),
     ):
-        wanted = loss(*single(*map(unit, given)), temperature=0.5)
-        found = loss(*single(*given), score="cosine", temperature=0.5)
+        wanted = jax.jit(partial(loss, temperature=0.5))(*single(*map(unit, given)))
+        found = jax.jit(partial(loss, score="cosine", temperature=0.5))(*single(*given))
         np.testing.assert_allclose(found, wanted, atol=BOUND)
         with pytest.raises(ValueError, match=r"score: expected 'dot' \| 'cosine', got"):
             loss(*given, score="angle")

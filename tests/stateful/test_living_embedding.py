@@ -267,7 +267,7 @@ def test_a_batch_is_used_as_it_was_placed():
 
 def test_tables_are_loaded_where_the_maps_were():
     feature = FeatureConfig(TableConfig(50, 2, name="t", vocabulary=DynamicVocabulary()))
-    one, two = (tpu_embed.TPUEmbedding(feature, o.Adagrad(0.5)) for _ in range(2))
+    one, two = (tpu_embed.TPUEmbedding(feature, o.Adagrad(0.5), mesh=mesh(1)) for _ in range(2))
     for first in range(3):
         one.enqueue(np.arange(8) + first)
         one.apply_gradients(one.dequeue())

@@ -28,15 +28,15 @@ WRONG_FEATURES = {
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-@pytest.mark.parametrize("said", WRONG_FEATURES)
-@pytest.mark.quick(3)
-def test_enqueue_of_wrong_features(said, pipelined):
+@pytest.mark.quick(1)
+def test_enqueue_of_wrong_features(pipelined):
     embedding, given = _dequeued(pipelined)
     before = snapshot(embedding)
-    with pytest.raises((ValueError, TypeError), match=said) as raised:
-        embedding.enqueue({**batch(3), **WRONG_FEATURES[said]}, name="eve")
-    assert raised.value.__notes__ == ["raised by enqueue 'eve'"]
-    assert_same(snapshot(embedding), before)
+    for said, wrong in WRONG_FEATURES.items():
+        with pytest.raises((ValueError, TypeError), match=said) as raised:
+            embedding.enqueue({**batch(3), **wrong}, name="eve")
+        assert raised.value.__notes__ == ["raised by enqueue 'eve'"]
+        assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
 
 
@@ -54,15 +54,15 @@ WRONG_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("said", WRONG_GRADIENTS)
-@pytest.mark.quick(4)
-def test_wrong_gradients_change_nothing(said):
+def test_wrong_gradients_change_nothing():
     embedding, given = _dequeued()
-    before, changed = snapshot(embedding), WRONG_GRADIENTS[said]
-    with pytest.raises((ValueError, TypeError), match=said) as raised:
-        embedding.apply_gradients(given | changed if changed else [*given.values()], name="eve")
-    assert raised.value.__notes__ == ["raised by apply_gradients 'eve'"]
-    assert_same(snapshot(embedding), before)
+    before = snapshot(embedding)
+    for said, changed in WRONG_GRADIENTS.items():
+        wrong = given | changed if changed else [*given.values()]
+        with pytest.raises((ValueError, TypeError), match=said) as raised:
+            embedding.apply_gradients(wrong, name="eve")
+        assert raised.value.__notes__ == ["raised by apply_gradients 'eve'"]
+        assert_same(snapshot(embedding), before)
     embedding.apply_gradients(given)
     assert int(embedding.state.step) == before[1] + 1
 
@@ -124,7 +124,7 @@ def test_what_a_learning_rate_raises_is_no_device_error(wrong, while_tracing):
     fails = False
     embedding.apply_gradients(given)
     assert int(embedding.state.step) == 1
-    assert embedding.engine.compilations == {"lookup": 1, "update": 1}
+    assert embedding.engine.compilations == {"lookup": 1, "update": 1 + while_tracing}
 
 
 def _fail_on_the_device(pipelined=False):
@@ -269,6 +269,7 @@ def test_what_was_interrupted_is_gone_on_with_or_the_state_is_invalid(when):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
+@pytest.mark.quick(1)
 def test_a_failed_lookup_leaves_the_queue(pipelined, monkeypatch):
     embedding = make_embedding(pipeline_execution_with_tensor_core=pipelined)
 

@@ -1,13 +1,14 @@
-"""What is reported of tables with keys, beside copies of all their rows."""
+"""What is reported of tables with keys: late, ahead, by key; and what is refused.
+
+Random runs, beside a server that follows them, are in `io/delta/test_living_deltas.py`.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
-from facade_cases import mesh
 from living_cases import ids, simple, train_once
-from record_cases import NAMES, check, configs, draw, rows_by_key
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig
@@ -16,128 +17,19 @@ from tpu_embed.io import TouchedRows, Version
 from tpu_embed.touched import table_marks
 
 
-class Run:
-    """Batches that are placed ahead, admitted ahead, thrown away, and recorded in any way.
-
-    Beside it a plain model: of each key, the last update that it was in while it had a row.
-    """
-
-    def __init__(self, seed):
-        self.rng, self.placed, lookahead = np.random.default_rng(seed), 0, seed % 2
-        options = {"mesh": mesh(1), "lookahead": lookahead}
-        self.engine = tpu_embed.EmbeddingEngine(configs(), o.SGD(0.5), **options)
-        self.state, self.queue, self.admitted = self.engine.init(jax.random.key(0)), [], []
-        self.touched, self.late = TouchedRows(self.engine), []
-        self.versions, self.last = [], {name: {} for name in NAMES}
-
-    def place(self):
-        """Place a batch; perhaps its features are recorded long before its update."""
-        features = draw(self.rng, self.placed)
-        is_recorded = self.rng.random() < 0.3
-        step = int(self.state.step) + len(self.admitted) + len(self.queue) + 1
-        if is_recorded:
-            self.touched.record(features, step)
-        self.queue.append((features, self.engine.place(features), is_recorded))
-        self.placed += 1
-
-    def throw_away(self):
-        """Throw away what is placed; a step that is recorded cannot be recorded anew."""
-        if not any(is_recorded for *_, is_recorded in self.queue):
-            self.engine.vocabularies.rewind(self.state)
-            self.placed -= len(self.queue)
-            self.queue = []
-
-    def admit(self):
-        if len(self.admitted) > self.engine.vocabularies.lookahead:
-            return
-        if not self.queue:
-            self.place()
-        features, batch, is_recorded = self.queue.pop(0)
-        step = int(self.state.step) + len(self.admitted) + 1
-        given = (features, batch)[int(self.rng.integers(2))]
-        if not is_recorded and self.rng.random() < 0.4:
-            self.touched.record(given, step)
-            is_recorded = True
-        self.state, batch = self.engine.admit(self.state, batch)
-        found = {name: self.engine.vocabularies.find(name, features[name]) for name in NAMES}
-        self.admitted.append((batch, features, found, None if is_recorded else given))
-
-    def train(self):
-        if not self.admitted:
-            self.admit()
-        (batch, features, found, given), step = self.admitted.pop(0), int(self.state.step) + 1
-        dims = {"items": 2, "tags": 2, "far": 3}
-        gradients = {n: np.float32(self.rng.normal(size=(4, dim))) for n, dim in dims.items()}
-        self.state = self.engine.update(self.state, batch, gradients)
-        if given is not None:
-            self.late.append((given, step))
-        for name, rows in found.items():
-            for key, row in zip(features[name].tolist(), rows, strict=True):
-                if row >= 0 and key != -1:
-                    self.last[name][key] = step
-
-    def edit(self):
-        name = NAMES[int(self.rng.integers(3))]
-        keys, rows = self.engine.vocabularies.keys(name)
-        if not rows.size or (name == "far" and self.queue):  # set_rows refuses batches placed ahead
-            return
-        at, step = int(self.rng.integers(rows.size)), int(self.state.step)
-        values = self.rng.normal(size=(1, self.engine.table_configs[name].dim)).astype(np.float32)
-        self.state = self.engine.set_rows(self.state, name, rows[[at]], values)
-        by_row = self.rng.random() < 0.5
-        which = {"rows": rows[[at]]} if by_row else {"rows": None, "keys": keys[[at]]}
-        self.touched.record_rows(name, step=step, **which)
-
-    def publish(self):
-        for given, step in self.late:
-            self.touched.record(given, step)
-        self.late, now = [], rows_by_key(self.engine, self.state)
-        for version, before in self.versions:
-            check(self.touched, version, before, now)
-            for name, reported in self.touched.since(version).items():
-                changed = {key for key, step in self.last[name].items() if step > version.step}
-                assert changed & set(now[name]) <= set(reported.tolist()), name
-        version = self.touched.version(self.state)
-        self.versions = [*self.versions[-4:], (version, now)]
-        keyed = {name: len(set(now[name]) - {"shared"}) for name in NAMES}
-        assert all(0 <= n <= keyed[name] for name, n in self.touched.never().items())
-
-    def finish(self):
-        """Train on all that is placed: then no mark is later than the last update."""
-        while self.queue:
-            self.train()
-        while self.admitted:
-            self.train()
-        self.train()
-        self.publish()
-        assert not any(keys.size for keys in self.touched.since(self.versions[-1][0]).values())
-
-
-ACTIONS = {"place": 15, "admit": 20, "throw_away": 5, "train": 25, "edit": 10, "publish": 25}
-
-
-@pytest.mark.parametrize("seed", range(2), ids=["admitted in turn", "admitted ahead"])
-def test_every_change_is_reported_however_it_is_recorded(seed):
-    run = Run(seed)
-    for action in run.rng.choice([*ACTIONS], 120, p=np.array([*ACTIONS.values()]) / 100):
-        if action != "place" or len(run.queue) < 3:
-            getattr(run, action)()
-    run.finish()
-
-
 def test_threads_record_while_batches_are_admitted():
-    run = Run(5)
-    run.train()
-    run.publish()
+    engine, state = simple(32)
+    touched, recorded = TouchedRows(engine), []
+    before = touched.version(state)
     with ThreadPoolExecutor() as pool:
-        recorded = []
-        for _ in range(20):
-            run.train()
-            recorded += [pool.submit(run.touched.record, *late) for late in run.late]
-            run.late = []
+        for step in range(1, 21):
+            state = train_once(engine, state, step, step + 1)
+            recorded.append(pool.submit(touched.record, ids(step, step + 1), step))
     assert not any(one.result() for one in recorded)  # it raises what a thread has
-    run.publish()
-    assert run.versions[-1][0].step == 21
+    assert touched.since(before)["t"].tolist() == list(range(1, 22))
+    after = touched.version(state)
+    assert after.step == 20
+    assert not touched.since(after)["t"].size
 
 
 def test_a_record_that_is_kept_knows_of_keys_that_were_recorded_before_they_had_rows():
