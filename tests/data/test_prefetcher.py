@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from data_cases import SIZE, batch, engine, number_of, source
 
-import tpu_embed
-from tpu_embed import FeatureConfig, RaggedIds, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
 from tpu_embed.data import Prefetcher
 
 
@@ -32,7 +31,7 @@ def test_what_surrounds_the_features_is_kept():
 
 def test_weights_beside_the_features():
     config = {"x": FeatureConfig(TableConfig(9, 1, combiner="sum", name="t"))}
-    weighing = tpu_embed.EmbeddingEngine(config, mesh=engine().layout.axes.mesh)
+    weighing = EmbeddingEngine(config, mesh=engine().layout.axes.mesh)
     ids, weights = {"x": np.ones((4, 2), np.int32)}, {"x": np.full((4, 2), 0.25, np.float32)}
     [(placed, label)] = Prefetcher(weighing, [(ids, weights, "label")], weighted=True)
     expected = weighing.place(ids, weights)

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 from data_cases import LONG, ROWS, SIZE, batch, engine, source, threads, wait_for
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed.data import Prefetcher
 
 
@@ -221,7 +220,7 @@ KEYS = {"x": np.arange(8)}
 def make_living():
     """Return an engine whose keys get rows, its maps, and its first state."""
     table = TableConfig(50, 2, vocabulary=DynamicVocabulary())
-    living = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)})
+    living = EmbeddingEngine({"x": FeatureConfig(table)})
     return living, living.vocabularies, living.init(jax.random.key(0))
 
 

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, metrics, planning
 from tpu_embed import optimizers as o
 from tpu_embed.planning import HitCount, count_hits
 
@@ -38,16 +37,16 @@ def test_counts_are_those_of_an_engine(evict, lookahead):
     """Two features look the table up: their ids of an example stand next to each other."""
     storage, feature = on_host(evict)
     features = {"a": feature, "b": feature}
-    engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.5), lookahead=lookahead)
+    engine = EmbeddingEngine(features, o.SGD(0.5), lookahead=lookahead)
     state, total = engine.init(jax.random.key(0)), collections.Counter()
     for one in IDS:
         given = {"a": one[:, :2], "b": one[:, 2:]}
-        total.update(tpu_embed.metrics.batch_statistics(engine, given)["items"])
+        total.update(metrics.batch_statistics(engine, given)["items"])
         state, batch = engine.admit(state, engine.place(given))
         state = engine.update(state, batch, engine.lookup(state, batch))
     engine.storage.flush()
     found = count_hits(IDS, storage, lookahead=lookahead)
-    counted = tpu_embed.metrics.counters(engine, state)["storage"]["items"]
+    counted = metrics.counters(engine, state)["storage"]["items"]
     assert (counted["sent"], counted["brought"]) == (found.sent, found.brought)
     assert counted["missed"] == total["misses"] == found.brought + found.drawn
     assert (total["hits"], total["unique"]) == (found.hits, found.rows)

@@ -62,6 +62,9 @@ def test_rows_at_home_take_what_the_store_says():
     store, n = host_native.RowStore([32, 32], None), 1_000_000
     for ids in np.arange(n, dtype=np.uint64).reshape(10, -1) * 7:
         store.write(ids, [np.zeros((ids.size, 32), np.uint8)] * 2, 1)
+        # 8 bytes of id, 4 of mark, at most 4 / 0.5 in the index; and room of a segment to come.
+        segment = (store.numbers.row_bytes / 64 - store.numbers.size) * 12
+        assert store.numbers.index_bytes <= 20.5 * store.numbers.size + segment + 256 * 64
     host = host_of(planned(declared(), touched_rows={"items": n}))
     assert host.row_bytes == 64
     assert 0 <= store.numbers.row_bytes - host.row_store_bytes < 2**24

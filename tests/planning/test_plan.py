@@ -201,20 +201,6 @@ def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
     assert found.memory is None
 
 
-def test_explained_has_totals_first_and_then_what_takes_most():
-    sizes = {"a": (1000, 8), "b": (90_000, 128), "c": (50_000, 16)}
-    features = of_tables(*(TableConfig(*size, name=n) for n, size in sizes.items()))
-    for target in ("v5e:2x2", 4):
-        found = planning.plan(features, o.Adagrad(0.1), target, shapes(features, 64, 2))
-        lines = [line.split() for line in found.explain().splitlines()]
-        first = [line[0] for line in lines if line]
-        begin = first.index("table")
-        assert first[begin:] == ["table", "all", "b", "c", "a"]
-        assert first[first.index("a") + 1] == "all"
-        assert " ".join(lines[2]).startswith(("fits: ", readable(found.bytes_per_device)))
-        assert ("tile padding" in found.explain()) == (target == "v5e:2x2")
-
-
 @pytest.mark.parametrize(("topology", "words"), [("v5p:2x2x1", 16), ("v5e:2x2", 32)])
 def test_narrow_rows_waste_words_on_a_tpu(topology, words):
     """A row of 8 numbers takes 16 words for SparseCores, 32 in a TensorCore's line."""

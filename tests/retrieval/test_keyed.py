@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 
-import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
 
 CAPACITY, DIM = 12, 2
 
 
 def make(devices):
-    table = TableConfig(CAPACITY, DIM, name="t", vocabulary=tpu_embed.DynamicVocabulary())
+    table = TableConfig(CAPACITY, DIM, name="t", vocabulary=DynamicVocabulary())
     engine = EmbeddingEngine(FeatureConfig(table), o.SGD(1.0), mesh=mesh(devices))
     return engine, engine.init(jax.random.key(0))
 

@@ -10,8 +10,7 @@ from facade_cases import mesh
 from jax.sharding import Mesh
 from search_cases import assert_found, expected, integers
 
-import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, retrieval
 from tpu_embed import optimizers as o
 
 DIM = 3
@@ -272,7 +271,7 @@ def test_states_and_calls_that_are_refused():
     engine.update_in_place(state, engine.place({"mod": np.arange(8)}), {"mod": np.ones((8, DIM))})
     with pytest.raises(ValueError, match="donated to an earlier call"):
         search()
-    table = TableConfig(100, DIM, name="far", storage=tpu_embed.HostStorage(device_rows=32))
+    table = TableConfig(100, DIM, name="far", storage=HostStorage(device_rows=32))
     engine = EmbeddingEngine(FeatureConfig(table), o.SGD(0.1), mesh=mesh(1))
     with pytest.raises(ValueError, match=r"top_k: expected tables .*engine.rows\(state, 'far'"):
         retrieval.top_k(engine, engine.init(jax.random.key(0)), "far", QUERIES, 2)

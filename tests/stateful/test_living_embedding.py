@@ -12,8 +12,7 @@ from facade_cases import mesh
 from living_cases import KEY, assert_same, configs, draw, engine, gradients, initial_row, whole
 from oracle_vocabulary import VocabularyOracle
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig, TPUEmbedding
 from tpu_embed import optimizers as o
 from tpu_embed.data import Prefetcher
 
@@ -21,7 +20,7 @@ STEPS = 7
 
 
 def embedding(**options):
-    return tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY, **options)
+    return TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY, **options)
 
 
 def step(made, gradient=0):
@@ -121,7 +120,7 @@ def test_another_state_must_be_of_the_step_of_the_maps():
     step(made)
     with pytest.raises(ValueError, match="the newest state, of step 1"):
         made.state = first
-    ordinary = tpu_embed.EmbeddingEngine({"u": configs()["user"]}, o.Adam(0.1), mesh=mesh(2))
+    ordinary = EmbeddingEngine({"u": configs()["user"]}, o.Adam(0.1), mesh=mesh(2))
     with pytest.raises(ValueError, match="state"):
         made.state = ordinary.init(jax.random.key(0))
 
@@ -133,7 +132,7 @@ SMALL = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary())
 def small(pipelined=False, **options):
     """Return an embedding of a few rows on one device, with plain SGD."""
     options |= {"mesh": mesh(1), "pipeline_execution_with_tensor_core": pipelined}
-    return tpu_embed.TPUEmbedding(FeatureConfig(SMALL), o.SGD(1.0), **options)
+    return TPUEmbedding(FeatureConfig(SMALL), o.SGD(1.0), **options)
 
 
 def enqueue(made, *batches, training=True):
@@ -267,7 +266,7 @@ def test_a_batch_is_used_as_it_was_placed():
 
 def test_tables_are_loaded_where_the_maps_were():
     feature = FeatureConfig(TableConfig(50, 2, name="t", vocabulary=DynamicVocabulary()))
-    one, two = (tpu_embed.TPUEmbedding(feature, o.Adagrad(0.5), mesh=mesh(1)) for _ in range(2))
+    one, two = (TPUEmbedding(feature, o.Adagrad(0.5), mesh=mesh(1)) for _ in range(2))
     for first in range(3):
         one.enqueue(np.arange(8) + first)
         one.apply_gradients(one.dequeue())

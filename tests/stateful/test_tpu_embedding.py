@@ -10,8 +10,7 @@ import optax
 import pytest
 from facade_cases import ITEM, USER, assert_same, batch, gradients, make_embedding, snapshot, train
 
-import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, TableConfig, TableState, pad_batch
 from tpu_embed import optimizers as o
 
 
@@ -93,7 +92,7 @@ def test_a_size_that_does_not_divide_is_padded():
     with pytest.raises(ValueError, match=r"positive multiple of 2.*pad_batch\(features, 2\)"):
         embedding.enqueue(batch(0, size=3))
     assert embedding.waiting == 0
-    embedding.enqueue(tpu_embed.pad_batch(batch(0, size=3), 2))
+    embedding.enqueue(pad_batch(batch(0, size=3), 2))
     activations = embedding.dequeue()
     assert activations["clicks"].shape == (4, 2, 2)
     assert all(not np.any(a[3]) for a in activations.values())
@@ -222,7 +221,7 @@ def test_the_state_may_be_replaced():
     for wrong, said in (
         ({}, "expected a TableState, got dict"),
         (larger, r"expected stacks .*'item@mod2x3#.*got \['item@mod2x4#.*tpu_embed\.io"),
-        (tpu_embed.TableState({}, {}, other.step, {}), r"expected stacks .*, got \[\]; "),
+        (TableState({}, {}, other.step, {}), r"expected stacks .*, got \[\]; "),
         (jax.tree.map(np.asarray, other), "table 'item': expected .* got a ndarray"),
     ):
         with pytest.raises(ValueError, match=f"state: {said}"):

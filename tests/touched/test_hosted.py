@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
 
@@ -19,7 +18,7 @@ def engine(devices):
     tags = TableConfig(7, 2, name="tags", vocabulary=living, storage=storage)
     users = TableConfig(9, 2, name="users")
     features = jax.tree.map(FeatureConfig, {"item": items, "tag": tags, "user": users})
-    return tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices))
+    return EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices))
 
 
 class Run:
