@@ -94,13 +94,23 @@ def test_hosts_find_each_other_first(run, monkeypatch):
     assert calls == ["start", "part", "part"]
 
 
-def test_a_wrong_kernel_is_named(run, monkeypatch):
-    right = dispatch.gather_sum
+@pytest.fixture
+def spoil(monkeypatch):
+    """Return what changes the results of a kernel, given these and its arguments."""
 
-    def wrong(*args, **kwargs):
-        return tuple(sums * 1.001 for sums in right(*args, **kwargs))
+    def replace(name, change):
+        right = getattr(dispatch, name)
 
-    monkeypatch.setattr(dispatch, "gather_sum", wrong)
+        def wrong(*args, **kwargs):
+            return change(right(*args, **kwargs), *args)
+
+        monkeypatch.setattr(dispatch, name, wrong)
+
+    return replace
+
+
+def test_a_wrong_kernel_is_named(run, spoil):
+    spoil("gather_sum", lambda found, *_: tuple(sums * 1.001 for sums in found))
     status, out = run("--only", "kernels")
     assert status == 1
     assert out.endswith("FAILED: kernels\n")
@@ -108,27 +118,18 @@ def test_a_wrong_kernel_is_named(run, monkeypatch):
     assert "kernel set_rows" not in out
 
 
-def test_rows_of_one_number_are_tried(monkeypatch):
-    right = dispatch.gather_rows
-
-    def wrong(table, row_ids):
-        found = right(table, row_ids)
-        return found * 0 if table.ndim == 2 and table.shape[1] == 1 else found
-
-    monkeypatch.setattr(dispatch, "gather_rows", wrong)
+def test_rows_of_one_number_are_tried(spoil):
+    spoil("gather_rows", lambda rows, table, _: rows * 0 if table.shape[1:] == (1,) else rows)
     found = part("kernels")
     assert {fault.where.split(", ")[1] for fault in found.faults} == {"D = 1"}
 
 
-def test_one_wrong_device_is_found(monkeypatch):
-    right = dispatch.sort_rows
-
-    def wrong(row_ids):
-        ordered, positions = right(row_ids)
+def test_one_wrong_device_is_found(spoil):
+    def change(found, _):
         here = jax.lax.axis_index("devices") == 3
-        return ordered + here.astype(ordered.dtype), positions
+        return found[0] + here.astype(found[0].dtype), found[1]
 
-    monkeypatch.setattr(dispatch, "sort_rows", wrong)
+    spoil("sort_rows", change)
     (fault,) = part("kernels", 4).faults
     assert fault.where.startswith("kernel sort_rows, rows, by device: 300 of 1200 numbers differ")
 

@@ -191,14 +191,15 @@ def compiled_for(topology):
 
 
 def test_the_longest_bound_is_the_estimate():
-    found = estimate(compiled_for("v6e:2x2"), PROFILE)
+    compiled = compiled_for("v6e:2x2")
+    found = estimate(compiled, PROFILE)
     assert found.bounds == {"memory": 1e-6, "TensorCore": 3_500_007 / 1.75e9}
     assert found.seconds == found.bounds["TensorCore"]
     text = found.explain()
     assert "at least 2.000 ms, the bound by the TensorCore; nothing was" in text
     assert "3,500,007 cycles by libtpu's profile at 1.75 GHz; 3 operation(s) not counted" in text
     assert "1.6 MiB moved at 1,638 GB/s" in text
-    short = estimate(compiled_for("v6e:2x2"), Profile(PROFILE.operations[1:], 0))
+    short = estimate(compiled, Profile(PROFILE.operations[1:], 0))
     assert short.seconds == 1e-6
     assert "the bound by the memory" in short.explain()
 
