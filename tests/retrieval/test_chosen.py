@@ -11,8 +11,7 @@ from facade_cases import mesh
 from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 
 import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, retrieval
 
 K = 6
 BOUND = 16 * (D + 4) * EPS
@@ -134,7 +133,7 @@ def train(devices, mapped):
     features = {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}
     histories = [rng.integers(items, size=n) for n in (3, 1, 4, 0, 2, 5, 2, 3)]
     ids = {"history": tpu_embed.RaggedIds.from_lists(histories), "item": np.arange(items)}
-    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(devices))
+    engine = EmbeddingEngine(features, optimizers.SGD(0.1), mesh=mesh(devices))
     state, batch = engine.init(jax.random.key(0)), engine.place(ids)
     events, splits = np.concatenate(histories), ids["history"].row_splits
     own, which = (

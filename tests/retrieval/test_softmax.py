@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, retrieval
 
 
 def loop_in_batch(queries, candidates, log_q, ids, temperature):
@@ -85,7 +84,7 @@ def test_negatives_are_those_of_the_global_batch(kind):
     devices = jax.sharding.Mesh(np.array(jax.devices()), ("d",), axis_types=kinds)
     table = TableConfig(30, D, name="item", combiner="sum")
     features = {name: FeatureConfig(table) for name in ("query", "item")}
-    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=devices)
+    engine = EmbeddingEngine(features, optimizers.SGD(0.1), mesh=devices)
     state = engine.init(jax.random.key(0))
     ids = {"query": np.arange(B), "item": IDS + 10}
     batch = engine.place(ids)

@@ -9,8 +9,7 @@ import pytest
 from adopt_cases import contents, draw, engine, features, map_contents
 from facade_cases import make_embedding_of
 
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, optimizers
 from tpu_embed.vocabulary import Vocabularies
 
 SMALL = {"capacity": 9}
@@ -80,7 +79,7 @@ def plain(devices, size=16, pipelined=False, **options):
     config = {"x": FeatureConfig(TableConfig(size, 2, name="t", **options))}
     options = {"seed": devices}  # so that two differ
     options |= {"pipeline_execution_with_tensor_core": pipelined}
-    return make_embedding_of(config, o.SGD(0.5), devices, **options)
+    return make_embedding_of(config, optimizers.SGD(0.5), devices, **options)
 
 
 def test_training_batches_of_the_other_must_be_done():

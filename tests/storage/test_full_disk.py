@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from random_rows import no_file_beyond
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, io
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, io, optimizers
 
 BATCH, ROWS = 8, 4000
 
@@ -17,7 +16,7 @@ def make(path=None):
     storage = None if path is None else HostStorage(device_rows=64, path=path)
     drawn = jax.nn.initializers.normal()
     table = TableConfig(ROWS, 64, drawn, name="items", storage=storage)
-    return EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5))
+    return EmbeddingEngine(FeatureConfig(table), optimizers.Adagrad(0.5))
 
 
 def ids_of(step):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from living_cases import ids, simple, train_once
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 from tpu_embed.io import TouchedRows, Version
 from tpu_embed.touched import table_marks
 
@@ -144,7 +143,7 @@ def test_keys_of_both_signs_are_recorded():
     assert touched.since(version)["t"].tolist() == [2**63, 2**64 - 1]
     assert touched.version(state).edits == 3
     users = FeatureConfig(TableConfig(4, 2, name="u"))
-    other = TouchedRows(EmbeddingEngine(users, o.SGD(1.0)))
+    other = TouchedRows(EmbeddingEngine(users, optimizers.SGD(1.0)))
     with pytest.raises(ValueError, match="keys: expected None: ids are row numbers"):
         other.record_rows("u", None, 0, keys=[])
 
