@@ -199,13 +199,6 @@ def test_other_devices_and_features_choose_anew():
             assert next(resumed).spec == own
 
 
-def test_only_jagged_features_need_it():
-    made = EmbeddingEngine(FeatureConfig(TableConfig(V, 2)), SGD(0.1), mesh=mesh(1))
-    with Prefetcher(made, [np.arange(8)]) as batches:
-        assert next(batches).spec.replicas == 1
-        assert batches.get_state() == {"batches": 1}
-
-
 def test_shapes_of_something_else_are_refused():
     batches = Prefetcher(engine_of(1), draw(0, 2))
     assert len(list(batches)) == 2

@@ -121,22 +121,10 @@ def test_what_lowers_a_step_is_a_function():
         compile_for("v5e:2x2", {}, None, {}, lower=3)  # type: ignore[arg-type]
 
 
-SORT = """hlo_op_estimate {
-  hlo_op_name: "sort.47"
-  estimated_cycles: 26025
-  num_equivalent_hlos: 1
-}
-"""
-TWO = """hlo_op_estimate {
-  hlo_op_name: "gather_fusion.2"
-  estimated_cycles: 20000
-  num_equivalent_hlos: 2
-}
-hlo_op_estimate {
-  hlo_op_name: "add.3"
-  estimated_cycles: 7
-}
-"""
+ESTIMATE = 'hlo_op_estimate {{\n  hlo_op_name: "{}"\n  estimated_cycles: {}\n{}}}\n'
+SORT = ESTIMATE.format("sort.47", 26025, "  num_equivalent_hlos: 1\n  scalar_inputs: 0\n")
+TWO = ESTIMATE.format("gather_fusion.2", 20000, "  num_equivalent_hlos: 2\n")
+TWO += ESTIMATE.format("add.3", 7, "")
 CALL = """
   %call.1 = f32[8] call-start(%a), async_execution_thread="sparsecore", to_apply=%on_sparse_core,
  metadata={op_name="jit(step)/lookup/t/route/gather_rows/mpmd_map"}

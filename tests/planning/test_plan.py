@@ -268,8 +268,6 @@ def test_explained_names_are_whole_and_no_markup(monkeypatch):
     text = planning.plan(features, o.Adagrad(), 512, shapes(features, 512, 1)).explain()
     lines = text.splitlines()
     assert max(len(line) for line in lines) <= 120
-    assert text.count("123,456,789") == 3
-    assert "…  " not in text
     for name in names[:2]:
         assert any(line.startswith(f"{name}  ") for line in lines)
     start = next(i for i, line in enumerate(lines) if line.startswith("user/"))

@@ -11,11 +11,13 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import programs
 import pytest
 from programs import OPTIMIZERS, ROOT, SMALL, config_of, dlrm_v4, hosted, quickstart
 
 from tpu_embed import FeatureConfig
+from tpu_embed.check import PartReport, parts
 from tpu_embed.kernels import sparsecore
 from tpu_embed.planning import CHIPS, Topology
 from tpu_embed.planning.compiled import compile_for, describe_topology
@@ -316,3 +318,30 @@ def test_a_step_of_traced_ids(optimizer):
     given = {"items": features["items"]}, OPTIMIZERS[optimizer], {"items": shapes["items"]}
     compiled = compile_for(CHIP, *given, placed=False)
     assert ("merge_update" in compiled.text) == (optimizer != "ftrl")
+
+
+# -- The programs of `python -m tpu_embed check` ---------------------------------------------------
+
+
+@whole
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
+def test_kernels_of_the_check_compile(topology, monkeypatch):
+    compiled, on_each = [], parts.on_each
+
+    def compile_only(devices, kernel):
+        program = on_each(devices, kernel)
+
+        def zeros(*operands):
+            compiled.append("sparsecore" in program.lower(*operands).compile().as_text())
+            return jax.tree.map(
+                lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(program, *operands)
+            )
+
+        return zeros
+
+    monkeypatch.setattr(parts, "on_each", compile_only)
+    report = PartReport("kernels")
+    parts.check_kernels(describe_topology(Topology(topology)), report)
+    assert not [fault.trace for fault in report.faults if fault.trace]
+    # Those of `TRIALS`, and the sort.
+    assert compiled == [*[topology.startswith("v5p")] * len(parts.TRIALS), False]
