@@ -122,15 +122,12 @@ def test_values_of_an_item_are_placed_with_its_features(devices):
 def test_values_of_an_item_that_do_not_fit_are_refused_with_the_number_of_the_batch():
     engine, _ = engine_of(1)
     history = draw(np.random.default_rng(3))
-    dense, zeros = np.full((16, 2), 1), np.zeros(len(history.values))
-    wrong = {
-        "feature: expected a jagged feature among": (history, "user", zeros),
-        "values: expected .*, one per event, got shape .99,": (history, "history", np.zeros(99)),
-        "'history': expected RaggedIds, which have some, got nd": (dense, "history", zeros),
-    }
-    for words, (ids, feature, values) in wrong.items():
-        features = {"history": ids, "user": np.zeros(16, np.int64)}
-        source = [({**features, "history": history},), (features, EventValues(feature, values))]
+    fits = {"history": history, "user": np.zeros(16, np.int64)}
+    for words, ids, values in (
+        ("values: expected .*, one per event, got shape .99,", history, np.zeros(99)),
+        ("'history': expected RaggedIds, which have some, got nd", np.full((16, 2), 1), [0.0]),
+    ):
+        source = [(fits,), (fits | {"history": ids}, EventValues("history", values))]
         with Prefetcher(engine, source) as batches:
             next(batches)
             with pytest.raises(ValueError, match=words) as refused:
