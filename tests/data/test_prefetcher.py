@@ -89,8 +89,12 @@ def test_a_pass_is_over_once(how):
 
 def test_several_threads_share_the_batches():
     batches = Prefetcher(engine(), source(60))
+
+    def take():
+        return list(iter(lambda: next(batches, None), None))
+
     with ThreadPoolExecutor(4) as pool:
-        loops = [pool.submit(lambda: [*iter(lambda: next(batches, None), None)]) for _ in range(4)]
+        loops = [pool.submit(take) for _ in range(4)]
     assert sorted(number for loop in loops for _, number in loop.result()) == list(range(60))
 
 

@@ -114,8 +114,13 @@ def test_a_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(tmp_path):
 def test_no_more_is_placed_ahead_after_a_position():
     """Not as many batches as were taken before it."""
     read = []
-    counted = (read.append(number) or batch(number) for number in range(1_000))
-    with Prefetcher(engine(), counted, depth=3) as batches:
+
+    def counted():
+        for number in range(1_000):
+            read.append(number)
+            yield batch(number)
+
+    with Prefetcher(engine(), counted(), depth=3) as batches:
         batches.set_state({"batches": 50})
         next(batches)
         wait_for(lambda: len(read) >= 54)
