@@ -37,6 +37,8 @@ def test_examples_go_where_the_fewest_events_are(drawn):
     assert order.tolist() == [e for mine in placed for e in sorted(mine)]
 
 
+RAGGED = RaggedIds([7, 3, 5, 9], [0, 2, 2, 3, 4], np.float32([0.5, 1, 2, 3]))
+SPARSE = SparseIds([[0, 1], [2, 0], [2, 4]], [1, 2, 3], (4, 5), np.float32([1, 2, 3]))
 NEST = {
     "array": np.arange(8).reshape(4, 2),
     "label": np.float32([0, 1, 2, 3]),
@@ -44,37 +46,27 @@ NEST = {
     "masked": np.ma.array(np.arange(4, dtype=np.uint32), mask=[True, False, False, False]),
     "none": None,
     "negatives": np.arange(8),  # two per example
-    "ragged": RaggedIds([7, 3, 5, 9], [0, 2, 2, 3, 4], np.float32([0.5, 1, 2, 3])),
-    "sparse": (SparseIds([[0, 1], [2, 0], [2, 4]], [1, 2, 3], (4, 5), np.float32([1, 2, 3])),),
 }
 
 
-def test_every_leaf_is_reordered():
-    found = reorder_batch(NEST, [2, 0, 3, 1])
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, np.uint64])
+def test_every_leaf_is_reordered_by_positions_of_any_integer_dtype(dtype):
+    ragged = dataclasses.replace(RAGGED, row_splits=RAGGED.row_splits.astype(dtype))
+    sparse = dataclasses.replace(SPARSE, indices=SPARSE.indices.astype(dtype))
+    order = np.array([2, 0, 3, 1], dtype)
+    found, ragged, (sparse,) = reorder_batch((NEST, ragged, [sparse]), order)
     assert found["array"].tolist() == [[4, 5], [0, 1], [6, 7], [2, 3]]
     assert found["label"].tolist() == [2, 0, 3, 1]
     assert found["list"].tolist() == [4, 3, 1, 1]
     assert found["masked"].tolist() == [2, None, 3, 1]
     assert found["none"] is None
     assert found["negatives"].tolist() == [4, 5, 0, 1, 6, 7, 2, 3]
-    ragged, (sparse,) = found["ragged"], found["sparse"]
     assert (ragged.values.tolist(), ragged.row_splits.tolist()) == ([5, 7, 3, 9], [0, 1, 3, 4, 4])
     assert ragged.weights.tolist() == [2, 0.5, 1, 3]
     assert sparse.indices.tolist() == [[0, 0], [0, 4], [1, 1]]
     assert (sparse.values.tolist(), sparse.weights.tolist()) == ([2, 3, 1], [2, 3, 1])
     assert sparse.dense_shape == (4, 5)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint64])
-def test_positions_may_have_any_integer_dtype(dtype):
-    ragged, (sparse,) = NEST["ragged"], NEST["sparse"]
-    ragged = dataclasses.replace(ragged, row_splits=ragged.row_splits.astype(dtype))
-    sparse = dataclasses.replace(sparse, indices=sparse.indices.astype(dtype))
-    found = reorder_batch([ragged, sparse], np.array([2, 0, 3, 1], dtype))
-    assert found[0].row_splits.tolist() == [0, 1, 3, 4, 4]
-    assert found[0].values.tolist() == [5, 7, 3, 9]
-    assert found[1].indices.tolist() == [[0, 0], [0, 4], [1, 1]]
-    assert found[0].row_splits.dtype == found[1].indices.dtype == np.int64
+    assert ragged.row_splits.dtype == sparse.indices.dtype == np.int64
 
 
 def test_a_balanced_batch_needs_less_room():
@@ -94,33 +86,27 @@ def test_a_balanced_batch_needs_less_room():
     assert room[1] < 0.7 * room[0]
 
 
+def swapped(batch):
+    return lambda: reorder_batch(batch, [1, 0])
+
+
 REFUSED = {
     "replicas: expected an integer": lambda: balance_replicas([1, 2], 0),
     r"lengths: expected \[B\], B a multiple of 2": lambda: balance_replicas([1, 2, 3], 2),
     r"lengths: expected \[B\]": lambda: balance_replicas([[1, 2]], 1),
     "lengths: expected at least 0, got -3 at 1": lambda: balance_replicas([1, -3], 2),
+    "lengths: expected integers, got float64": lambda: balance_replicas([0.0, 1.0], 2),
     "order: expected .* once": lambda: reorder_batch(NEST, [0, 1, 1, 3]),
     r"order: expected .* got shape \(1, 4\)": lambda: reorder_batch(NEST, [[0, 1, 2, 3]]),
-    "x/y: expected a multiple of 2 rows": lambda: reorder_batch({"x": {"y": [1, 2, 3]}}, [1, 0]),
-    "feature: expected RaggedIds.row_splits that rise": lambda: reorder_batch(
-        RaggedIds([1, 2, 3], [0, 1, 2]), [1, 0]
-    ),
-    "feature: expected SparseIds.indices inside": lambda: reorder_batch(
-        SparseIds([[2, 0]], [1], (2, 2)), [1, 0]
-    ),
-    "feature: expected weights of shape": lambda: reorder_batch(
-        RaggedIds([1, 2], [0, 1, 2], [1.0]), [1, 0]
-    ),
+    "order: expected integers, got float64": lambda: reorder_batch(NEST, [0.0, 1, 2, 3]),
+    "x/y: expected a multiple of 2 rows": swapped({"x": {"y": [1, 2, 3]}}),
+    "RaggedIds.row_splits that rise": swapped(RaggedIds([1, 2, 3], [0, 1, 2])),
+    "SparseIds.indices inside": swapped(SparseIds([[2, 0]], [1], (2, 2))),
+    "feature: expected weights of shape": swapped(RaggedIds([1, 2], [0, 1, 2], [1.0])),
 }
 
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_is_refused(said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         REFUSED[said]()
-
-
-@pytest.mark.parametrize("call", [balance_replicas, lambda x, _: reorder_batch(NEST, x)])
-def test_floats_are_refused(call):
-    with pytest.raises(TypeError, match="expected integers, got float64"):
-        call([0.0, 1.0, 2.0, 3.0], 2)

@@ -35,15 +35,12 @@ class Source:
         return {"x": np.int32(index % 64)}, np.float32(index)
 
 
-def loader(*operations, seed=3, **options):
-    sampler = grain.samplers.IndexSampler(
-        RECORDS, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=seed
-    )
-    batched = grain.transforms.Batch(SIZE, drop_remainder=True)
-    options = {"worker_count": 0} | options
-    return grain.DataLoader(
-        data_source=Source(), sampler=sampler, operations=[batched, *operations], **options
-    )
+def loader(*operations, worker_count=0):
+    options = {"shuffle": True, "num_epochs": 1, "seed": 3}
+    sampler = grain.samplers.IndexSampler(RECORDS, grain.sharding.NoSharding(), **options)
+    operations = [grain.transforms.Batch(SIZE, drop_remainder=True), *operations]
+    options = {"operations": operations, "worker_count": worker_count}
+    return grain.DataLoader(data_source=Source(), sampler=sampler, **options)
 
 
 def dataset():
@@ -54,9 +51,7 @@ def dataset():
 
 def host(items):
     """Return the bits of batches and what came with them."""
-    return [
-        (np.asarray(batch.packed).tobytes(), np.asarray(label).tobytes()) for batch, label in items
-    ]
+    return [(np.asarray(one.packed).tobytes(), np.asarray(label).tobytes()) for one, label in items]
 
 
 PIPELINES = {
@@ -69,16 +64,9 @@ PIPELINES = {
 
 @functools.cache
 def everything(name):
-    """Return the bits of a whole epoch."""
-    return host(PIPELINES[name]())
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_all_batches_in_order(name):
+    """Return the bits of a whole epoch, as grain gives it and `place` places it."""
     plain = dataset() if "dataset" in name else loader()
-    wanted = host((engine().place(features), label) for features, label in plain)
-    assert len(wanted) == 10
-    assert everything(name) == wanted
+    return host((engine().place(features), label) for features, label in plain)
 
 
 def begun(name):
@@ -90,7 +78,7 @@ def begun(name):
 @pytest.mark.parametrize("name", PIPELINES)
 @pytest.mark.parametrize("taken", [0, 1, 4, 10])
 @pytest.mark.quick(8)
-def test_a_position_is_what_was_taken(name, taken):
+def test_all_come_in_order_and_a_position_is_what_was_taken(name, taken):
     """Through JSON; also where more was placed ahead."""
     batches = begun(name)
     for _ in range(taken):
@@ -102,6 +90,7 @@ def test_a_position_is_what_was_taken(name, taken):
         batches.close()
     again = begun(name)
     again.set_state(position)
+    assert len(everything(name)) == 10
     assert host(again) == everything(name)[taken:]
 
 
@@ -116,8 +105,8 @@ def test_worker_processes_cannot_place():
 @pytest.mark.whole
 def test_prefetcher_of_a_worker_process():
     """It reads and batches; this process places."""
-    wanted = host((engine().place(features), label) for features, label in loader())
-    assert host(Prefetcher(engine(), loader(worker_count=1))) == wanted
+    found = host(Prefetcher(engine(), loader(worker_count=1)))
+    assert found == everything("Prefetcher of a DataLoader")
 
 
 def test_errors_name_the_remedy():
@@ -127,19 +116,19 @@ def test_errors_name_the_remedy():
         next(iter(dataset().map(lambda item: item[0]).map(Place(engine(), weighted=True))))
 
 
-def test_without_grain():
-    """Everything else works, and `Place` says what to install."""
-    script = """
+WITHOUT_GRAIN = """
 import sys
 sys.modules["grain"] = None
 import tpu_embed.data
 assert tpu_embed.data.Prefetcher
-try:
-    tpu_embed.data.Place
-except ImportError as error:
-    print(error)
+tpu_embed.data.Place
 """
-    python = [sys.executable, "-c", script]
-    found = subprocess.run(python, capture_output=True, text=True, timeout=120)
-    assert "expected grain, got " in found.stdout, found
-    assert 'pip install "tpu-embed[grain]"' in found.stdout
+
+
+def test_without_grain():
+    """Everything else works, and `Place` says what to install."""
+    python = [sys.executable, "-c", WITHOUT_GRAIN]
+    found = subprocess.run(python, capture_output=True, text=True, timeout=120).stderr
+    assert "ImportError: " in found
+    assert "expected grain, got " in found
+    assert 'pip install "tpu-embed[grain]"' in found

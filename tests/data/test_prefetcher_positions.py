@@ -3,7 +3,6 @@
 import itertools
 import json
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -39,7 +38,17 @@ class Counter:
         self.state = state
 
 
-@pytest.mark.parametrize("make", [lambda: source(9), Counter, lambda: list(source(9))])
+class Bytes(Counter):
+    """Its state is bytes."""
+
+    def get_state(self):
+        return bytes([self.state["next"], 255])
+
+    def set_state(self, state):
+        self.state = {"next": state[0]}
+
+
+@pytest.mark.parametrize("make", [lambda: source(9), lambda: list(source(9)), Counter, Bytes])
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_a_position_goes_through_json(make, taken):
     with Prefetcher(engine(), make(), depth=3) as batches:
@@ -55,42 +64,32 @@ def test_a_position_goes_through_json(make, taken):
     assert resumed.get_state()["batches"] == taken + 3
 
 
+NO_POSITION = r"set_state: expected a position, got .*; give what"
+NO_STATE = r"expected a source's state, got .*; give what"
+COUNTED = {"batches": 1, "sources": [{"json": 1}]}
+REFUSED = [
+    *((False, position, NO_POSITION) for position in (None, {}, {"batches": -1}, [3])),
+    (False, {"batches": True}, NO_POSITION),
+    (False, COUNTED, "expected a source with get_state and set_state"),
+    (True, {"batches": 1}, "expected one state per process, 1 in all, got no states"),
+    (True, COUNTED | {"sources": [{"json": 1}] * 2}, "got 2 states; continue with as many proc"),
+    *((True, COUNTED | {"sources": [one]}, NO_STATE) for one in (None, 3, {}, {"bytes": "!"})),
+    (True, COUNTED | {"sources": [{"bytes": 3}]}, NO_STATE),
+    (True, COUNTED | {"sources": [{"bytes": "e30=", "json": 1}]}, NO_STATE),
+]
+
+
 def test_positions_that_are_refused():
     plain, counter = Prefetcher(engine(), source(3)), Prefetcher(engine(), Counter())
-    for position in (None, {}, {"batches": -1}, {"batches": True}, [3]):
-        with pytest.raises(ValueError, match=r"set_state: expected a position, got .*; give what"):
-            plain.set_state(position)
-    with pytest.raises(ValueError, match="expected a source with get_state and set_state"):
-        plain.set_state(counter.get_state())
-    with pytest.raises(ValueError, match="expected one state per process, 1 in all, got no states"):
-        counter.set_state(plain.get_state())
-    two = {"batches": 1, "sources": [{"json": 1}, {"json": 2}]}
-    with pytest.raises(ValueError, match="got 2 states; continue with as many processes"):
-        counter.set_state(two)
-    for one in (None, 3, {}, {"bytes": "!"}, {"bytes": 3}, {"json": 1, "bytes": "e30="}):
-        with pytest.raises(ValueError, match=r"expected a source's state, got .*; give what"):
-            counter.set_state({"batches": 1, "sources": [one]})
+    for counts, position, said in REFUSED:
+        with pytest.raises(ValueError, match=said):
+            (counter if counts else plain).set_state(position)
     plain.set_state({"batches": 4})
     with pytest.raises(ValueError, match="expected 4 batches before the next one, got 3"):
         next(plain)
     next(counter)
     with pytest.raises(RuntimeError, match="expected a call before the first batch"):
         counter.set_state(counter.get_state())
-
-
-def test_bytes_are_a_state_too():
-    class Bytes(Counter):
-        def get_state(self):
-            return bytes([self.state["next"], 255])
-
-        def set_state(self, state):
-            self.state = {"next": state[0]}
-
-    batches = Prefetcher(engine(), Bytes())
-    next(batches), next(batches)
-    resumed = Prefetcher(engine(), Bytes())
-    resumed.set_state(json.loads(json.dumps(batches.get_state())))
-    assert next(resumed)[1] == 3
 
 
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_never_stopped(tmp_path):
@@ -130,7 +129,7 @@ def test_no_more_is_placed_ahead_after_a_position():
 
 
 def of_the_prefetcher(code):
-    return Path(code.co_filename).name == "prefetcher.py"
+    return code.co_filename.endswith("prefetcher.py")
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -205,30 +204,22 @@ def test_other_devices_and_features_choose_anew():
             assert next(resumed).spec == own
 
 
-def test_only_jagged_features_need_it():
-    made = EmbeddingEngine(FeatureConfig(TableConfig(V, 2)), SGD(0.1), mesh=mesh(1))
-    with Prefetcher(made, [np.arange(8)]) as batches:
-        assert next(batches).spec.replicas == 1
-        assert batches.get_state() == {"batches": 1}
-
-
-@pytest.mark.parametrize("shapes", [7, [[1]], [[{"uses": 1}]], [[{"spec": {}}]]])
-def test_something_else_is_refused(shapes):
+def test_shapes_of_something_else_are_refused():
     batches = Prefetcher(engine_of(1), draw(0, 2))
-    with pytest.raises(ValueError, match=r"shapes: expected those of an engine.*get_state"):
-        batches.set_state({"batches": 1, "shapes": shapes})
-    assert batches.get_state() == {"batches": 0}
     assert len(list(batches)) == 2
     position = batches.get_state()
     spec = position["shapes"][0][0]["spec"]
-    endless = spec | {"feature_shapes": [spec["feature_shapes"][0] | {"capacity": 10**12}]}
-    for wrong in (
-        endless,  # its first batch would ask for terabytes
-        spec | {"replicas": "1"},
-        spec | {"routed": "all"},
-        spec | {"stacks": [{"features": [0]}]},
-    ):
-        changed = json.loads(json.dumps(position))
-        changed["shapes"][0][0]["spec"] = wrong
-        with pytest.raises(ValueError, match="expected those of an engine"):
-            Prefetcher(engine_of(1), draw(0, 2)).set_state(changed)
+    specs = [
+        # Its first batch would ask for terabytes.
+        {"feature_shapes": [spec["feature_shapes"][0] | {"capacity": 10**12}]},
+        {"replicas": "1"},
+        {"routed": "all"},
+        {"stacks": [{"features": [0]}]},
+    ]
+    wrong = [[[position["shapes"][0][0] | {"spec": spec | changed}]] for changed in specs]
+    refused = Prefetcher(engine_of(1), draw(0, 2))
+    for shapes in (7, [[1]], [[{"uses": 1}]], [[{"spec": {}}]], *wrong):
+        with pytest.raises(ValueError, match=r"shapes: expected those of an engine.*get_state"):
+            refused.set_state(position | {"shapes": shapes})
+    assert refused.get_state() == {"batches": 0}
+    refused.set_state(position)

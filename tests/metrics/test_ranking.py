@@ -1,6 +1,7 @@
-"""AUC, normalized entropy, recall and NDCG, against float64 loops over pairs and places."""
+"""AUC, normalized entropy, recall and NDCG, against float64 over all pairs, and loops."""
 
 import math
+from functools import partial
 
 import jax
 import numpy as np
@@ -11,50 +12,41 @@ from tpu_embed import metrics
 EPS = float(np.finfo(np.float32).eps)
 
 
-def loop_auc(scores, labels, weights):
-    """Return the share of pairs that are in order, one pair after the other."""
-    won = total = 0.0
-    for s, y, w in zip(scores, labels, weights, strict=True):
-        for t, z, v in zip(scores, labels, weights, strict=True):
-            if y and not z and w * v:
-                total += w * v
-                won += w * v * ((s > t) + 0.5 * (s == t))
-    return won / total if total else math.nan
+def wide_auc(scores, labels, weights):
+    """Return the share of pairs that are in order, of all pairs, in float64."""
+    pairs = np.outer(weights * labels, weights * (1 - labels))
+    in_order = (1 + np.sign(scores[:, None].astype(np.float64) - scores)) / 2
+    return (pairs * in_order).sum() / pairs.sum()
 
 
-def loop_entropy(logits, labels, weights):
-    mean = sum(w * y for w, y in zip(weights, labels, strict=True)) / sum(weights)
-    loss = 0.0
-    for x, y, w in zip(logits, labels, weights, strict=True):
-        p = 1 / (1 + math.exp(-x))
-        loss -= w * (math.log(p) if y else math.log(1 - p))
+def wide_entropy(logits, labels, weights):
+    mean, p = np.average(labels, weights=weights), 1 / (1 + np.exp(-logits.astype(np.float64)))
+    losses = -np.log(np.where(labels, p, 1 - p))
     entropy = -mean * math.log(mean) - (1 - mean) * math.log(1 - mean)
-    return loss / sum(weights) / entropy
+    return np.average(losses, weights=weights) / entropy
 
 
 def cases():
-    """Yield scores, labels and weights: with ties, without, with weights, with one that is 0."""
+    """Yield scores, labels and weights, also in float64: with ties, without; with 0."""
     rng = np.random.default_rng(0)
-    for size in (3, 40):
-        for levels in (2, 5, 1000):
-            scores = rng.integers(-levels, levels, size).astype(np.float32)
-            labels = rng.integers(0, 2, size)
-            labels[:2] = 0, 1
-            yield scores, labels, None
-            yield scores, labels, rng.integers(0, 3, size) + (np.arange(size) < 2)
-            yield scores, labels, rng.random(size).astype(np.float32)
+    for levels in (2, 5, 1000):
+        scores = rng.integers(-levels, levels, 40).astype(np.float32)
+        labels = rng.integers(0, 2, 40)
+        yield scores, labels, None, np.ones(40)
+        for weights in (rng.integers(0, 3, 40), rng.random(40).astype(np.float32)):
+            yield scores, labels, weights, weights.astype(np.float64)
 
 
 auc = jax.jit(metrics.auc)
 entropy = jax.jit(metrics.normalized_entropy)
+RECALL, NDCG = metrics.recall_at_k, metrics.ndcg_at_k
 
 
-def test_auc_is_that_of_a_loop_over_pairs():
-    for scores, labels, weights in cases():
-        wide = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
-        wanted = loop_auc(scores.tolist(), labels.tolist(), wide.tolist())
+def test_auc_is_that_of_all_pairs():
+    for scores, labels, weights, wide in cases():
         # Sums of at most 40 numbers in pairs, 6 roundings, and a few divisions.
-        assert float(auc(scores, labels, weights)) == pytest.approx(wanted, abs=16 * EPS)
+        wanted = pytest.approx(wide_auc(scores, labels, wide), abs=16 * EPS)
+        assert float(auc(scores, labels, weights)) == wanted
 
 
 def test_auc_of_many_examples_keeps_its_digits():
@@ -76,27 +68,24 @@ def test_auc_where_it_is_not_defined_or_hidden():
     known = ~np.isnan(scores)
     assert float(auc(scores, labels, known)) == (1 + 1 + 0 + 0.5) / 4
     assert math.isnan(auc(scores[:2], np.ones(2, int)))
-    assert math.isnan(auc(scores[:2], np.zeros(2, bool)))
+    assert math.isnan(auc(scores[:2], np.zeros(2, int)))
     assert float(auc(np.array([np.inf, -np.inf]), np.array([1, 0]))) == 1
     assert math.isnan(auc(np.zeros(0), np.zeros(0, int)))
 
 
-def test_normalized_entropy_is_that_of_a_loop():
-    for scores, labels, weights in cases():
+def test_normalized_entropy_is_that_in_float64():
+    for scores, labels, weights, wide in cases():
         logits = np.clip(scores, -8, 8) / 2
-        wide = np.ones(len(scores)) if weights is None else weights.astype(np.float64)
-        wanted = loop_entropy(logits.tolist(), labels.tolist(), wide.tolist())
-        found = float(entropy(logits, labels, weights))
-        assert found == pytest.approx(wanted, rel=32 * EPS)
+        wanted = pytest.approx(wide_entropy(logits, labels, wide), rel=32 * EPS)
+        assert float(entropy(logits, labels, weights)) == wanted
 
 
 def test_normalized_entropy_of_the_base_rate_is_one():
     labels = np.array([1, 0, 0, 0])
     logits = np.full(4, math.log(0.25 / 0.75))
     assert float(entropy(logits, labels)) == pytest.approx(1, rel=4 * EPS)
-    hidden = np.append(logits, [np.nan, 9])
+    hidden, padded = np.append(logits, [np.nan, 9]), np.append(labels, [-1, -1])
     mask = np.array([True] * 4 + [False] * 2)
-    padded = np.append(labels, [-1, -1])
     assert float(entropy(hidden, padded, mask)) == pytest.approx(1, rel=4 * EPS)
     assert math.isnan(entropy(logits, np.ones(4)))
     far = entropy(np.array([1e4, -1e4]), np.array([0, 1]))  # no overflow: the loss is 1e4
@@ -127,45 +116,42 @@ def test_recall_and_ndcg_are_those_of_a_loop(k):
     for b in range(1, 9):
         count = 2 if b < 3 else rng.integers(1, 7)
         relevant[b, :count] = rng.permutation(20)[:count]
+    measures = jax.jit(lambda *given: [m(*given[:2], k, weights=given[2]) for m in (RECALL, NDCG)])
     for weights in (None, rng.random(9)):
-        given = np.ones(9) if weights is None else weights
-        wanted = loop_places(ids, relevant, k, given)
-        for measure, number in zip((metrics.recall_at_k, metrics.ndcg_at_k), wanted, strict=True):
-            found = jax.jit(lambda i, r, m=measure, w=weights: m(i, r, k, weights=w))(ids, relevant)
-            assert float(found) == pytest.approx(number, abs=16 * EPS)
-    assert math.isnan(metrics.recall_at_k(ids[:1], relevant[:1]))
-    assert math.isnan(metrics.ndcg_at_k(ids, relevant, k, weights=np.zeros(9, bool)))
+        wanted = loop_places(ids, relevant, k, np.ones(9) if weights is None else weights)
+        np.testing.assert_allclose(measures(ids, relevant, weights), wanted, atol=16 * EPS)
+    assert math.isnan(RECALL(ids[:1], relevant[:1]))
+    assert math.isnan(NDCG(ids, relevant, k, weights=np.zeros(9, bool)))
 
 
 IDS, WIDE = np.zeros((2, 3), int), np.array([[2**32 + 4]])
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "measure", "given"),
-    [
-        (ValueError, r"auc: expected arrays \[N\] of one length", metrics.auc, ([0] * 3, [0, 0])),
-        (ValueError, r"weights \[2\]", metrics.normalized_entropy, ([0], [0], [0, 0])),
-        (TypeError, "entropy: logits: expected numbers", metrics.normalized_entropy, (["a"], [1])),
-        (TypeError, "labels: expected numbers", metrics.normalized_entropy, ([0.5], [1j])),
-        (TypeError, "weights: expected num", metrics.normalized_entropy, ([0.5], [1], [None])),
-        (ValueError, r"recall_at_k: expected ids \[B, K\]", metrics.recall_at_k, (IDS, IDS[:1])),
-        (ValueError, "k: expected an integer >= 1", metrics.recall_at_k, (IDS, IDS, 0)),
-        (ValueError, "ndcg_at_k: expected k of at most 3", metrics.ndcg_at_k, (IDS, IDS, 4)),
-        (TypeError, "relevant: expected integers", metrics.ndcg_at_k, (IDS, IDS.astype(float))),
-        (ValueError, r"ids: expected ids of 32 bits.*np\.uni", metrics.recall_at_k, (WIDE, [[4]])),
-        (ValueError, "relevant: expected ids of 32 bits", metrics.ndcg_at_k, ([[4]], WIDE)),
-    ],
-)
-def test_what_is_refused(kind, words, measure, given):
-    with pytest.raises(kind, match=words):
+REFUSED = [
+    (r"auc: expected arrays \[N\] of one length", metrics.auc, ([0] * 3, [0, 0])),
+    (r"weights \[2\]", metrics.normalized_entropy, ([0], [0], [0, 0])),
+    ("entropy: logits: expected numbers", metrics.normalized_entropy, (["a"], [1])),
+    ("labels: expected numbers", metrics.normalized_entropy, ([0.5], [1j])),
+    ("weights: expected num", metrics.normalized_entropy, ([0.5], [1], [None])),
+    (r"recall_at_k: expected ids \[B, K\]", RECALL, (IDS, IDS[:1])),
+    ("k: expected an integer >= 1", RECALL, (IDS, IDS, 0)),
+    (r"weights: expected shape \[2\]", partial(RECALL, weights=np.zeros(3)), (IDS, IDS)),
+    ("ndcg_at_k: expected k of at most 3", NDCG, (IDS, IDS, 4)),
+    ("relevant: expected integers", NDCG, (IDS, IDS.astype(float))),
+    (r"ids: expected ids of 32 bits.*np\.uni", RECALL, (WIDE, [[4]])),
+    ("relevant: expected ids of 32 bits", NDCG, ([[4]], WIDE)),
+]
+
+
+@pytest.mark.parametrize(("words", "measure", "given"), REFUSED)
+def test_what_is_refused(words, measure, given):
+    with pytest.raises((ValueError, TypeError), match=words):
         measure(*given)
 
 
-def test_weights_of_queries_and_masked_ids():
-    with pytest.raises(ValueError, match=r"weights: expected shape \[2\]"):
-        metrics.recall_at_k(IDS, IDS, weights=np.zeros(3))
+def test_masked_ids_are_no_hits():
     keys = np.ma.masked_array(np.array([[0, 5]], np.uint64), [[True, False]])
-    assert float(metrics.recall_at_k(keys, np.array([[0, 5]], np.uint8))) == 0.5
+    assert float(RECALL(keys, np.array([[0, 5]], np.uint8))) == 0.5
 
 
 @pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.whole), "Explicit"])
@@ -193,13 +179,13 @@ def test_large_weights_of_integers_are_not_cut(weight):
 def test_a_label_that_is_nan_is_no_negative():
     scores, labels = np.arange(4, dtype=np.float32), np.array([0, 1, np.nan, 1])
     known = np.array([True, True, False, True])
-    for figure in (metrics.auc, metrics.normalized_entropy):
+    for figure in (auc, entropy):
         assert math.isnan(figure(scores, labels))
         assert float(figure(scores, labels, known)) == float(figure(scores[known], labels[known]))
 
 
 def test_nothing_retrieved_and_nothing_relevant():
     none, right = np.zeros((1, 0), int), np.array([[3, -1]])
-    assert float(metrics.recall_at_k(none, right)) == float(metrics.ndcg_at_k(none, right)) == 0
-    assert math.isnan(metrics.ndcg_at_k(none, [[]]))
-    assert math.isnan(metrics.recall_at_k(right, [[]]))
+    assert float(RECALL(none, right)) == float(NDCG(none, right)) == 0
+    assert math.isnan(NDCG(none, [[]]))
+    assert math.isnan(RECALL(right, [[]]))

@@ -27,53 +27,63 @@ def workload():
 
 
 @pytest.fixture
-def run(monkeypatch, tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text(CONFIG)
-
+def command_line(monkeypatch, capsys):
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["tpu_embed", "plan", str(config), *args])
+        """Return what a command prints."""
+        monkeypatch.setattr(sys, "argv", ["tpu_embed", *args])
         command.main()
+        return capsys.readouterr().out
 
     return run
 
 
-def test_targets(run, capsys):
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def run(command_line, config):
+    """Return what plans the configuration for a target, and returns what it prints."""
+    return lambda target, *args: command_line("plan", str(config), "--topology", target, *args)
+
+
+def test_targets(run):
     """A topology, a number of devices, an accelerator type."""
-    run("--topology", "v5p:2x2x1")
-    assert "v5p:2x2x1: 4 device(s), global batch 1,024, 1 table(s)" in capsys.readouterr().out
-    run("--topology", "8", "--json")
-    assert json.loads(capsys.readouterr().out)["devices"] == 8
-    run("--topology", "v5p-128")
-    assert "v5p:4x4x4: 64 device(s)" in capsys.readouterr().out
+    assert "v5p:2x2x1: 4 device(s), global batch 1,024, 1 table(s)" in run("v5p:2x2x1")
+    assert json.loads(run("8", "--json"))["devices"] == 8
+    assert "v5p:4x4x4: 64 device(s)" in run("v5p-128")
 
 
-def test_an_exchange_in_bfloat16_is_planned(run, capsys):
-    sent = []
-    for options in ((), ("--exchange-dtype", "bfloat16")):
-        run("--topology", "v5p:2x2x1", "--json", *options)
-        sent.append(json.loads(capsys.readouterr().out)["sent"]["rows"])
-    assert sent[0] == 2 * sent[1]
+def test_an_exchange_in_bfloat16_is_planned(run):
+    exact, rounded = (
+        json.loads(run("v5p:2x2x1", "--json", *options))["sent"]["rows"]
+        for options in ((), ("--exchange-dtype", "bfloat16"))
+    )
+    assert exact == 2 * rounded
 
 
-def test_what_is_misspelt_is_named(run, monkeypatch, capsys):
-    for wrong, right in {"--topolgy": "--topology", "--jsn": "--json"}.items():
-        with pytest.raises(SystemExit, match=f"option of plan: .* {wrong}; did you mean {right}?"):
-            run(wrong, "v5p:2x2x1")
-    with pytest.raises(SystemExit, match=r"got --topolgy; did you mean --topology\?$"):
-        run("--topolgy=v5p:2x2x1")
-    run("--topo", "v5p:2x2x1")  # argparse completes what is not ambiguous
-    monkeypatch.setattr(sys, "argv", ["tpu_embed", "pln", "config.py"])
-    with pytest.raises(SystemExit, match=r"error: command: .* got pln; did you mean plan\?"):
-        command.main()
-    monkeypatch.setattr(sys, "argv", ["tpu_embed", "info", "--verbose"])
-    with pytest.raises(SystemExit, match=r"error: option of info: .* got --verbose$"):
-        command.main()
+MISSPELT = {
+    r"option of plan: .* --topolgy; did you mean --topology\?": "plan x.py --topolgy 8",
+    r"option of plan: .* --jsn; did you mean --json\?": "plan x.py --jsn 8",
+    r"got --topolgy; did you mean --topology\?$": "plan x.py --topolgy=8",
+    r"error: command: .* got pln; did you mean plan\?": "pln x.py",
+    r"error: option of info: .* got --verbose$": "info --verbose",
+}
+
+
+def test_what_is_misspelt_is_named(command_line, config):
+    for said, line in MISSPELT.items():
+        with pytest.raises(SystemExit, match=said):
+            command_line(*line.split())
+    command_line("plan", str(config), "--topo", "8")  # argparse completes what is not ambiguous
 
 
 def test_what_does_not_fit_is_shown(run, capsys):
     with pytest.raises(SystemExit, match=r"error: plan for v5e:1x1: expected at most 15\.8 GiB"):
-        run("--topology", "v5e:1x1")
+        run("v5e:1x1")
     assert "does NOT fit" in capsys.readouterr().out
 
 
@@ -85,11 +95,11 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("words", ERRORS)
-def test_errors(run, words):
-    for target in ERRORS[words]:
-        with pytest.raises(SystemExit, match=f"error: .*{words}"):
-            run("--topology", target)
+def test_targets_that_are_none(run):
+    for words, targets in ERRORS.items():
+        for target in targets:
+            with pytest.raises(SystemExit, match=f"error: .*{words}"):
+                run(target)
 
 
 CONFIGS = {
@@ -101,42 +111,32 @@ CONFIGS = {
     "one that runs, got KeyError: 'y' at line 2": "x = 1\nraise KeyError('y')",
     "ZeroDivisionError: division by zero at line 2": "def workload():\n  return 1 / 0",
     r"SyntaxError: .*line 1": "def workload(:",
+    "integer dtype": CONFIG.replace("np.int32", "np.float32"),
+    "a mapping, got a list": CONFIG.replace("batch = {", "batch = [0] or {"),
 }
 
 
-@pytest.mark.parametrize("said", CONFIGS)
-def test_configs_that_are_none(said, run, tmp_path):
-    (tmp_path / "config.py").write_text(CONFIGS[said])
-    with pytest.raises(SystemExit, match=f"^error: config .*config.py: expected .*{said}"):
-        run("--topology", "8")
+def test_configs_that_are_none(run, config):
+    for said, text in CONFIGS.items():
+        config.write_text(text)
+        with pytest.raises(SystemExit, match=f"^error: .*expected .*{said}"):
+            run("8")
 
 
-def test_a_config_that_is_no_file(monkeypatch, tmp_path):
+def test_a_config_that_is_no_file(command_line, tmp_path):
     for path in (tmp_path, tmp_path / "missing.py"):
-        monkeypatch.setattr(sys, "argv", ["tpu_embed", "plan", str(path), "--topology", "8"])
         with pytest.raises(SystemExit, match=f"error: config {path}: expected .*, got no file"):
-            command.main()
-
-
-def test_a_batch_of_another_kind_is_an_error_too(run, tmp_path):
-    floats = CONFIG.replace("np.int32", "np.float32")
-    lists = floats.replace("batch = {", "batch = [0] or {")
-    for content, word in {lists: "expected a mapping, got a list", floats: "integer dtype"}.items():
-        (tmp_path / "config.py").write_text(content)
-        with pytest.raises(SystemExit, match=f"^error: .*{word}"):
-            run("--topology", "8")
+            command_line("plan", str(path), "--topology", "8")
 
 
 def test_compiling_asks_for_a_topology_before_it_plans(run, capsys):
     with pytest.raises(SystemExit, match="error: --compile: expected a topology, got 8 device"):
-        run("--topology", "8", "--compile")
+        run("8", "--compile")
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.whole
-def test_a_terminal_of_few_characters_and_a_reader_that_leaves(tmp_path):
-    config = tmp_path / "config.py"
-    config.write_text(CONFIG)
+def test_a_terminal_of_few_characters_and_a_reader_that_leaves(config):
     python = [sys.executable, "-m", "tpu_embed", "plan", str(config), "--topology", "v5p:2x2x1"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     reading, writing = os.pipe()
@@ -170,33 +170,30 @@ def compiled(monkeypatch):
 
 
 def test_json_is_one_object_with_what_the_compiler_says(run, capsys, compiled):
-    run("--topology", "v5p:2x2x1", "--json", "--compile", "--no-cycles")
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(run("v5p:2x2x1", "--json", "--compile", "--no-cycles"))
     said = {"seconds": 1.5, "arguments": 2, "temporaries": 3, "aliased": 4, "admit": []}
     assert read["compiled"] == said | {"operations": {"gather": 1}, "moved": {"gather": 2765}}
     assert read["devices"] == 4
     assert read["estimate"]["bounds"] == {"memory": 1e-9}
     assert not compiled
     with pytest.raises(SystemExit, match=r"error: plan for v5e:1x1: expected at most 15\.8 GiB"):
-        run("--topology", "v5e:1x1", "--json", "--compile")
+        run("v5e:1x1", "--json", "--compile")
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
 def test_the_estimate_compiles_again_in_a_process_of_its_own(run, capsys, compiled):
-    run("--topology", "v5p:2x2x1", "--json", "--compile")
-    read = json.loads(capsys.readouterr().out)["estimate"]
+    read = json.loads(run("v5p:2x2x1", "--json", "--compile"))["estimate"]
     assert read["bounds"] == {"memory": 1e-9, "TensorCore": 2e-6}
     assert (read["seconds"], read["cycles"]) == (2e-6, 3500)
     assert compiled[0][1:3] == ["-m", "tpu_embed"]
     assert {"--compile", "--no-cycles", "--no-admit", "v5p:2x2x1"} <= set(compiled[0])
     with pytest.raises(SystemExit, match=r"error: .*got none; --no-cycles leaves them out"):
-        run("--topology", "v5p:2x2x1", "--compile")
+        run("v5p:2x2x1", "--compile")
     printed = capsys.readouterr().out
     assert "compiled for v5p:2x2x1" in printed  # what is known is shown before the error
-    run("--topology", "v4:2x2x1", "--compile")
-    assert len(compiled) == 2  # no profile for this chip
     said = "estimated time of a step: at least 0.000 ms, the bound by the memory"
-    assert said in capsys.readouterr().out
+    assert said in run("v4:2x2x1", "--compile")
+    assert len(compiled) == 2  # no profile for this chip
 
 
 HOST_CONFIG = """
@@ -214,21 +211,41 @@ def workload():
 """
 
 
-def test_hits_of_tables_on_the_host_are_given_or_counted(run, capsys, tmp_path):
-    (tmp_path / "config.py").write_text(HOST_CONFIG)
+@pytest.fixture
+def run_of_host(run, config):
+    config.write_text(HOST_CONFIG)
+    return run
+
+
+def test_hits_of_tables_on_the_host_are_given_or_counted(run_of_host, tmp_path):
     ids = np.arange(40).reshape(2, 20)
     ids[1, :15] = ids[0, :15]
     np.save(tmp_path / "ids.npy", ids)
-    sample = f"b={tmp_path / 'ids.npy'}"
-    run("--topology", "8", "--json", "--hit-rate", "0.5", "--sample", sample, "--touched", "a=1e3")
-    a, b = (table["host"] for table in json.loads(capsys.readouterr().out)["tables"])
+    options = ["--hit-rate", "0.5", "--sample", f"b={tmp_path}/ids.npy", "--touched", "a=1e3"]
+    a, b = (table["host"] for table in json.loads(run_of_host("8", "--json", *options))["tables"])
     assert (a["hit_rate"], a["rows_in"], a["touched_rows"]) == (0.5, 32, 1000)
     # The second batch has 15 rows of the first, and 5 that were never seen: none comes from home.
     assert (b["hit_rate"], b["rows_in"], b["touched_rows"]) == (0.75, 0, 2**40)
-    run("--topology", "8", "--hit-rate", "a=0.25")
-    assert "misses of b are not counted" in capsys.readouterr().out
-    for option, text in {"--hit-rate": "much", "--touched": "a", "--sample": "c=ids.npy"}.items():
-        with pytest.raises(SystemExit, match=f"error: {option}: expected .*, got "):
-            run("--topology", "8", option, text)
-    with pytest.raises(SystemExit, match=r"error: --touched: expected .*, got inf"):
-        run("--topology", "8", "--touched", "a=inf")
+    assert "misses of b are not counted" in run_of_host("8", "--hit-rate", "a=0.25")
+
+
+def test_batches_ahead_are_planned(run_of_host):
+    found = json.loads(run_of_host("8", "--json", "--lookahead", "1"))
+    assert (found["lookahead"], found["tables"][0]["lookahead_rows"]) == (1, 128)
+    assert found["passing"]["ahead"] > 0
+
+
+OPTIONS = {
+    "--hit-rate much": "--hit-rate: expected .*, got ",
+    "--touched a": "--touched: expected .*, got ",
+    "--touched a=inf": "--touched: expected .*, got inf",
+    "--sample c=ids.npy": "--sample: expected .*, got ",
+    "--lookahead 65537": "lookahead: expected at most 65536, got 65537; so many",
+    "--lookahead -1": "lookahead: expected an integer >= 0",
+}
+
+
+def test_values_that_are_none(run_of_host):
+    for options, said in OPTIONS.items():
+        with pytest.raises(SystemExit, match=f"error: .*{said}"):
+            run_of_host("8", *options.split())

@@ -6,71 +6,77 @@ import jax
 import numpy as np
 import pytest
 
-import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, planning
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, metrics, planning
 from tpu_embed import optimizers as o
 from tpu_embed.planning import HitCount, count_hits
 
-ROWS, BATCHES = 40, 12
+BATCHES = 12
 
 
-def drawn(batches=BATCHES, seed=0):
+def drawn():
     """Return ids [batches, 8, 3], some of them padding; some come again and again."""
-    rng = np.random.default_rng(seed)
-    shape = (batches, 8, 3)
+    rng, shape = np.random.default_rng(0), (BATCHES, 8, 3)
     ids = np.where(rng.random(shape) < 0.5, rng.integers(0, 9, shape), rng.integers(0, 300, shape))
-    ids[rng.random(shape) < 0.1] = -1
-    return ids
+    return np.where(rng.random(shape) < 0.1, -1, ids)
+
+
+IDS = drawn()
+
+
+def on_host(evict="lru"):
+    """Return a storage, and a feature of a table in it."""
+    storage = HostStorage(device_rows=40, evict=evict)
+    return storage, FeatureConfig(TableConfig(300, 4, name="items", storage=storage))
+
+
+STORAGE, FEATURE = on_host()
 
 
 @pytest.mark.parametrize(("evict", "lookahead"), [("lru", 0), ("lfu", 0), ("lru", 1), ("lfu", 1)])
 def test_counts_are_those_of_an_engine(evict, lookahead):
     """Two features look the table up: their ids of an example stand next to each other."""
-    storage = HostStorage(device_rows=ROWS, evict=evict)
-    table = TableConfig(300, 4, name="items", storage=storage)
-    features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
-    engine = tpu_embed.EmbeddingEngine(features, o.SGD(0.5), lookahead=lookahead)
+    storage, feature = on_host(evict)
+    features = {"a": feature, "b": feature}
+    engine = EmbeddingEngine(features, o.SGD(0.5), lookahead=lookahead)
     state, total = engine.init(jax.random.key(0)), collections.Counter()
-    for one in drawn():
+    for one in IDS:
         given = {"a": one[:, :2], "b": one[:, 2:]}
-        total.update(tpu_embed.metrics.batch_statistics(engine, given)["items"])
+        total.update(metrics.batch_statistics(engine, given)["items"])
         state, batch = engine.admit(state, engine.place(given))
         state = engine.update(state, batch, engine.lookup(state, batch))
     engine.storage.flush()
-    found = count_hits(drawn(), storage, lookahead=lookahead)
-    counted = tpu_embed.metrics.counters(engine, state)["storage"]["items"]
+    found = count_hits(IDS, storage, lookahead=lookahead)
+    counted = metrics.counters(engine, state)["storage"]["items"]
     assert (counted["sent"], counted["brought"]) == (found.sent, found.brought)
     assert counted["missed"] == total["misses"] == found.brought + found.drawn
     assert (total["hits"], total["unique"]) == (found.hits, found.rows)
     assert found.hit_rate == found.hits / found.rows
     assert min(found.hits, found.brought) > 10
-    assert found.touched_rows == len(np.unique(drawn()[drawn() >= 0]))
+    assert found.touched_rows == len(np.unique(IDS[IDS >= 0]))
 
 
 def test_what_is_not_counted_fills_the_places():
-    storage = HostStorage(device_rows=ROWS)
-    whole, rest = (count_hits(drawn(), storage, warm_up=n) for n in (0, 3))
-    first = count_hits(drawn()[:3], storage)
+    whole, rest = (count_hits(IDS, STORAGE, warm_up=n) for n in (0, 3))
+    first = count_hits(IDS[:3], STORAGE)
     assert rest.batches == BATCHES - 3
     for name in ("rows", "hits", "brought", "drawn", "sent"):
         assert getattr(rest, name) == getattr(whole, name) - getattr(first, name)
     assert rest.touched_rows == whole.touched_rows
     with pytest.raises(ValueError, match=r"batches: expected more than 3 batches.*got 3"):
-        count_hits(drawn()[:3], storage, warm_up=3)
+        count_hits(IDS[:3], STORAGE, warm_up=3)
 
 
 def test_batches_may_come_from_a_file_or_an_iterator(tmp_path):
-    storage = HostStorage(device_rows=ROWS)
-    np.save(tmp_path / "ids.npy", drawn())
+    np.save(tmp_path / "ids.npy", IDS)
     np.save(tmp_path / "line.npy", np.arange(3))
-    np.savez(tmp_path / "many.npz", drawn())
+    np.savez(tmp_path / "many.npz", IDS)
     (tmp_path / "text.npy").write_text("1 2 3")
-    expected = count_hits(drawn(), storage)
-    assert count_hits(tmp_path / "ids.npy", storage) == expected
-    assert count_hits(iter(drawn().astype(np.int32)), storage) == expected
+    expected = count_hits(IDS, STORAGE)
+    assert count_hits(tmp_path / "ids.npy", STORAGE) == expected
+    assert count_hits(iter(IDS.astype(np.int32)), STORAGE) == expected
     for name in ("line.npy", "many.npz", "text.npy", "none.npy"):
         with pytest.raises(ValueError, match=rf"{name}: expected a .npy file of ids"):
-            count_hits(tmp_path / name, storage)
+            count_hits(tmp_path / name, STORAGE)
 
 
 def test_what_an_engine_refuses_is_refused():
@@ -90,11 +96,9 @@ def test_what_an_engine_refuses_is_refused():
 
 
 def test_a_plan_takes_what_was_counted():
-    storage = HostStorage(device_rows=ROWS)
-    table = TableConfig(300, 4, name="items", storage=storage)
     batch = {"x": jax.ShapeDtypeStruct((8, 3), np.int32)}
     given = HitCount(batches=4, rows=80, hits=60, brought=8, drawn=12, sent=20, touched_rows=99)
-    found = planning.plan({"x": FeatureConfig(table)}, o.Adagrad(), 1, batch, hit_rates=given)
+    found = planning.plan({"x": FEATURE}, o.Adagrad(), 1, batch, hit_rates=given)
     # Of 20 rows of a batch, 2 come from home and 5 go there, each with 4 values and 4 slots.
     assert found.missed == {"in": 2 * 32, "out": 5 * 32}
     host = found.tables[0].host

@@ -19,83 +19,102 @@ from tpu_embed import optimizers as o
 from tpu_embed.planning import Topology
 from tpu_embed.planning.costs import readable, tiled_bytes, untiled_bytes
 
-DLRM_ROWS = [
-    *(40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956),
-    *(405_282, 10, 2_209, 11_938, 155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152),
-    *(12_973, 108, 36),
-]
-DLRM_HOTS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
+WORKLOAD = Path(__file__).resolve().parents[2] / "configs/dlrm_dcnv2.py"
 
 
-def _dlrm(batch=65_536):
-    features, ids = {}, {}
-    for i, (rows, hot) in enumerate(zip(DLRM_ROWS, DLRM_HOTS, strict=True)):
-        table = TableConfig(rows, 128, combiner="sum", name=f"t{i:02d}", placement="auto")
-        features[f"f{i:02d}"] = FeatureConfig(table)
-        ids[f"f{i:02d}"] = jax.ShapeDtypeStruct((batch, hot), np.int32)
-    return features, ids
+@pytest.fixture(scope="module")
+def dlrm():
+    """Return the features, the optimizer and the shapes of a batch of a whole benchmark."""
+    return runpy.run_path(str(WORKLOAD))["workload"]()
 
 
-TABLES = {
-    "mod": TableConfig(1001, 8, name="mod"),
-    "div": TableConfig(333, 8, name="div", placement="div", optimizer=o.RowWiseAdagrad()),
-    "everywhere": TableConfig(40, 4, name="everywhere", placement="replicated"),
-    "narrow": TableConfig(77, 16, name="narrow", dtype="bfloat16", optimizer=o.Adam()),
-    "fixed": TableConfig(50, 8, name="fixed", trainable=False),
+def of_tables(*tables):
+    """Return a feature of each table, by the table's name."""
+    return {table.name: FeatureConfig(table) for table in tables}
+
+
+def one(rows, dim, **options):
+    """Return a feature "x" of one table."""
+    return of_tables(TableConfig(rows, dim, name="x", **options))
+
+
+def shapes(features, *shape, dtype=np.int32):
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name in features}
+
+
+FEATURES = of_tables(
+    TableConfig(1001, 8, name="mod"),
+    TableConfig(333, 8, name="div", placement="div", optimizer=o.RowWiseAdagrad()),
+    TableConfig(40, 4, name="everywhere", placement="replicated"),
+    TableConfig(77, 16, name="narrow", dtype="bfloat16", optimizer=o.Adam()),
+    TableConfig(50, 8, name="fixed", trainable=False),
+)
+PADDING = {"mod": 7, "div": 3, "everywhere": 0, "narrow": 3, "fixed": 6}
+IDS = {name: np.zeros((8, 2), int) for name in FEATURES}
+
+TWO_AXES = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+OF_TWO_AXES = of_tables(
+    TableConfig(1001, 8, name="a", shard_axes="model"),
+    TableConfig(33, 1, name="b", dtype="bfloat16", placement="div"),
+    TableConfig(9, 130, name="c", placement="replicated"),
+)
+ENGINES = {
+    "one axis": (FEATURES, o.Adagrad(), mesh(8), PADDING, 0),
+    "two axes": (OF_TWO_AXES, optax.adam(0.1), TWO_AXES, {"a": 3, "b": 7, "c": 0}, 3 * 4),
 }
-FEATURES = {name: FeatureConfig(table) for name, table in TABLES.items()}
+"""Features, optimizer, mesh, padding rows by table, and the bytes of optax's counts of steps."""
 
 
-def test_what_is_held_and_sent_is_that_of_the_engine():
+@pytest.mark.parametrize("case", ENGINES)
+def test_what_is_held_and_sent_is_that_of_the_engine(case):
+    features, optimizer, axes, padding, counts = ENGINES[case]
     rng = np.random.default_rng(0)
-    sizes = {name: table.vocabulary_size for name, table in TABLES.items()}
+    sizes = {name: feature.table.vocabulary_size for name, feature in features.items()}
     batch = {n: rng.integers(0, size, (64, 3)).astype(np.int32) for n, size in sizes.items()}
-    found = planning.plan(FEATURES, o.Adagrad(), mesh(8), batch)
-    engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adagrad(), mesh=mesh(8))
+    found = planning.plan(features, optimizer, axes, batch)
+    engine = tpu_embed.EmbeddingEngine(features, optimizer, mesh=axes)
     assert found.spec == engine.place(batch).spec
     state = engine.init(jax.random.key(0))
     for what, arrays in {"tables": state.tables, "slots": state.slots}.items():
         shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(arrays)]
         assert found.held[what] == sum(shards)
-    assert [table.name for table in found.tables] == sorted(TABLES)
+    assert [table.name for table in found.tables] == sorted(features)
     assert sum(table.table_bytes for table in found.tables) == found.held["tables"]
-    assert sum(table.slot_bytes for table in found.tables) == found.held["slots"]
+    assert sum(table.slot_bytes for table in found.tables) == found.held["slots"] - counts
     assert found.stacks == len(engine.layout.stacks)
-    padding = {table.name: table.padding for table in found.tables}
-    assert padding == {n: -size % 8 for n, size in sizes.items()} | {"everywhere": 0}
+    assert {table.name: table.padding for table in found.tables} == padding
 
 
 @pytest.mark.parametrize("rows", [1_000, 100_000])
 def test_uniform_ids_ask_for_what_is_expected(rows):
     """Capacities of shapes hold those of drawn ids, and are no more than a quarter larger."""
-    features = {"x": FeatureConfig(TableConfig(rows, 4, name="x"))}
+    features = one(rows, 4)
     ids = np.random.default_rng(0).integers(0, rows, (512, 20)).astype(np.int32)
-    shape = {"x": jax.ShapeDtypeStruct(ids.shape, ids.dtype)}
     engine = tpu_embed.EmbeddingEngine(features, o.Adagrad(), mesh=mesh(8))
     placed = engine.place({"x": ids}).spec.stacks[0]
-    expected = planning.plan(features, o.Adagrad(), 8, shape).spec.stacks[0]
+    expected = planning.plan(features, o.Adagrad(), 8, shapes("x", 512, 20)).spec.stacks[0]
     # Buckets round up by an eighth; the fullest of 64 pairs is a little above the mean.
     assert placed.row_capacity * 0.85 <= expected.row_capacity <= placed.row_capacity * 1.25
     assert placed.partials * 0.85 <= expected.partials <= placed.partials * 1.25
 
 
 def test_nothing_is_sent_on_one_device():
-    found = planning.plan(FEATURES, o.Adagrad(), 1, {n: np.zeros((8, 2), int) for n in FEATURES})
+    found = planning.plan(FEATURES, o.Adagrad(), 1, IDS)
     assert not any(found.sent.values())
     assert found.memory is None
     assert found.fits
 
 
-def test_dlrm_fits_a_cube_of_v5p_which_is_explained():
-    features, batch = _dlrm()
-    found = planning.plan(features, o.Adagrad(0.005), "v5p:4x4x4", batch)
+def test_dlrm_fits_a_cube_of_v5p_which_is_explained(dlrm):
+    features, optimizer, batch = dlrm
+    found = planning.plan(features, optimizer, "v5p:4x4x4", batch)
     found.check()
     assert found.devices == 64
     # 204,184,588 rows of 512 bytes over 64 devices, and as much again.
     assert found.held["tables"] == pytest.approx(204_184_588 * 512 / 64, rel=1e-3)
     assert found.held["slots"] == found.held["tables"]
     tiny = {t.name for t in found.tables if t.placement == "replicated"}
-    assert tiny == {f"t{i:02d}" for i, rows in enumerate(DLRM_ROWS) if rows <= 128}
+    assert tiny == {n for n, feature in features.items() if feature.table.vocabulary_size <= 128}
     text = found.explain()
     assert "v5p:4x4x4: 64 device(s), global batch 65,536, 26 table(s) in 2 stack(s)" in text
     (line,) = [line.split() for line in text.splitlines() if line.startswith("t05 ")]
@@ -103,14 +122,16 @@ def test_dlrm_fits_a_cube_of_v5p_which_is_explained():
     assert text.splitlines()[2].endswith("of 95.7 GiB a device")
 
 
-def test_dlrm_is_refused_on_four_v5e_with_figures():
-    features, batch = _dlrm()
-    found = planning.plan(features, o.Adagrad(0.005), "v5e:2x2", batch)
+def test_dlrm_is_refused_on_four_v5e_with_figures(dlrm):
+    features, optimizer, batch = dlrm
+    found = planning.plan(features, optimizer, "v5e:2x2", batch)
     with pytest.raises(ValueError, match=r"at most 15\.8 GiB a device, got .*; .* devices"):
         found.check()
-    assert json.loads(found.to_json())["remedies"] == list(found.remedies)
+    read = json.loads(found.to_json())
+    assert (read["held"], read["remedies"]) == (found.held, list(found.remedies))
+    assert (read["fits"], read["tables"][5]["why"]) == (False, "tiny, 1.5 KiB")
     (devices,) = [remedy for remedy in found.remedies if "16 devices" in remedy]
-    larger = planning.plan(features, o.Adagrad(0.005), "v5e:4x4", batch)
+    larger = planning.plan(features, optimizer, "v5e:4x4", batch)
     assert larger.fits
     assert devices.endswith(f": {readable(larger.bytes_per_device)}, would fit")
 
@@ -123,14 +144,12 @@ CHANGES = {"all changes": ALL} | {name: {key: ALL[key]} for name, key in NAMES.i
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("ids", ["real", "shapes"])
 def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
-    tables = {
-        "a": TableConfig(2**14, 64, name="a"),
-        "b": TableConfig(2**11, 32, name="b", placement="replicated"),
-    }
-    features = jax.tree.map(FeatureConfig, tables)
-    changed = {
-        n: FeatureConfig(dataclasses.replace(t, **CHANGES[change])) for n, t in tables.items()
-    }
+    tables = [
+        TableConfig(2**14, 64, name="a"),
+        TableConfig(2**11, 32, name="b", placement="replicated"),
+    ]
+    features = of_tables(*tables)
+    changed = of_tables(*(dataclasses.replace(table, **CHANGES[change]) for table in tables))
     batch = {name: np.arange(64).reshape(32, 2) for name in features}
     if ids == "shapes":
         batch = jax.eval_shape(lambda: batch)
@@ -146,89 +165,47 @@ def test_a_remedy_is_what_a_plan_of_it_says(change, ids):
 
 def test_remedies_are_only_those_there_are():
     """More devices hold no more replicated rows; SGD has no slots; int32 numbers no more rows."""
-    table = TableConfig(2**20, 128, dtype="bfloat16", placement="replicated")
-    features = {"x": FeatureConfig(table)}
-    batch = {"x": jax.ShapeDtypeStruct((16, 2), np.int32)}
+    features, batch = one(2**20, 128, dtype="bfloat16", placement="replicated"), shapes("x", 16, 2)
     found = planning.plan(features, o.SGD(), "v5e:2x2", batch, memory=2**27)
     first, second = found.remedies
     assert first.startswith("v5e:4x4 (16 devices), the same global batch: 256.0 MiB of tables and")
     assert first.endswith("still too much")
     assert second.startswith("no replicated tables")
     assert second.endswith("would fit")
-    vast = {"x": FeatureConfig(TableConfig(2**31 - 8, 4, dtype="bfloat16"))}
+    vast = one(2**31 - 8, 4, dtype="bfloat16")
     (on_host,) = planning.plan(vast, None, 8, batch, memory=2**20).remedies
-    assert on_host.startswith("storage=HostStorage(device_rows=1_000_000) for table_0: ")
+    assert on_host.startswith("storage=HostStorage(device_rows=1_000_000) for x: ")
     two = AbstractMesh((2, 4), ("data", "model"), (AxisType.Auto,) * 2)
     assert planning.plan(vast, None, two, batch, memory=2**20).remedies == (on_host,)
-    living = TableConfig(2**20, 128, vocabulary=tpu_embed.DynamicVocabulary(), dtype="bfloat16")
-    (remedy,) = planning.plan({"x": FeatureConfig(living)}, None, two, batch, memory=2**20).remedies
-    assert remedy.startswith("storage=HostStorage(device_rows=31_000) for table_0: ")
-    storage = tpu_embed.HostStorage(device_rows=31_000)
-    changed = dataclasses.replace(living, storage=storage)
-    planned = planning.plan({"x": FeatureConfig(changed)}, None, two, batch, memory=2**20)
+    options = {"vocabulary": tpu_embed.DynamicVocabulary(), "dtype": "bfloat16"}
+    resident = planning.plan(one(2**20, 128, **options), None, two, batch, memory=2**20)
+    (remedy,) = resident.remedies
+    assert remedy.startswith("storage=HostStorage(device_rows=31_000) for x: ")
+    options |= {"storage": tpu_embed.HostStorage(device_rows=31_000)}
+    planned = planning.plan(one(2**20, 128, **options), None, two, batch, memory=2**20)
     assert planned.fits
     # Two maps: of 2**20 keys, which wait as well, and of the rows on the devices.
-    resident = planning.plan({"x": FeatureConfig(living)}, None, two, batch)
     assert planned.on_host["maps"] > resident.on_host["maps"] > 0
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x2"])
 def test_a_mesh_of_tpus_is_planned_as_their_topology(topology):
-    kind = planning.Topology(topology).chip.device_kind
+    kind = Topology(topology).chip.device_kind
     device = AbstractDevice(kind, num_cores=None, platform="tpu")
     abstract = AbstractMesh((4,), ("d",), (AxisType.Auto,), abstract_device=device)
-    batch = {name: np.zeros((16, 2), np.int32) for name in FEATURES}
-    found = planning.plan(FEATURES, o.Adagrad(), abstract, batch)
-    expected = planning.plan(FEATURES, o.Adagrad(), topology, batch)
+    found, expected = (
+        planning.plan(FEATURES, o.Adagrad(), target, IDS) for target in (abstract, topology)
+    )
     assert (found.held, found.passing) == (expected.held, expected.passing)
     assert found.target == f"4 × {kind}"
     assert found.memory is None
-
-
-def test_slots_of_a_whole_stack_and_of_two_axes_are_held_too():
-    axes = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
-    tables = {
-        "a": TableConfig(1001, 8, name="a", shard_axes="model"),
-        "b": TableConfig(33, 1, name="b", dtype="bfloat16", placement="div"),
-        "c": TableConfig(9, 130, name="c", placement="replicated"),
-    }
-    features = {name: FeatureConfig(table) for name, table in tables.items()}
-    batch = {name: np.zeros((16, 2), np.int32) for name in features}
-    found = planning.plan(features, optax.adam(0.1), axes, batch)
-    engine = tpu_embed.EmbeddingEngine(features, optax.adam(0.1), mesh=axes)
-    state = jax.eval_shape(engine.init, jax.random.key(0))
-    shards = {stack.name: stack.num_shards for stack in engine.layout.stacks}
-    rows = {stack.name: stack.physical_rows for stack in engine.layout.stacks}
-    held = 0
-    for stack, slots in state.slots.items():
-        for slot in slots.values():
-            split = shards[stack] if slot.shape[:1] == (rows[stack],) else 1
-            held += slot.size * slot.dtype.itemsize // split
-    assert found.held["slots"] == held
-    assert found.spec == engine.place(batch).spec
-
-
-def test_explained_has_totals_first_and_then_what_takes_most():
-    tables = {"a": (1000, 8), "b": (90_000, 128), "c": (50_000, 16)}
-    features = {n: FeatureConfig(TableConfig(*sizes, name=n)) for n, sizes in tables.items()}
-    batch = {n: jax.ShapeDtypeStruct((64, 2), np.int32) for n in features}
-    for target in ("v5e:2x2", 4):
-        found = planning.plan(features, o.Adagrad(0.1), target, batch)
-        lines = [line.split() for line in found.explain().splitlines()]
-        first = [line[0] for line in lines if line]
-        begin = first.index("table")
-        assert first[begin:] == ["table", "all", "b", "c", "a"]
-        assert first[first.index("a") + 1] == "all"
-        assert " ".join(lines[2]).startswith(("fits: ", readable(found.bytes_per_device)))
-        assert ("tile padding" in found.explain()) == (target == "v5e:2x2")
 
 
 @pytest.mark.parametrize(("topology", "words"), [("v5p:2x2x1", 16), ("v5e:2x2", 32)])
 def test_narrow_rows_waste_words_on_a_tpu(topology, words):
     """A row of 8 numbers takes 16 words for SparseCores, 32 in a TensorCore's line."""
     rows = 4 * 128 * 1000
-    features = {"x": FeatureConfig(TableConfig(rows, 8, name="x"))}
-    batch = {"x": jax.ShapeDtypeStruct((64,), np.int32)}
+    features, batch = one(rows, 8), shapes("x", 64)
     found = planning.plan(features, o.Adagrad(0.1), topology, batch)
     assert found.wasted["tables"] == found.wasted["slots"] == rows // 4 * (words - 8) * 4
     assert found.tables[0].wasted_bytes == 2 * found.wasted["tables"]
@@ -248,23 +225,18 @@ TYPES = {
 
 def test_accelerator_types_are_topologies():
     for name, topology in TYPES.items():
-        assert planning.Topology(name) == planning.Topology(topology)
-    chips = {"v2": 2, "v3": 2, "v4": 2, "v5litepod": 1, "v5p": 2, "v6e": 1, "tpu7x": 2}
-    for kind, counted in chips.items():
-        for count in (8, 128):
-            slice_ = planning.Topology(f"{kind}-{count}")
-            assert np.prod(slice_.shape) * counted == count
+        assert Topology(name) == Topology(topology)
     wrong = {"v5p-4": "TensorCores, .* 8, 16", "v6e-512": "chips, among 1, 4, 8"}
     wrong |= dict.fromkeys(("vp5:2x2x1", "v5pp-8", "v5P:2x2x1"), r"topology: .* did you mean v5p\?")
     for name, words in wrong.items():
         with pytest.raises(ValueError, match=words):
-            planning.Topology(name)
+            Topology(name)
 
 
 @pytest.mark.parametrize("kind", planning.CHIPS)
 def test_larger_slices_are_topologies_in_order(kind):
     chip = planning.CHIPS[kind]
-    first = planning.Topology(f"{kind}:" + {2: "2x2", 3: "2x2x1"}[chip.axes])
+    first = Topology(f"{kind}:" + {2: "2x2", 3: "2x2x1"}[chip.axes])
     chips = [int(np.prod(one.shape)) for one in first.larger()]
     assert chips[:2] == [8, 16]
     assert chips == sorted(set(chips))
@@ -273,17 +245,15 @@ def test_larger_slices_are_topologies_in_order(kind):
 
 def test_a_remedy_names_a_topology_that_can_be_rented():
     """The next slice of v5e after 1x1 has 4 chips."""
-    features = {"x": FeatureConfig(TableConfig(40_000_000, 128, name="x"))}
-    batch = {"x": jax.ShapeDtypeStruct((1024, 2), np.int32)}
-    found = planning.plan(features, o.SGD(0.1), "v5litepod-1", batch)
+    features = one(40_000_000, 128)
+    found = planning.plan(features, o.SGD(0.1), "v5litepod-1", shapes("x", 1024, 2))
     assert found.target == "v5e:1x1"
     assert found.remedies[0].startswith("v5e:2x2 (4 devices), the same global batch: ")
     assert found.remedies[0].endswith(", would fit")
     # 12 examples are not shared by 8 devices or 16, and a mesh has no topology.
-    batch = {"x": jax.ShapeDtypeStruct((12, 2), np.int32)}
-    found = planning.plan(features, o.SGD(0.1), "v5e:2x2", batch, memory=2**30)
-    assert not any("devices" in one for one in found.remedies)
-    found = planning.plan(features, o.SGD(0.1), 2, batch, memory=2**33)
+    found = planning.plan(features, o.SGD(0.1), "v5e:2x2", shapes("x", 12, 2), memory=2**30)
+    assert not any("devices" in remedy for remedy in found.remedies)
+    found = planning.plan(features, o.SGD(0.1), 2, shapes("x", 12, 2), memory=2**33)
     assert found.remedies[0].startswith("4 devices, the same global batch: ")
 
 
@@ -294,13 +264,10 @@ def test_explained_names_are_whole_and_no_markup(monkeypatch):
     long = "user/" * 20 + "id"
     names = ["[bold]x", ":smile:", long]
     sized = zip(names, (8, 16, 24), strict=True)  # equal tables would share a line
-    features = {n: FeatureConfig(TableConfig(123_456_789, dim, name=n)) for n, dim in sized}
-    batch = {n: jax.ShapeDtypeStruct((512, 1), np.int32) for n in names}
-    text = planning.plan(features, o.Adagrad(), 512, batch).explain()
+    features = of_tables(*(TableConfig(123_456_789, dim, name=n) for n, dim in sized))
+    text = planning.plan(features, o.Adagrad(), 512, shapes(features, 512, 1)).explain()
     lines = text.splitlines()
     assert max(len(line) for line in lines) <= 120
-    assert text.count("123,456,789") == 3
-    assert "…  " not in text
     for name in names[:2]:
         assert any(line.startswith(f"{name}  ") for line in lines)
     start = next(i for i, line in enumerate(lines) if line.startswith("user/"))
@@ -308,45 +275,35 @@ def test_explained_names_are_whole_and_no_markup(monkeypatch):
     assert "\x1b" not in text
 
 
-def test_as_json():
-    found = planning.plan(FEATURES, o.Adagrad(), 2, {n: np.zeros((8, 2), int) for n in FEATURES})
-    read = json.loads(found.to_json())
-    assert read["held"] == found.held
-    assert read["tables"][3] == {
-        "name": "mod", "vocabulary_size": 1001, "dim": 8, "dtype": "float32", "placement": "mod",
-        "why": "as declared", "rows": 501, "padding": 1, "table_bytes": 501 * 32,
-        "slot_bytes": 501 * 32, "wasted_bytes": 0, "lookahead_rows": None, "host": None,
-    }  # fmt: skip
-    assert read["fits"] is True
+ERRORS = {
+    "topology: expected": [
+        {"target": name} for name in ("v9:2x2", "v5p", "v5p:2x2", "v5e:2x2x2", "v5e:0x2", "v5e:2x")
+    ],
+    "target: expected a mesh, a topology or a number": [
+        {"target": target} for target in (0, -1, True, None, 2.0)
+    ],
+    "batch size: expected a positive multiple of 3": [{"target": 3}],
+    "memory, bytes of a device: expected an integer >= 1": [
+        {"memory": memory} for memory in (0, -1, True, 2.0, "16 GiB", float("nan"))
+    ],
+    "expected ids of an integer dtype": [
+        {"batch": shapes(FEATURES, 8, 2, dtype=dtype)} for dtype in (np.float32, np.bool_)
+    ],
+    "batch: expected ids, or shapes": [{"batch": {**IDS, **shapes(["mod"], 8, 2)}}],
+}
 
 
-def test_errors():
-    batch = {n: np.zeros((8, 2), int) for n in FEATURES}
-    wrong = {
-        "topology: expected": ["v9:2x2", "v5p", "v5p:2x2", "v5e:2x2x2", "v5e:0x2", "v5e:2x"],
-        "target: expected a mesh, a topology or a number": [0, -1, True, None, 2.0],
-        "batch size: expected a positive multiple of 3": [3],
-    }
-    for words, targets in wrong.items():
-        for target in targets:
-            with pytest.raises(ValueError, match=words):
-                planning.plan(FEATURES, o.Adagrad(), target, batch)
-    for memory in (0, -1, True, 2.0, "16 GiB", float("nan")):
-        with pytest.raises(ValueError, match="memory, bytes of a device: expected an integer >= 1"):
-            planning.plan(FEATURES, o.Adagrad(), 8, batch, memory=memory)
-    for dtype in (np.float32, np.bool_):
-        floats = {name: jax.ShapeDtypeStruct((8, 2), dtype) for name in FEATURES}
-        with pytest.raises(TypeError, match="expected ids of an integer dtype"):
-            planning.plan(FEATURES, o.Adagrad(), 8, floats)
-    mixed = {**batch, "mod": jax.ShapeDtypeStruct((8, 2), np.int32)}
-    with pytest.raises(ValueError, match="batch: expected ids, or shapes"):
-        planning.plan(FEATURES, o.Adagrad(), 2, mixed)
+@pytest.mark.parametrize("words", ERRORS)
+def test_errors(words):
+    for wrong in ERRORS[words]:
+        with pytest.raises((TypeError, ValueError), match=words):
+            planning.plan(FEATURES, o.Adagrad(), **{"target": 8, "batch": IDS, **wrong})
 
 
 def test_no_array_of_a_sparse_core_has_more_than_16_gib():
     rows = 12 * 2**30 // (4 * 128)
     shape = jax.ShapeDtypeStruct((1024, 2), np.int32)
-    halves = [FeatureConfig(TableConfig(rows, 128, name=f"half_{i}")) for i in range(2)]
+    halves = [FeatureConfig(TableConfig(rows, 128, name=name)) for name in ("half_0", "half_1")]
     assert planning.plan(halves, o.SGD(0.1), "v5p:1x1x1", [shape] * 2).stacks == 2
     whole = FeatureConfig(TableConfig(2 * rows, 128, name="whole"))
     assert planning.plan(whole, o.SGD(0.1), "v5p:2x1x1", shape).stacks == 1
@@ -354,14 +311,9 @@ def test_no_array_of_a_sparse_core_has_more_than_16_gib():
         planning.plan(whole, o.SGD(0.1), "v5p:1x1x1", shape)
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_an_exchange_in_bfloat16_sends_half():
-    workload = runpy.run_path(str(ROOT / "configs/dlrm_dcnv2.py"))["workload"]()
-    features, optimizer, ids = workload
+def test_an_exchange_in_bfloat16_sends_half(dlrm):
     plans = [
-        planning.plan(features, optimizer, "v5p:4x4x4", ids, exchange_dtype=dtype)
+        planning.plan(*dlrm[:2], "v5p:4x4x4", dlrm[2], exchange_dtype=dtype)
         for dtype in (None, "float32", "bfloat16")
     ]
     assert plans[0].sent == plans[1].sent
@@ -370,22 +322,20 @@ def test_an_exchange_in_bfloat16_sends_half():
     assert rounded["rows"] * 2 == exact["rows"]
     # Row numbers, and the psums of replicated tables, have the same bytes as before.
     assert sum(rounded.values()) < 0.53 * sum(exact.values())
-    moved = [sum(one.moved.values()) for one in plans]
+    moved = [sum(found.moved.values()) for found in plans]
     assert moved[2] < moved[0]
 
 
 def test_copies_of_a_shard_get_rounded_sums():
     """Of a single shard too, whose sums would be added by a psum if they were exact."""
-    features = {"x": FeatureConfig(TableConfig(500, 32, name="x", shard_axes=("b",)))}
-    ids = {"x": jax.ShapeDtypeStruct((64, 4), np.int32)}
-    mesh = Mesh(np.array(jax.devices()).reshape(8, 1), ("a", "b"))
-    sent = [
-        planning.plan(features, o.Adagrad(), mesh, ids, exchange_dtype=dtype).sent["gradients"]
+    features, ids = one(500, 32, shard_axes=("b",)), shapes("x", 64, 4)
+    axes = Mesh(np.array(jax.devices()).reshape(8, 1), ("a", "b"))
+    exact, rounded = (
+        planning.plan(features, o.Adagrad(), axes, ids, exchange_dtype=dtype)
         for dtype in (None, "bfloat16")
-    ]
-    partials = planning.plan(features, o.Adagrad(), mesh, ids).spec.stacks[0].partials
-    assert sent[1] == 8 * partials * (32 * 2 + 4)
-    assert sent[1] < sent[0]
+    )
+    rows = 8 * exact.spec.stacks[0].partials
+    assert rounded.sent["gradients"] == rows * (32 * 2 + 4) < exact.sent["gradients"]
 
 
 F32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
@@ -402,12 +352,8 @@ REPORTED = {
 }
 
 
-@pytest.mark.parametrize(("shape", "dtype"), REPORTED, ids=str)
-def test_tiled(shape, dtype):
-    assert tiled_bytes(shape, dtype) == REPORTED[shape, dtype]
-
-
-def test_untiled():
+def test_tiled():
+    assert {key: tiled_bytes(*key) for key in REPORTED} == REPORTED
     assert untiled_bytes((1000, 16), BF16) == 32_000
 
 
@@ -422,9 +368,8 @@ DEVICES = {"v2:2x2": 8, "v3:2x2": 8, "v4:2x2x1": 4, "v5e:2x2": 4, "v5p:2x2x1": 4
            "tpu7x:2x2x1": 8}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEVICES)
-def test_topologies(name):
-    assert Topology(name).devices == DEVICES[name]
+def test_topologies():
+    assert {name: Topology(name).devices for name in DEVICES} == DEVICES
 
 
 @pytest.mark.parametrize(("largest", "larger"), [("v5e:16x16", "v5e:32x16"),
@@ -433,3 +378,71 @@ def test_no_slice_is_larger_than_a_pod(largest, larger):
     Topology(largest)
     with pytest.raises(ValueError, match=r"topology: expected at most .* chips, a pod of v5"):
         Topology(larger)
+
+
+# -- `placement="auto"`: what is replicated and why, and that nothing else changes -----------------
+
+
+def _auto(rows, dim=4, **options):
+    return TableConfig(rows, dim, placement="auto", **options)
+
+
+EACH = o.SGD(use_gradient_accumulation=False)
+CASES = {
+    "tiny": (_auto(4096), 8, "replicated", "tiny, 64.0 KiB"),
+    "large": (_auto(4097), 8, "mod", "64.0 KiB, over 64.0 KiB"),
+    "narrow": (_auto(8192, dtype="bfloat16"), 8, "replicated", "tiny, 64.0 KiB"),
+    "alone": (_auto(10), 1, "mod", "one device"),
+    "axes": (_auto(10, shard_axes=("d",)), 8, "mod", "shard_axes given"),
+    "each": (_auto(10, optimizer=EACH), 8, "mod", "its optimizer does not accumulate gradients"),
+    "fixed": (_auto(10, optimizer=EACH, trainable=False), 8, "replicated", "tiny, 160 B"),
+    "vast": (_auto(2**30), 8, "mod", "16.0 GiB, over 64.0 KiB"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_case(case):
+    table, devices, placement, why = CASES[case]
+    batch = {"x": jax.ShapeDtypeStruct((8,), np.int32)}
+    (found,) = planning.plan({"x": FeatureConfig(table)}, o.SGD(), mesh(devices), batch).tables
+    assert (found.placement, found.why) == (placement, why)
+
+
+def test_not_too_many_are_replicated():
+    features = [FeatureConfig(_auto(4096, name=f"t{i:04d}")) for i in range(1025)]
+    chosen = [feature.table.placement for feature in planning.resolve(features, mesh=mesh(2))]
+    assert (chosen.count("replicated"), chosen.count("mod")) == (1024, 1)
+
+
+def test_what_is_not_auto_is_the_same_object():
+    shared, other = _auto(10), TableConfig(10, 4)
+    features = {"a": FeatureConfig(shared), "b": [FeatureConfig(other), FeatureConfig(shared)]}
+    resolved = planning.resolve(features, mesh=mesh(2))
+    assert resolved["a"].table is resolved["b"][1].table
+    assert resolved["a"].table.placement == "replicated"
+    assert resolved["b"][0].table is other
+    assert shared.placement == "auto"
+    assert planning.resolve(resolved, mesh=mesh(2)) is resolved
+    plain = {"b": FeatureConfig(other)}
+    assert planning.resolve(plain, mesh=mesh(2)) is plain
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.quick(1)
+def test_the_facade_resolves(devices):
+    """Tables are keyed by what was declared, and have the bits of the placement chosen."""
+    tiny, large = _auto(10, name="tiny"), _auto(5000, name="large")
+    features = {"tiny": FeatureConfig(tiny), "large": FeatureConfig(large)}
+    embedding = tpu_embed.TPUEmbedding(features, o.SGD(0.5), mesh=mesh(devices))
+    embedding.enqueue({name: np.arange(4) for name in features})
+    embedding.apply_gradients(jax.tree.map(np.ones_like, embedding.dequeue()))
+    resolved = planning.resolve(features, o.SGD(0.5), mesh=mesh(devices))
+    engine = tpu_embed.EmbeddingEngine(resolved, o.SGD(0.5), mesh=mesh(devices))
+    before = engine.tables(engine.init(jax.random.key(0)))
+    for table in (tiny, large):
+        expected = np.array(before[table.name])
+        expected[:4] -= 0.5
+        np.testing.assert_array_equal(embedding.embedding_tables[table], expected)
+    placed = embedding.describe()["tables"]
+    assert placed["tiny"]["placement"] == ("replicated" if devices > 1 else "mod")
+    assert placed["large"]["placement"] == "mod"

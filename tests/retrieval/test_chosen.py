@@ -1,7 +1,7 @@
 """Softmax over negatives that each query chooses among rows that are looked up once."""
 
-import functools
 import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,7 @@ from facade_cases import mesh
 from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 
 import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, retrieval
 
 K = 6
 BOUND = 16 * (D + 4) * EPS
@@ -21,8 +20,7 @@ BOUND = 16 * (D + 4) * EPS
 def arrays_of(lead, seed=0):
     """Return queries and the rows of K negatives, in float64 with the digits of float32."""
     rng = np.random.default_rng(seed)
-    shapes = (*lead, D), (K, D)
-    return [(0.5 * rng.normal(size=s)).astype(np.float32).astype(np.float64) for s in shapes]
+    return [np.float64(np.float32(0.5 * rng.normal(size=(*n, D)))) for n in (lead, (K,))]
 
 
 def numbers_of(lead, seed=1):
@@ -45,7 +43,7 @@ def loop(queries, rows, *, chosen, right, ids, log_q, score, temperature):
     if score == "cosine":
         queries, rows = unit(queries), unit(rows)
     ids = ids[0], np.where(chosen < 0, -1, ids[1][chosen])
-    log_q = log_q[0].astype(np.float64), log_q[1].astype(np.float64)[chosen]
+    log_q = log_q[0], log_q[1][chosen]
     return loop_sampled(queries, rows[right], rows[chosen], ids, log_q, temperature)
 
 
@@ -69,29 +67,29 @@ def test_each_query_has_the_negatives_it_chooses(small_parts, lead, score, by_in
         positives = right if by_index else rows[right]
         return retrieval.sampled_softmax(queries, positives, rows, **named, **how)
 
-    wanted = functools.partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
+    wanted = partial(loop, chosen=chosen, right=right, ids=ids, log_q=log_q, **how)
     check(ours, wanted, arrays_of(lead), BOUND)
 
 
 def test_without_a_choice_and_without_ids_all_rows_are_negatives(small_parts):
     right = np.arange(7) % K
-    check(
-        lambda queries, rows: retrieval.sampled_softmax(queries, right, rows),
-        lambda queries, rows: loop_sampled(queries, rows[right], rows, None, None, 1.0),
-        arrays_of((7,)),
-        BOUND,
-    )
+
+    def wanted(queries, rows):
+        return loop_sampled(queries, rows[right], rows, None, None, 1.0)
+
+    check(lambda q, rows: retrieval.sampled_softmax(q, right, rows), wanted, arrays_of((7,)), BOUND)
 
 
 def test_products_are_not_there_as_a_whole():
     """Neither C K numbers nor C N D, with the gradient: 64 queries at a time."""
     size, rows, chosen = 4096, 200_000, 8
-    kinds = ((1, size, D), np.float32), ((rows, D), np.float32), ((1, size, chosen), np.int32)
+    kinds = [((1, size, D), np.float32), ((rows, D), np.float32)]
+    kinds += [((1, size, chosen), np.int32), ((1, size), np.int32)]
 
     def loss(queries, negatives, which, right):
         return retrieval.sampled_softmax(queries, right, negatives, chosen=which).sum()
 
-    operands = [jax.ShapeDtypeStruct(*kind) for kind in (*kinds, ((1, size), np.int32))]
+    operands = [jax.ShapeDtypeStruct(*kind) for kind in kinds]
     text = str(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(*operands))
     found = re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", text)
     largest = max(np.prod([int(n) for n in shape.split(",")]) for shape in found)
@@ -102,7 +100,7 @@ def test_an_index_that_is_no_row_is_never_silent():
     """Known ones are refused; inside a jit the loss of the query is NaN, unless it is padding."""
     queries, rows = single(*arrays_of((4,)))
     ids = {"positive_ids": np.array([4, 7, 2, -1]), "negative_ids": np.arange(K)}
-    loss = functools.partial(retrieval.sampled_softmax, queries)
+    loss = partial(retrieval.sampled_softmax, queries)
     right, chosen = np.array([0, 1, K, -1]), np.tile(np.arange(N), (4, 1))
     chosen[1, 2] = chosen[3, 1] = 2**30
     with pytest.raises(ValueError, match=r"positives: expected indices below .* K = 6, got 6"):
@@ -127,6 +125,7 @@ def test_an_index_that_is_no_row_is_never_silent():
     assert np.isfinite(spoilt[0][0]).all()
 
 
+@cache
 def train(devices, mapped):
     """Return loss and table of a step over the events of histories: what is next in each?"""
     items, rng = 40, np.random.default_rng(3)
@@ -134,7 +133,7 @@ def train(devices, mapped):
     features = {"history": FeatureConfig(table, jagged=True), "item": FeatureConfig(table)}
     histories = [rng.integers(items, size=n) for n in (3, 1, 4, 0, 2, 5, 2, 3)]
     ids = {"history": tpu_embed.RaggedIds.from_lists(histories), "item": np.arange(items)}
-    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=mesh(devices))
+    engine = EmbeddingEngine(features, optimizers.SGD(0.1), mesh=mesh(devices))
     state, batch = engine.init(jax.random.key(0)), engine.place(ids)
     events, splits = np.concatenate(histories), ids["history"].row_splits
     own, which = (
@@ -166,28 +165,26 @@ def train(devices, mapped):
     return float(loss), np.asarray(engine.tables(state)["item"])
 
 
-def test_events_of_jagged_histories_on_eight_devices():
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.quick(1)
+def test_events_of_jagged_histories_on_eight_devices(mapped):
     """By `jax.vmap` over the replicas or without: the losses and gradients of one device."""
-    alone = train(1, mapped=True)
-    assert alone[0] > 5
-    for mapped in (True, False):
-        loss, table_of_eight = train(8, mapped)
-        assert loss == pytest.approx(alone[0], rel=1e-5)
-        np.testing.assert_allclose(table_of_eight, alone[1], atol=1e-6)
+    (alone, table), (loss, table_of_eight) = train(1, True), train(8, mapped)
+    assert alone > 5
+    assert loss == pytest.approx(alone, rel=1e-5)
+    np.testing.assert_allclose(table_of_eight, table, atol=1e-6)
 
 
-@pytest.mark.parametrize("score", ["dot", "cosine"])
-def test_scores_of_a_batch(score):
+def test_cosines_of_a_batch():
     """Also of `in_batch_softmax`, and of rows of their own for each query."""
     queries, rows = arrays_of((B,))[0], arrays_of((B,), seed=5)[0]
     own = np.stack([rows, rows[::-1]], axis=1)  # [B, 2, D]
-    change = unit if score == "cosine" else np.asarray
     for loss, given in (
         (retrieval.in_batch_softmax, (queries, rows)),
         (retrieval.sampled_softmax, (queries, rows, own)),
     ):
-        wanted = loss(*single(*map(change, given)), temperature=0.5)
-        found = loss(*single(*given), score=score, temperature=0.5)
+        wanted = jax.jit(partial(loss, temperature=0.5))(*single(*map(unit, given)))
+        found = jax.jit(partial(loss, score="cosine", temperature=0.5))(*single(*given))
         np.testing.assert_allclose(found, wanted, atol=BOUND)
         with pytest.raises(ValueError, match=r"score: expected 'dot' \| 'cosine', got"):
             loss(*given, score="angle")
@@ -197,17 +194,17 @@ Q, ROWS = np.ones((3, D), np.float32), np.ones((K, D), np.float32)
 WHICH = np.zeros((3, N), int)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "positives", "negatives", "chosen"),
-    [
-        (ValueError, r"chosen: expected shape \[3, 5\], got \[2, 5\]", Q, ROWS, WHICH[:2]),
-        (ValueError, "chosen: expected shape", Q, ROWS, WHICH[:, 0]),
-        (TypeError, "chosen: expected integers", Q, ROWS, WHICH + 0.5),
-        (ValueError, r"shape \[K, 4\], got \[3, 6, 4\]", Q, np.stack([ROWS] * 3), WHICH),
-        (ValueError, r"positives: expected shape \[3\], got \[3, 5\]", WHICH, ROWS, None),
-        (TypeError, "positives: expected floats, got bool", Q > 0, ROWS, None),
-    ],
-)
-def test_what_is_refused(kind, words, positives, negatives, chosen):
-    with pytest.raises(kind, match=words):
+REFUSED = [
+    (r"chosen: expected shape \[3, 5\], got \[2, 5\]", Q, ROWS, WHICH[:2]),
+    ("chosen: expected shape", Q, ROWS, WHICH[:, 0]),
+    ("chosen: expected integers", Q, ROWS, WHICH + 0.5),
+    (r"shape \[K, 4\], got \[3, 6, 4\]", Q, np.stack([ROWS] * 3), WHICH),
+    (r"positives: expected shape \[3\], got \[3, 5\]", WHICH, ROWS, None),
+    ("positives: expected floats, got bool", Q > 0, ROWS, None),
+]
+
+
+@pytest.mark.parametrize(("words", "positives", "negatives", "chosen"), REFUSED)
+def test_what_is_refused(words, positives, negatives, chosen):
+    with pytest.raises((ValueError, TypeError), match=words):
         retrieval.sampled_softmax(Q, positives, negatives, chosen=chosen)

@@ -1,27 +1,27 @@
 """Searches of dynamic vocabularies: only rows with keys are found, and keys come back."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
 from facade_cases import mesh
 
-import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed import optimizers as o
 
 CAPACITY, DIM = 12, 2
 
 
-def make(devices=2):
-    vocabulary = tpu_embed.DynamicVocabulary()
-    table = TableConfig(CAPACITY, DIM, name="t", vocabulary=vocabulary)
-    return EmbeddingEngine(FeatureConfig(table), o.SGD(1.0), mesh=mesh(devices))
+def make(devices):
+    table = TableConfig(CAPACITY, DIM, name="t", vocabulary=DynamicVocabulary())
+    engine = EmbeddingEngine(FeatureConfig(table), o.SGD(1.0), mesh=mesh(devices))
+    return engine, engine.init(jax.random.key(0))
 
 
 def test_random_steps_against_a_dictionary():
     """Keys come and go; after each step a search finds the best keys that have a row."""
-    engine, rng = make(), np.random.default_rng(0)
-    state = engine.init(jax.random.key(0))
+    (engine, state), rng = make(2), np.random.default_rng(0)
     queries = np.array([[1.0, 0.0], [0.0, -1.0], [2.0, 1.0]], np.float32)
     searched = jax.jit(lambda s, q, a: retrieval.top_k(engine, s, "t", q, 3, allowed=a))
     for step in range(8):
@@ -46,24 +46,15 @@ def test_random_steps_against_a_dictionary():
 
 
 def test_what_is_refused():
-    engine = make(1)
-    state = engine.init(jax.random.key(0))
+    engine, state = make(1)
     before = jax.tree.map(lambda x: x.copy(), state)
     state = engine.set_rows(state, "t", keys=[5], values=[[1, 1]])
     plain = EmbeddingEngine(FeatureConfig(TableConfig(4, DIM, name="p")), mesh=mesh(1))
-
-    def search(state):
-        return retrieval.top_k(engine, state, "t", np.ones((1, DIM), np.float32), 1)
-
-    def rows(state):
-        return retrieval.keyed_rows(engine, state, "t")
-
-    def of_plain():
-        return retrieval.keyed_rows(plain, plain.init(jax.random.key(0)), "p")
-
-    def keys(ids):
-        return retrieval.keys_of(engine, state, "t", ids)
-
+    queries = np.ones((1, DIM), np.float32)
+    search = partial(retrieval.top_k, engine, table="t", queries=queries, k=1)
+    rows = partial(retrieval.keyed_rows, engine, table="t")
+    of_plain = partial(retrieval.keyed_rows, plain, plain.init(jax.random.key(0)), "p")
+    keys = partial(retrieval.keys_of, engine, state, "t")
     for words, call in (
         (r"allowed= inside a jit.*retrieval.keyed_rows\(engine", lambda: jax.jit(search)(state)),
         ("the newest state, of step 1", lambda: search(before)),

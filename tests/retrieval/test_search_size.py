@@ -9,7 +9,8 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
 from tpu_embed.retrieval import search
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.quick(1)
 def test_scores_of_floats_are_near_those_in_float64(devices):
     """A sum of D products in float32 is off by at most D eps Σ |q x|."""
     table = TableConfig(3000, 20, jax.nn.initializers.normal(1.0), name="t")
@@ -30,18 +31,20 @@ def test_scores_of_floats_are_near_those_in_float64(devices):
     assert (np.diff(scores) <= 0).all()
 
 
-@pytest.mark.parametrize("exclude", [pytest.param(0, marks=pytest.mark.whole), 4])
-def test_temporaries_do_not_grow_with_the_table(exclude):
-    def temporaries(size):
-        table = TableConfig(size, 8, name="t")
-        engine = EmbeddingEngine(FeatureConfig(table), mesh=mesh(1))
-        state = jax.eval_shape(engine.init, jax.random.key(0))
-        hidden = np.zeros((64, exclude), np.int32) if exclude else None
-        search = jax.jit(lambda s, q: retrieval.top_k(engine, s, "t", q, 10, exclude=hidden))
-        lowered = search.lower(state, jax.ShapeDtypeStruct((64, 8), np.float32))
-        return lowered.compile().memory_analysis().temp_size_in_bytes
+def temporaries(size, queries, exclude=0):
+    """Return the bytes that a search for 10 rows takes beside a table of 8 columns."""
+    engine = EmbeddingEngine(FeatureConfig(TableConfig(size, 8, name="t")), mesh=mesh(1))
+    state = jax.eval_shape(engine.init, jax.random.key(0))
+    ids = jax.ShapeDtypeStruct((queries, exclude), np.int32) if exclude else None
+    search = jax.jit(lambda s, q, e: retrieval.top_k(engine, s, "t", q, 10, exclude=e))
+    lowered = search.lower(state, jax.ShapeDtypeStruct((queries, 8), np.float32), ids)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    few, many = temporaries(200_000), temporaries(3_200_000)
+
+@pytest.mark.parametrize("exclude", [0, 4])
+@pytest.mark.quick(1)
+def test_temporaries_do_not_grow_with_the_table(exclude):
+    few, many = (temporaries(size, 64, exclude) for size in (200_000, 3_200_000))
     # The blocks are not of quite the same size: their number is rounded up.
     assert many < 1.2 * few
     assert many < 5 * 4 * search.PRODUCT_NUMBERS < 4 * 64 * 200_000
@@ -49,13 +52,5 @@ def test_temporaries_do_not_grow_with_the_table(exclude):
 
 def test_temporaries_do_not_grow_with_the_square_of_what_is_excluded():
     """A comparison of k + E ids with E ids would be 540 MB here."""
-    queries, excluded = 128, 2048
-    engine = EmbeddingEngine(FeatureConfig(TableConfig(4096, 8, name="t")), mesh=mesh(1))
-    search = jax.jit(lambda s, q, e: retrieval.top_k(engine, s, "t", q, 10, exclude=e))
-    lowered = search.lower(
-        jax.eval_shape(engine.init, jax.random.key(0)),
-        jax.ShapeDtypeStruct((queries, 8), np.float32),
-        jax.ShapeDtypeStruct((queries, excluded), np.int32),
-    )
-    used = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert used < 4 * (2 * queries * 4096 + 8 * queries * excluded)  # products, and of the ids
+    used = temporaries(4096, 128, 2048)
+    assert used < 4 * (2 * 128 * 4096 + 8 * 128 * 2048)  # products, and of the ids

@@ -9,20 +9,14 @@ import numpy as np
 import pytest
 from softmax_cases import EPS, B, D, N, check, loop_sampled, single
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, retrieval
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers, retrieval
 
 
 def loop_in_batch(queries, candidates, log_q, ids, temperature):
     """Return losses `[B]`, one pair after the other."""
-    losses = np.zeros(B)
-    for i in range(B):
-        if ids is not None and ids[i] < 0:
-            continue
-        logits = queries[i] @ candidates.T / temperature - (0 if log_q is None else log_q)
-        others = range(B) if ids is None else np.flatnonzero((ids != ids[i]) & (ids >= 0))
-        losses[i] = math.log(sum(math.exp(logits[j] - logits[i]) for j in {i, *others}))
-    return losses
+    ids = np.arange(B) if ids is None else ids
+    log_q = log_q if log_q is None else (log_q, log_q)
+    return loop_sampled(queries, candidates, candidates, (ids, ids), log_q, temperature)
 
 
 def vectors(seed, *shape):
@@ -39,12 +33,10 @@ IDS = np.array([3, 4, 3, -1, 5, 6, 4, 3])
 @pytest.mark.quick(1)
 def test_in_batch(ids, with_log_q):
     """Each step of the logits' float32 arithmetic rounds once."""
-    log_q = np.log(np.random.default_rng(0).random(B)).astype(np.float32) if with_log_q else None
-    ours = functools.partial(
-        retrieval.in_batch_softmax, log_q=log_q, candidate_ids=ids, temperature=0.5
-    )
-    wide = log_q.astype(np.float64) if with_log_q else None
-    loop = functools.partial(loop_in_batch, log_q=wide, ids=ids, temperature=0.5)
+    log_q = np.float32(np.log(np.random.default_rng(0).random(B))) if with_log_q else None
+    named = {"log_q": log_q, "temperature": 0.5}
+    ours = functools.partial(retrieval.in_batch_softmax, candidate_ids=ids, **named)
+    loop = functools.partial(loop_in_batch, ids=ids, **named)
     check(ours, loop, [vectors(1, B, D), vectors(2, B, D)], 16 * (D + 4) * EPS)
 
 
@@ -61,10 +53,8 @@ def test_sampled(lead, own):
     names = "positive_ids", "negative_ids", "positive_log_q", "negative_log_q"
     named = dict(zip(names, (*ids, *log_q), strict=True))
     ours = functools.partial(retrieval.sampled_softmax, **named, temperature=0.5)
-    wide = [a.astype(np.float64) for a in log_q]
-    check(
-        ours, functools.partial(loop_sampled, ids=ids, log_q=wide, temperature=0.5), arrays, bound
-    )
+    loop = functools.partial(loop_sampled, ids=ids, log_q=log_q, temperature=0.5)
+    check(ours, loop, arrays, bound)
     plain = loop_sampled(*arrays, ids=None, log_q=None, temperature=1.0)
     np.testing.assert_allclose(retrieval.sampled_softmax(*single(*arrays)), plain, atol=bound)
 
@@ -94,7 +84,7 @@ def test_negatives_are_those_of_the_global_batch(kind):
     devices = jax.sharding.Mesh(np.array(jax.devices()), ("d",), axis_types=kinds)
     table = TableConfig(30, D, name="item", combiner="sum")
     features = {name: FeatureConfig(table) for name in ("query", "item")}
-    engine = EmbeddingEngine(features, o.SGD(0.1), mesh=devices)
+    engine = EmbeddingEngine(features, optimizers.SGD(0.1), mesh=devices)
     state = engine.init(jax.random.key(0))
     ids = {"query": np.arange(B), "item": IDS + 10}
     batch = engine.place(ids)
@@ -127,62 +117,53 @@ def test_log_probabilities():
     np.testing.assert_array_equal(traced, [*log_q([49], 50), 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "given"),
-    [
-        (TypeError, "log_uniform_log_q: ids: expected integers", ([0.5], 3)),
-        (ValueError, "vocabulary_size: expected an integer >= 1", ([0], 0)),
-        (ValueError, "ids: expected ids below V = 50, got 50", ([3, 50], 50)),
-        (ValueError, "ids: expected ids below V = 50, got 50", (jnp.array([50]), 50)),
-        (ValueError, "ids: expected ids of 32 bits while x64 is off", ([2**32], 2**40)),
-    ],
-)
-def test_log_probabilities_of_ids_that_are_refused(kind, words, given):
-    with pytest.raises(kind, match=words):
-        retrieval.log_uniform_log_q(*given)
+REFUSED_IDS = [
+    ("log_uniform_log_q: ids: expected integers", [0.5], 3),
+    ("vocabulary_size: expected an integer >= 1", [0], 0),
+    ("ids: expected ids below V = 50, got 50", [3, 50], 50),
+    ("ids: expected ids below V = 50, got 50", jnp.array([50]), 50),
+    ("ids: expected ids of 32 bits while x64 is off", [2**32], 2**40),
+]
 
 
-@pytest.mark.parametrize("counts", [np.zeros(3), [-1, 3], [np.inf, 1], [np.nan, 1], []])
-def test_counts_are_finite_and_not_negative(counts):
-    with pytest.raises(ValueError, match=r"counted_log_q: counts: expected counts.*np.bincount"):
-        retrieval.counted_log_q(counts)
+def test_log_probabilities_that_are_refused():
+    for words, ids, size in REFUSED_IDS:
+        with pytest.raises((ValueError, TypeError), match=words):
+            retrieval.log_uniform_log_q(ids, size)
+    for counts in (np.zeros(3), [-1, 3], [np.inf, 1], [np.nan, 1], []):
+        with pytest.raises(ValueError, match=r"counted_log_q: counts: expected .*np.bincount"):
+            retrieval.counted_log_q(counts)
 
 
 Q, ONE, MANY = np.ones((3, D), np.float32), retrieval.in_batch_softmax, retrieval.sampled_softmax
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "loss", "arrays", "named"),
-    [
-        (ValueError, r"candidates: expected the shape of queries, \[3, 4\]", ONE, (Q, Q[:2]), {}),
-        (ValueError, r"queries: expected shape \[B, D\], got \[4\]", ONE, (Q[0], Q[0]), {}),
-        (TypeError, "queries: expected floats, got int64", ONE, (np.ones((3, D), int), Q), {}),
-        (ValueError, r"log_q: expected shape \[3\]", ONE, (Q, Q), {"log_q": np.zeros(4)}),
-        (ValueError, "ids: expected shape", ONE, (Q, Q), {"candidate_ids": np.arange(4)}),
-        (TypeError, "ids: expected integers", ONE, (Q, Q), {"candidate_ids": np.ones(3)}),
-        (ValueError, "32 bits while.*np.unique", ONE, (Q, Q), {"candidate_ids": [1, 2, 2**40]}),
-        (ValueError, "positives: expected the shape of queries", MANY, (Q, Q[:2], Q), {}),
-        (ValueError, r"queries: expected shape \[B, D\] or more", MANY, (Q[0], Q[0], Q), {}),
-        (ValueError, r"expected shape \[K, 4\] or \[3, N, 4\]", MANY, (Q, Q, Q[0]), {}),
-        (ValueError, "negatives: expected", MANY, (Q, Q, np.ones((2, 5, D))), {}),
-        (ValueError, "got only positive_ids", MANY, (Q, Q, Q), {"positive_ids": np.arange(3)}),
-        (ValueError, "got only negative_log_q", MANY, (Q,) * 3, {"negative_log_q": np.zeros(3)}),
-        # One temperature per query would divide the columns of the logits, not their rows.
-        *(
-            (
-                ValueError,
-                "temperature: expected one number above 0",
-                loss,
-                arrays,
-                {"temperature": t},
-            )
-            for t in (0, -1.0, np.ones(3, np.float32))
-            for loss, arrays in ((ONE, (Q, Q)), (MANY, (Q, Q, Q)))
-        ),
-    ],
-)
-def test_what_is_refused(kind, words, loss, arrays, named):
-    with pytest.raises(kind, match=words):
+REFUSED = [
+    (r"candidates: expected the shape of queries, \[3, 4\]", ONE, (Q, Q[:2]), {}),
+    (r"queries: expected shape \[B, D\], got \[4\]", ONE, (Q[0], Q[0]), {}),
+    ("queries: expected floats, got int64", ONE, (np.ones((3, D), int), Q), {}),
+    (r"log_q: expected shape \[3\]", ONE, (Q, Q), {"log_q": np.zeros(4)}),
+    ("ids: expected shape", ONE, (Q, Q), {"candidate_ids": np.arange(4)}),
+    ("ids: expected integers", ONE, (Q, Q), {"candidate_ids": np.ones(3)}),
+    ("32 bits while.*np.unique", ONE, (Q, Q), {"candidate_ids": [1, 2, 2**40]}),
+    ("positives: expected the shape of queries", MANY, (Q, Q[:2], Q), {}),
+    (r"queries: expected shape \[B, D\] or more", MANY, (Q[0], Q[0], Q), {}),
+    (r"expected shape \[K, 4\] or \[3, N, 4\]", MANY, (Q, Q, Q[0]), {}),
+    ("negatives: expected", MANY, (Q, Q, np.ones((2, 5, D))), {}),
+    ("got only positive_ids", MANY, (Q, Q, Q), {"positive_ids": np.arange(3)}),
+    ("got only negative_log_q", MANY, (Q, Q, Q), {"negative_log_q": np.zeros(3)}),
+]
+# One temperature per query would divide the columns of the logits, not their rows.
+REFUSED += [
+    ("temperature: expected one number above 0", loss, arrays, {"temperature": temperature})
+    for temperature in (0, -1.0, np.ones(3, np.float32))
+    for loss, arrays in ((ONE, (Q, Q)), (MANY, (Q, Q, Q)))
+]
+
+
+@pytest.mark.parametrize(("words", "loss", "arrays", "named"), REFUSED)
+def test_what_is_refused(words, loss, arrays, named):
+    with pytest.raises((ValueError, TypeError), match=words):
         loss(*arrays, **named)
 
 
@@ -195,7 +176,8 @@ def test_padding_may_be_anything():
         (ONE, 2, {"candidate_ids": right}),
         (MANY, 3, {"positive_ids": right, "negative_ids": drawn}),
     ):
-        slopes = jax.grad(lambda *a, of=loss, ids=ids: of(*a, **ids).sum(), tuple(range(count)))
+        total = jax.grad(lambda *a, of=loss, ids=ids: of(*a, **ids).sum(), tuple(range(count)))
+        slopes = jax.jit(total)
         for found, wanted in zip(slopes(*[spoilt] * count), slopes(*[q] * count), strict=True):
             np.testing.assert_array_equal(found, wanted)
             assert not np.any(found[2])

@@ -6,12 +6,10 @@ import threading
 import jax
 import numpy as np
 import pytest
-from adopt_cases import contents, draw, features, map_contents
-from facade_cases import make_embedding_of, mesh
+from adopt_cases import contents, draw, engine, features, map_contents
+from facade_cases import make_embedding_of
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, optimizers
 from tpu_embed.vocabulary import Vocabularies
 
 SMALL = {"capacity": 9}
@@ -19,8 +17,8 @@ LARGE = {"capacity": 20, "on_host": ("items", "tags"), "device_rows": 40}
 
 
 def embedding(devices, pipelined, **options):
-    made = features(placement="mod", **options)
-    options = {"seed": 3, "pipeline_execution_with_tensor_core": pipelined}
+    made, options = features(placement="mod", **options), {"seed": 3}
+    options |= {"pipeline_execution_with_tensor_core": pipelined}
     return make_embedding_of(made, None, devices, **options)
 
 
@@ -38,6 +36,16 @@ def train(made, batches):
     return found
 
 
+def train_engine(made, state, batches):
+    """Return the state after batches, and their activations."""
+    found = []
+    for batch in batches:
+        state, batch = made.admit(state, made.place(batch))
+        found.append(made.lookup(state, batch))
+        state = made.update_in_place(state, batch, gradients_of(found[-1]))
+    return state, found
+
+
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.whole
 def test_both_apis_adopt_alike(pipelined):
@@ -48,28 +56,19 @@ def test_both_apis_adopt_alike(pipelined):
     own = draw(rng)
     large.enqueue(own, training=False)
     large.enqueue(own)
-    engines = [
-        tpu_embed.EmbeddingEngine(
-            features(placement="mod", **options), mesh=mesh(devices), lookahead=int(pipelined)
-        )
-        for devices, options in ((1, SMALL), (2, LARGE))
-    ]
-    state = engines[0].init(jax.random.key(3))
-    for batch in batches[:4]:
-        state, batch = engines[0].admit(state, engines[0].place(batch))
-        gradients = gradients_of(engines[0].lookup(state, batch))
-        state = engines[0].update_in_place(state, batch, gradients)
+    engines = (
+        engine(1, lookahead=int(pipelined), **SMALL),
+        engine(2, lookahead=int(pipelined), **LARGE),
+    )
+    state, _ = train_engine(engines[0], engines[0].init(jax.random.key(3)), batches[:4])
     assert contents(small.engine, small.state) == contents(engines[0], state)
     with pytest.warns(UserWarning, match="2 from before, now forgotten"):
         large.adopt(small)
     state = engines[1].adopt(state, engines[0])
     assert large.waiting == 0
     found = train(large, batches[4:])
-    for batch, activations in zip(batches[4:], found, strict=True):
-        state, batch = engines[1].admit(state, engines[1].place(batch))
-        expected = engines[1].lookup(state, batch)
-        jax.tree.map(np.testing.assert_array_equal, activations, expected)
-        state = engines[1].update_in_place(state, batch, gradients_of(expected))
+    state, expected = train_engine(engines[1], state, batches[4:])
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert contents(large.engine, large.state) == contents(engines[1], state)
     assert map_contents(large.engine) == map_contents(engines[1])
     assert small.engine.vocabularies.capacity("items") == 9
@@ -78,9 +77,9 @@ def test_both_apis_adopt_alike(pipelined):
 
 def plain(devices, size=16, pipelined=False, **options):
     config = {"x": FeatureConfig(TableConfig(size, 2, name="t", **options))}
-    seed = devices  # so that two differ
-    options = {"seed": seed, "pipeline_execution_with_tensor_core": pipelined}
-    return make_embedding_of(config, o.SGD(0.5), devices, **options)
+    options = {"seed": devices}  # so that two differ
+    options |= {"pipeline_execution_with_tensor_core": pipelined}
+    return make_embedding_of(config, optimizers.SGD(0.5), devices, **options)
 
 
 def test_training_batches_of_the_other_must_be_done():
@@ -120,8 +119,6 @@ def test_what_is_refused_changes_nothing():
 
 def test_two_that_adopt_each_other_do_not_wait_for_ever():
     one, other = plain(1), plain(2)
-    for made in (one, other):
-        made.build()
 
     def many(mine, theirs):
         for _ in range(10):

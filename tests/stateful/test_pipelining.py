@@ -23,14 +23,18 @@ FULL = np.array([[1], [1], [1], [0]], np.float32)
 """Ones for the examples whose id is a row, which row 2 counts twice."""
 
 
+def _make_embedding(pipelined):
+    options = {"pipeline_execution_with_tensor_core": pipelined}
+    return make_embedding_of(tpu_embed.FeatureConfig(TABLE), o.SGD(1.0), **options)
+
+
 @functools.cache
 def _engine():
-    return make_embedding_of(tpu_embed.FeatureConfig(TABLE), o.SGD(1.0)).engine
+    return _make_embedding(pipelined=False).engine
 
 
 def _embedding(pipelined):
-    options = {"pipeline_execution_with_tensor_core": pipelined}
-    embedding = make_embedding_of(tpu_embed.FeatureConfig(TABLE), o.SGD(1.0), **options)
+    embedding = _make_embedding(pipelined)
     embedding.engine = _engine()
     return embedding
 

@@ -2,12 +2,9 @@
 
 import threading
 
-import jax
 import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
-
-from tpu_embed._calls import Exchange
 
 LONG = 60
 """Seconds after which a thread that waits has a deadlock."""
@@ -17,13 +14,13 @@ class Thread(threading.Thread):
     """A thread whose `join` raises what it raised, or that it does not end."""
 
     def __init__(self, target, *arguments):
-        super().__init__(daemon=True)
-        self.call, self.error = lambda: target(*arguments), None
+        super().__init__(target=target, args=arguments, daemon=True)
+        self.error = None
         self.start()
 
     def run(self):
         try:
-            self.call()
+            super().run()
         except BaseException as error:
             self.error = error
 
@@ -32,6 +29,13 @@ class Thread(threading.Thread):
         assert not self.is_alive(), "a deadlock"
         if self.error is not None:
             raise self.error
+
+
+def waiting_for_gradients():
+    """Return an embedding with a dequeued batch, and the gradients."""
+    embedding = make_embedding()
+    embedding.enqueue(batch(0))
+    return embedding, gradients(embedding.dequeue())
 
 
 @pytest.fixture
@@ -43,39 +47,33 @@ def during_updates(monkeypatch):
 
         def prepared(*arguments):
             exchange = prepare(*arguments)
+            work = exchange._work
 
             def run(call):
-                state = exchange._work(call)
+                state = work(call)
                 function()
                 return state
 
-            return Exchange(run)
+            exchange._work = run
+            return exchange
 
         monkeypatch.setattr(embedding.engine, "prepare_update", prepared)
 
     return set_function
 
 
-@pytest.mark.parametrize("call", ["place", "describe", "waiting"])
-def test_another_thread_need_not_wait_for_an_update(during_updates, call):
+def test_other_threads_need_not_wait_for_an_update(during_updates):
     """The arrays of the state are gone just then, which is no fault."""
-    embedding = make_embedding()
-    calls = {
-        "place": lambda: embedding.engine.place(batch(1)),
-        "describe": embedding.describe,
-        "waiting": lambda: embedding.waiting,
-    }
-    embedding.enqueue(batch(0))
-    given = gradients(embedding.dequeue())
-    during_updates(embedding, lambda: Thread(calls[call]).join())
+    embedding, given = waiting_for_gradients()
+    place = embedding.engine.place
+    calls = lambda: place(batch(1)), embedding.describe, lambda: embedding.waiting
+    during_updates(embedding, lambda: [Thread(call).join() for call in calls])
     embedding.apply_gradients(given)
     assert int(embedding.state.step) == 1
 
 
 def test_what_reads_the_tables_waits_for_an_update(during_updates):
-    embedding, after = make_embedding(), {}
-    embedding.enqueue(batch(0))
-    given = gradients(embedding.dequeue())
+    (embedding, given), after = waiting_for_gradients(), {}
     reads = {
         "state": lambda: embedding.state,
         "dequeued": lambda: embedding.dequeued,
@@ -97,7 +95,7 @@ def test_what_reads_the_tables_waits_for_an_update(during_updates):
     assert list(after["embedding_tables"]) == list(embedding.embedding_tables)
 
 
-STEPS = 120
+STEPS = 60
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -139,28 +137,6 @@ def test_one_thread_enqueues_and_another_trains(pipelined):
     for thread in threads:
         thread.join()
     assert_same(embedding.state, other.state)
-
-
-def test_many_threads_enqueue():
-    """The batches of each of them keep their order."""
-    embedding = make_embedding()
-    numbers = np.repeat(np.arange(6, dtype=np.float32)[:, None], 2, axis=1)
-    embedding.load({"user": numbers[:5], "item": numbers})
-
-    def feed(thread):
-        for n in range(6):
-            shown = np.array([[n, -1]] * 4, np.int32)
-            user = np.full(4, thread, np.int32)
-            embedding.enqueue({**batch(0), "user": user, "shown": shown})
-
-    for thread in [Thread(feed, number) for number in range(5)]:
-        thread.join()
-    seen = [[] for _ in range(5)]
-    while embedding.waiting:
-        activations = jax.tree.map(np.asarray, embedding.dequeue())
-        seen[int(activations["user"][0, 0])].append(int(activations["shown"][0, 0]))
-        embedding.apply_gradients(jax.tree.map(np.zeros_like, activations))
-    assert seen == [list(range(6))] * 5
 
 
 def test_the_first_of_two_threads_sets_the_size(monkeypatch):

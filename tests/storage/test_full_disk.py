@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from random_rows import no_file_beyond
 
-import tpu_embed
-from tpu_embed import FeatureConfig, HostStorage, TableConfig, io
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig, io, optimizers
 
 BATCH, ROWS = 8, 4000
 
@@ -18,7 +16,7 @@ def make(path=None):
     storage = None if path is None else HostStorage(device_rows=64, path=path)
     drawn = jax.nn.initializers.normal()
     table = TableConfig(ROWS, 64, drawn, name="items", storage=storage)
-    return tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5))
+    return EmbeddingEngine(FeatureConfig(table), optimizers.Adagrad(0.5))
 
 
 def ids_of(step):
@@ -80,5 +78,4 @@ def test_a_full_disk_stops_the_training_until_the_last_checkpoint_is_restored(tm
     state = train(engine, restored.state, range(2, step + 3))
     assert flushed(engine)
     other = train(resident, resident.init(jax.random.key(0)), range(step + 3))
-    for one, expected in zip(rows_of(engine, state), rows_of(resident, other), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    np.testing.assert_array_equal(rows_of(engine, state), rows_of(resident, other))

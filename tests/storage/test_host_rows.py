@@ -17,11 +17,10 @@ from tpu_embed.storage import HostRows, RowField
 KERNELS = {"native": host_native, "reference": row_store_reference}
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(params=KERNELS)
 def kernels(request, monkeypatch):
-    monkeypatch.setattr(
-        "tpu_embed.kernels.dispatch.row_store_kernels", lambda: KERNELS[request.param]
-    )
+    chosen = KERNELS[request.param]
+    monkeypatch.setattr("tpu_embed.kernels.dispatch.row_store_kernels", lambda: chosen)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -118,19 +117,6 @@ def test_threads_read_while_others_write(kernels):
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))
-
-
-@pytest.mark.parametrize("row_bytes", [512, 128])
-def test_the_index_takes_little_beside_the_rows(row_bytes):
-    store, n = host_native.RowStore([row_bytes], None), 300_000
-    for begin in range(0, n, 50_000):
-        ids = np.arange(begin, begin + 50_000, dtype=np.uint64)
-        store.write(ids, [np.zeros((ids.size, row_bytes), np.uint8)], 1)
-        numbers = store.numbers
-        # 8 bytes of id and 4 of mark for every place, and at most 4 / 0.5 in the index. The rest
-        # is room for the rows to come, at most a segment.
-        segment = (numbers.row_bytes / row_bytes - numbers.size) * 12
-        assert numbers.index_bytes <= 20.5 * numbers.size + segment + 256 * 64
 
 
 def test_a_full_disk_is_told_and_nothing_changes(kernels, tmp_path):

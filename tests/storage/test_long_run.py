@@ -15,14 +15,9 @@ MIB = 2**20
 def run(closed, *steps):
     """Return the lines that a run prints."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(SCRIPT), f"{closed}", *map(str, steps)],
-        env=environment | {"PYTHONPATH": str(ROOT)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
+    options = {"env": environment | {"PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+    command = [sys.executable, "-W", "error", str(SCRIPT), *map(str, (closed, *steps))]
+    done = subprocess.run(command, check=False, timeout=3600, **options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 

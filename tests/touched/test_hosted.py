@@ -3,159 +3,110 @@
 import jax
 import numpy as np
 import pytest
-from living_cases import mesh
+from facade_cases import mesh
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.io import TouchedRows
-from tpu_embed.touched.record import physical_rows, step_of
-from tpu_embed.touched.table_marks import NEVER, HostedMarks
-
-V = {"items": 40, "tags": 7}
 
 
 def engine(devices):
     """Return an engine of two tables on the host in one stack, one with keys, and of another."""
     storage = HostStorage(device_rows=5)
-    items = TableConfig(V["items"], 2, name="items", storage=storage)
+    items = TableConfig(40, 2, name="items", storage=storage)
     living = DynamicVocabulary(unseen="shared", ttl=4)
-    tags = TableConfig(V["tags"], 2, name="tags", vocabulary=living, storage=storage)
+    tags = TableConfig(7, 2, name="tags", vocabulary=living, storage=storage)
     users = TableConfig(9, 2, name="users")
-    features = {"item": items, "tag": tags, "user": users}
-    features = {name: FeatureConfig(table) for name, table in features.items()}
-    return tpu_embed.EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices), lookahead=0)
+    features = jax.tree.map(FeatureConfig, {"item": items, "tag": tags, "user": users})
+    return EmbeddingEngine(features, o.SGD(1.0), mesh=mesh(devices))
 
 
 class Run:
-    """Batches placed, recorded and admitted; and the ids that they touch, in dictionaries."""
+    """An engine whose batches are recorded, and the ids that these have looked up."""
 
-    def __init__(self, devices, seed):
-        self.engine, self.rng = engine(devices), np.random.default_rng(seed)
-        self.maps, self.layout = self.engine.vocabularies, self.engine.layout
-        self.state = self.engine.init(jax.random.key(0))
-        for _ in range(3):
+    def __init__(self, devices=1, admitted=0):
+        self.made, self.rng = engine(devices), np.random.default_rng(devices)
+        self.state = self.made.init(jax.random.key(0))
+        for _ in range(admitted):
             self.admit(self.place()[0])
-        self.marks = HostedMarks(self.layout, self.maps)
-        self.maps.observers.add(self)
-        self.last = {name: {} for name in V}
-        self.waiting, self.newest = [], dict.fromkeys(V, NEVER)
+        self.touched = TouchedRows(self.made, step=admitted)
+        self.first, self.ids = self.touched.version(self.state), (set(), set())
 
     def place(self):
-        """Return a placed batch, and by table the ids that it looks up."""
-        item = np.resize(self.rng.integers(-1, V["items"], 2), 4)
-        tag = np.where(self.rng.random(4) < 0.1, -1, self.rng.integers(0, 6, 4))
-        tag = np.where(tag < 0, -1, tag + self.maps.placed // 3)
-        features = {"item": item, "tag": tag, "user": np.arange(4)}
-        batch = self.engine.place(features)
-        asked = np.unique(tag[tag != -1]).astype(np.uint64)
-        found = self.maps.find("tags", asked)
-        tags = {V["tags"] - 1 if id_ < 0 else int(id_) for id_ in found}
-        return batch, {"items": {*item.tolist()} - {-1}, "tags": tags}
+        """Return a placed batch, and what it looks up: items, and the keys of tags."""
+        item = np.resize(self.rng.integers(-1, 40, 2), 4)
+        tag = np.where(self.rng.random(4) < 0.1, -1, self.rng.integers(0, 3, 4))
+        batch = self.made.place({"item": item, "tag": tag, "user": np.arange(4)})
+        return batch, ({*item.tolist()} - {-1}, {*tag.tolist()} - {-1})
 
     def admit(self, batch):
-        self.state, _ = self.engine.admit(self.state, batch)
+        """Admit a batch, and train on it."""
+        self.state, batch = self.made.admit(self.state, batch)
+        self.state = self.made.update(self.state, batch, self.made.lookup(self.state, batch))
 
-    def record(self, batch, ids, step):
-        for stack, rows in zip(self.layout.stacks, physical_rows(batch, self.layout), strict=True):
-            if stack.is_on_host:
-                self.marks.touch(stack, rows, step_of(batch), step)
-        if step_of(batch) > self.maps.admitted:
-            self.waiting.append((step_of(batch), ids, step))
-        else:
-            self.mark(ids, step)
+    def note(self, ids):
+        self.ids = tuple(mine | some for mine, some in zip(self.ids, ids, strict=True))
 
-    def mark(self, ids, step):
-        for name, some in ids.items():
-            # A late mark gets the greatest step so far; see `IdMarks`.
-            self.newest[name] = max(self.newest[name], step) if some else self.newest[name]
-            self.last[name] |= dict.fromkeys(some, self.newest[name])
-
-    def check(self):
-        for name, last in self.last.items():
-            for step in range(-1, max([*last.values(), 0]) + 1):
-                expected = sorted(id_ for id_, at in last.items() if at > step)
-                assert self.marks.marks[name].after(step).tolist() == expected, (name, step)
-
-    # What the maps tell; see `vocabulary.table_maps.Observer`.
-
-    def note_admitted(self, step, moves):
-        self.marks.note(step, moves)
-        for one in [one for one in self.waiting if one[0] == step]:
-            self.mark(*one[1:])
-        self.waiting = [one for one in self.waiting if one[0] != step]
-
-    def note_undone(self, step):
-        self.marks.undo(step)
-        self.waiting = [one for one in self.waiting if one[0] <= step]
+    def check(self, *unrecorded):
+        """Compare; ids of admitted batches may be known before these are recorded."""
+        found, keys = self.touched.changes(self.first), self.made.vocabularies.keys("tags")[0]
+        items, tags = set(found["items"].rows.tolist()), set(found["tags"].keys.tolist())
+        all_items, all_tags = (
+            set().union(*some) for some in zip(self.ids, *unrecorded, strict=True)
+        )
+        assert self.ids[0] <= items <= all_items
+        assert self.ids[1] & set(keys.tolist()) <= tags <= all_tags
 
 
-@pytest.mark.parametrize(("devices", "seed"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.quick(1)
-def test_a_batch_touches_the_ids_that_it_looked_up(devices, seed):
-    run, later = Run(devices, seed), []
-    for update in range(1, 41):
-        batch, ids = run.place()
-        when = run.rng.integers(4)
+def test_a_batch_touches_the_ids_that_it_looked_up(devices):
+    run, later = Run(devices), []
+    for update in range(1, 31):
+        (batch, ids), when = run.place(), run.rng.integers(4)
         if when == 0:  # before it is admitted, and then it may be thrown away
-            run.record(batch, ids, update)
-            if run.rng.random() < 0.3:
-                run.maps.rewind(run.state)
-                run.check()
-                continue
+            run.touched.record(batch, update)
+            if run.rng.random() < 0.5:
+                run.made.vocabularies.rewind(run.state)
+                (batch, ids), when = run.place(), 1
         run.admit(batch)
-        if when == 1:
-            run.record(batch, ids, update)
-        elif when > 1:  # some batches later
+        if when > 1:  # some batches later
             later.append((batch, ids, update))
+        else:
+            run.note(ids)
+        if when == 1:
+            run.touched.record(batch, update)
         while later and run.rng.random() < 0.3:
-            run.record(*later.pop(int(run.rng.integers(len(later)))))
-        run.check()
-    assert max(map(len, run.last.values())) > 15
+            batch, ids, at = later.pop(int(run.rng.integers(len(later))))
+            run.touched.record(batch, at)
+            run.note(ids)
+        run.check(*(ids for _, ids, _ in later))
+    assert len(run.ids[0]) > 15
 
 
 def test_a_batch_admitted_long_ago_is_refused(monkeypatch):
     monkeypatch.setattr("tpu_embed.touched.table_marks._REMEMBERED", 4)
-    run = Run(1, 2)
-    batches = [run.place() for _ in range(7)]
-    for batch, _ in batches:
-        run.admit(batch)
-    # 3 batches were admitted before recording began.
+    run, batches = Run(admitted=3), []
+    for _ in range(7):
+        batches.append(run.place())
+        run.admit(batches[-1][0])
     text = "at most 4 admitted batches old, got one of step 5, 5 before the newest; record each"
-    for n, said in enumerate(["record: expected", text]):
-        with pytest.raises(ValueError, match=said):
-            run.record(*batches[n], n + 1)
-    for n in range(2, 7):
-        run.record(*batches[n], n + 1)
-    run.check()
+    for n, (batch, ids) in enumerate(batches):
+        if n < 2:
+            with pytest.raises(ValueError, match=text if n else "record: expected"):
+                run.touched.record(batch, 4 + n)
+        else:
+            run.touched.record(batch, 4 + n)
+            run.note(ids)
+    run.check(*(ids for _, ids in batches[:2]))
 
 
 def test_a_batch_that_stays_is_known_when_a_later_one_is_undone():
-    run = Run(1, 4)
-    (stays, ids), (goes, others) = run.place(), run.place()
-    run.record(stays, ids, 1)
-    run.record(goes, others, 2)
-    run.maps.undo(run.maps.placed - 1)
+    run = Run()
+    (stays, ids), (goes, _) = run.place(), run.place()
+    run.touched.record(stays, 1)
+    run.touched.record(goes, 2)
+    run.made.vocabularies.undo(run.made.vocabularies.placed - 1)
     run.admit(stays)
+    run.note(ids)
     run.check()
-    assert set(run.last["items"]) == ids["items"]
-
-
-def test_a_record_forgets_a_batch_that_is_undone():
-    made = engine(1)
-    state, touched = made.init(jax.random.key(0)), TouchedRows(made)
-
-    def place(*items):
-        return made.place(
-            {"item": np.resize(items, 4), "tag": np.zeros(4, int), "user": np.zeros(4, int)}
-        )
-
-    versions = []
-    for step, items in enumerate([(8, 9), (8,)], 1):
-        touched.record(place(8, 9), step)  # it is thrown away
-        made.vocabularies.rewind(state)
-        state, batch = made.admit(state, place(*items))
-        state = made.update(state, batch, made.lookup(state, batch))
-        touched.record(batch, step)
-        versions.append(touched.version(state))
-    assert touched.changes(versions[0])["items"].rows.tolist() == [8]

@@ -35,7 +35,7 @@ def quickstart(placement="mod", dim=16, dtype="float32"):
     features = {"items": table, "users": users, "days": days}
     hot = {"items": 20, "users": 1, "days": 5}
     shapes = {name: jax.ShapeDtypeStruct((1024, width), np.int32) for name, width in hot.items()}
-    return {name: FeatureConfig(table) for name, table in features.items()}, shapes
+    return jax.tree.map(FeatureConfig, features), shapes
 
 
 def hosted():
@@ -65,26 +65,24 @@ def config_of(name):
 
 def many(tables):
     """Return features of so many tables, of three widths, and shapes of a batch."""
-    features, shapes = {}, {}
-    for i in range(tables):
-        table = TableConfig(1000 + i, (16, 32, 128)[i % 3], name=f"t{i:03d}")
-        features[f"f{i:03d}"] = FeatureConfig(table)
-        shapes[f"f{i:03d}"] = jax.ShapeDtypeStruct((1024, 1), np.int32)
-    return features, shapes
+    names = {f"t{i:03d}": i for i in range(tables)}
+    made = {n: TableConfig(1000 + i, (16, 32, 128)[i % 3], name=n) for n, i in names.items()}
+    shape = jax.ShapeDtypeStruct((1024, 1), np.int32)
+    return jax.tree.map(FeatureConfig, made), dict.fromkeys(names, shape)
 
 
-def engine_for(name, features, optimizer):
-    """Return an engine on a topology, and its mesh."""
+def traced(name, features, optimizer, shapes):
+    """Return an engine on a topology, the plan, and a state and a batch that are not there."""
     mesh = Mesh(np.array(describe_topology(planning.Topology(name))), ("devices",))
     placed = planning.resolve(features, optimizer, mesh=mesh)
-    return EmbeddingEngine(placed, optimizer, mesh=mesh), mesh
+    engine = EmbeddingEngine(placed, optimizer, mesh=mesh)
+    plan = planning.plan(features, optimizer, name, shapes)
+    return engine, plan, abstract_state(engine), abstract_batch(engine, plan.spec)
 
 
 def stateful_programs(name, features, optimizer, shapes):
     """Compile the two programs that the stateful API runs; return them, and the plan."""
-    engine, _ = engine_for(name, features, optimizer)
-    plan = planning.plan(features, optimizer, name, shapes)
-    state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
+    engine, plan, state, batch = traced(name, features, optimizer, shapes)
     lookup = engine._programs.lookup.lower(state.tables, batch)
     gradients = jax.tree.leaves(lookup.out_info)
     reads = {name: [] for name in state.tables}
@@ -96,9 +94,7 @@ def stateful_programs(name, features, optimizer, shapes):
 
 def pipelined_step(name, features, optimizer, shapes):
     """Compile a step that looks up the next batch beside this batch's dense part."""
-    engine, _ = engine_for(name, features, optimizer)
-    plan = planning.plan(features, optimizer, name, shapes)
-    state, batch = abstract_state(engine), abstract_batch(engine, plan.spec)
+    engine, _, state, batch = traced(name, features, optimizer, shapes)
     activations = jax.eval_shape(engine.lookup, state, batch)
     dim = activations["items"].shape[-1]
 

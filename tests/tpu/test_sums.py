@@ -4,13 +4,14 @@ So are rows that are read and sums that are made to be sent in bfloat16: no roun
 """
 
 import importlib.util
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from kernel_cases import sums_of
 from programs import SMALL
 
@@ -29,18 +30,14 @@ ENTRIES, SUMS, ROWS = 4096, 512, 1000
 def compiled(chip, run, *operands):
     """Return the text of a compiled program that runs a function on every device of a chip."""
     mesh = Mesh(np.array(describe_topology(Topology(SMALL[chip]))), ("d",))
-    by_device = PartitionSpec("d")
-    specs = {"in_specs": by_device, "out_specs": by_device}
+    specs = {"in_specs": jax.P("d"), "out_specs": jax.P("d")}
 
-    def array(operand):
-        shape, dtype = operand
-        shape = (mesh.size * shape[0], *shape[1:])
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, by_device))
+    def array(shape, dtype):
+        sharding = jax.NamedSharding(mesh, jax.P("d"))
+        return jax.ShapeDtypeStruct((mesh.size * shape[0], *shape[1:]), dtype, sharding=sharding)
 
     everywhere = jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
-    text = everywhere.lower(*map(array, operands)).compile().as_text()
-    assert text is not None
-    return text
+    return everywhere.lower(*itertools.starmap(array, operands)).compile().as_text()
 
 
 NUMBERS = ((ENTRIES,), jnp.int32)

@@ -8,28 +8,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import vocabulary_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_vocabulary import HeapOracle, VocabularyOracle
-from vocabulary_cases import (
-    NO_KEYS,
-    NO_ROWS,
-    ODD_KEYS,
-    assert_same,
-    built_kernels,
-    check_random_keys,
-    check_random_map,
-    check_state,
-    check_step,
-    make_map,
-    take,
-)
+from vocabulary_cases import NO_KEYS, NO_ROWS, ODD_KEYS, assert_same, built_kernels, make_map, take
 
 from tpu_embed.kernels import cpu, host_native
 from tpu_embed.kernels.vocabulary_reference import MAX_STEP
 
 BUILT = built_kernels()
 both = pytest.mark.parametrize("kernels", BUILT)
+compiled = pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
 
 
 # -- Random batches --------------------------------------------------------------------------------
@@ -56,16 +46,16 @@ def test_every_step_is_the_oracles(kernels, batches, options, capacity, lookahea
     oracle = VocabularyOracle(capacity, lookahead=lookahead, **options)
     past, earliest = [copy.deepcopy(oracle)], 0
     for batch in batches:
-        check_step(found, oracle, batch, at_once=data.draw(st.integers(0, 4)) == 0)
+        vocabulary_cases.check_step(found, oracle, batch, at_once=data.draw(st.integers(0, 4)) == 0)
         past.append(copy.deepcopy(oracle))
         for step in {earliest, data.draw(st.integers(earliest, oracle.step))}:
-            check_state(found.state(step), past[step].state())
+            vocabulary_cases.check_state(found.state(step), past[step].state())
         if data.draw(st.integers(0, 3)) == 0:
             step = data.draw(st.integers(earliest, oracle.step))
             found.rewind(step)
             oracle = copy.deepcopy(past[step])
             del past[step + 1 :]
-            check_state(found.state(), oracle.state())
+            vocabulary_cases.check_state(found.state(), oracle.state())
         if data.draw(st.integers(0, 3)) == 0:
             earliest = data.draw(st.integers(earliest, oracle.step))
             found.forget(earliest)
@@ -88,15 +78,13 @@ def test_the_oracle_of_long_streams_is_the_oracle(batches, options, capacity, lo
 @given(BATCHES, BATCHES, OPTIONS, st.integers(1, 7), st.integers(0, 2))
 @settings(max_examples=50)
 @pytest.mark.quick(1)
-def test_a_loaded_state_goes_on_as_the_map_did(
-    kernels, before, after, options, capacity, lookahead
-):
-    one = make_map(kernels, capacity, lookahead, **options)
+def test_a_loaded_state_goes_on_as_the_map_did(kernels, before, after, options, rows, lookahead):
+    one = make_map(kernels, rows, lookahead, **options)
     for batch in before:
         take(one, batch)
     first = one.step
     for other_kernels in BUILT:
-        two = make_map(other_kernels, capacity, lookahead, **options)
+        two = make_map(other_kernels, rows, lookahead, **options)
         take(two, [99, 98])
         two.load_state(one.state())
         assert two.earliest == two.step == first
@@ -106,44 +94,36 @@ def test_a_loaded_state_goes_on_as_the_map_did(
         one.rewind(first)
 
 
-@pytest.mark.skipif(len(BUILT) == 1, reason=f"library: {cpu.load().why_not}")
+@compiled
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.quick(3)
 def test_streams_with_all_calls_are_the_same_natively(seed):
-    check_random_map(np.random.default_rng(seed))
+    vocabulary_cases.check_random_map(np.random.default_rng(seed))
 
 
 # -- Examples --------------------------------------------------------------------------------------
 
-
+LFU, WAIT, BRIEF = {"evict": "lfu"}, {"admit_after": 3, "waiting": 2}, {"evict": "none", "ttl": 2}
+SEEN = [[1, 2, 3], [1, 2], [1], [3], [3]]
+NEW = [[10], [11], [12], [20, 21, 22]]
 EXAMPLES = {
     # 7 and 3 were seen in one step: the lower row first.
     "seen longest ago": (3, 0, {}, [[7, 5, 3], [5], [9, 9, 8]], [0, 0, 2], [0, 2]),
-    "in the fewest batches": (
-        3, 0, {"evict": "lfu"}, [[1, 2, 3], [1, 2], [1], [3], [3], [4]], [1], [1]
-    ),
-    "4 was seen once": (
-        3, 0, {"evict": "lfu"}, [[1, 2, 3], [1, 2], [1], [3], [3], [4], [5]], [1], [1]
-    ),
+    "in the fewest batches": (3, 0, LFU, [*SEEN, [4]], [1], [1]),
+    "4 was seen once": (3, 0, LFU, [*SEEN, [4], [5]], [1], [1]),
     # Three wait, one too many: 1 was first counted longest ago.
-    "not in enough batches": (
-        4, 0, {"admit_after": 3, "waiting": 2}, [[1, 1, 1], [2], [1, 3]], [-1, -1], []
-    ),
-    "in enough batches": (
-        4, 0, {"admit_after": 3, "waiting": 2}, [[1, 1], [2], [1, 3], [3, 2], [3, 2]], [0, 1], []
-    ),
-    "its ttl has passed": (4, 0, {"evict": "none", "ttl": 2}, [[8, 9], *[[8]] * 3], [0], [1]),
-    "its ttl will pass": (4, 4, {"evict": "none", "ttl": 2}, [[8, 9], *[[8]] * 4], [0], []),
-    "a lookahead later": (4, 4, {"evict": "none", "ttl": 2}, [[8, 9], *[[8]] * 5], [0], [1]),
+    "not in enough batches": (4, 0, WAIT, [[1, 1, 1], [2], [1, 3]], [-1, -1], []),
+    "in enough batches": (4, 0, WAIT, [[1, 1], [2], [1, 3], [3, 2], [3, 2]], [0, 1], []),
+    "its ttl has passed": (4, 0, BRIEF, [[8, 9], *[[8]] * 3], [0], [1]),
+    "its ttl will pass": (4, 4, BRIEF, [[8, 9], *[[8]] * 4], [0], []),
+    "a lookahead later": (4, 4, BRIEF, [[8, 9], *[[8]] * 5], [0], [1]),
     "rescued from its ttl": (2, 0, {"ttl": 1}, [[3], [], [3]], [0], []),
-    "nothing ahead": (3, 0, {}, [[10], [11], [12], [20, 21, 22]], [0, 1, 2], [0, 1, 2]),
-    "one batch ahead": (3, 1, {}, [[10], [11], [12], [20, 21, 22]], [0, 1, -1], [0, 1]),
-    "two batches ahead": (
-        3, 2, {"evict": "lfu"}, [[10], [11], [12], [20, 21, 22]], [0, -1, -1], [0]
-    ),
+    "nothing ahead": (3, 0, {}, NEW, [0, 1, 2], [0, 1, 2]),
+    "one batch ahead": (3, 1, {}, NEW, [0, 1, -1], [0, 1]),
+    "two batches ahead": (3, 2, LFU, NEW, [0, -1, -1], [0]),
     "more keys than rows": (2, 0, {}, [range(5)], [0, 1, -1, -1, -1], []),
     "a shared row": (3, 0, {"unseen": "shared"}, [range(4)], [0, 1, -1, -1], []),
-}  # fmt: skip
+}
 
 
 @both
@@ -159,45 +139,37 @@ def test_the_last_batch_of_an_example(kernels, case):
 
 
 @both
-def test_an_empty_batch_is_a_step(kernels):
-    found = make_map(kernels, 2)
-    taken = found.take(NO_ROWS, NO_KEYS)
-    assert (taken.step, taken.unseen, taken.rows.size, taken.new_rows.size) == (1, 0, 0, 0)
-    assert found.find(NO_KEYS).dtype == np.int64
-    assert (found.step, len(found)) == (1, 0)
-
-
-@both
-def test_parts_of_arrays_are_taken(kernels):
-    found = make_map(kernels, 8)
-    keys = np.arange(8, dtype=np.uint64)
+def test_parts_of_arrays_are_taken_and_an_empty_batch_is_a_step(kernels):
+    found, keys = make_map(kernels, 8), np.arange(8, dtype=np.uint64)
     assert found.take(NO_ROWS, keys[::2]).new_keys.tolist() == [0, 2, 4, 6]
     assert found.find(keys[::-2]).tolist() == [-1] * 4
     assert found.find(keys[::2]).tolist() == [0, 1, 2, 3]
+    taken = found.take(NO_ROWS, NO_KEYS)
+    assert (taken.step, taken.unseen, taken.rows.size, taken.new_rows.size) == (2, 0, 0, 0)
+    assert found.find(NO_KEYS).dtype == np.int64
+    assert (found.step, len(found)) == (2, 4)
 
 
 # -- Refusals --------------------------------------------------------------------------------------
 
 
-NOT_TAKEN = "^VocabularyMap.take: known: expected rows of known keys, got the row "
+NOT_TAKEN = "known: expected rows of known keys, got the row "
+REFUSED = [
+    ([0, 2], [9], NOT_TAKEN + "2; "),
+    ([4], [9], NOT_TAKEN + "4"),
+    ([-1], [9], NOT_TAKEN + "-1"),
+    ([2**40], [9], NOT_TAKEN + "1099511627776"),
+    ([0], [9, 7], "unknown: expected keys without a row, got the key 7; "),
+]
 
 
 @both
-@pytest.mark.parametrize(
-    ("known", "unknown", "said"),
-    [
-        ([0, 2], [9], NOT_TAKEN + "2; "),
-        ([4], [9], NOT_TAKEN + "4"),
-        ([-1], [9], NOT_TAKEN + "-1"),
-        ([2**40], [9], NOT_TAKEN + "1099511627776"),
-        ([0], [9, 7], "^VocabularyMap.take: unknown: expected keys without a row, got the key 7; "),
-    ],
-)
+@pytest.mark.parametrize(("known", "unknown", "said"), REFUSED)
 def test_a_batch_that_does_not_fit_changes_nothing(kernels, known, unknown, said):
     found = make_map(kernels, 4)
     take(found, [7, 8])
     before = found.state()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match="^VocabularyMap.take: " + said):
         found.take(np.array(known), np.array(unknown, np.uint64))
     assert_same(found.state(), before)
     assert take(found, [9]).rows.tolist() == [2]
@@ -243,13 +215,13 @@ def test_a_map_is_not_copied(kernels):
 # -- Keys of a batch -------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(len(BUILT) == 1, reason="needs the compiled kernels")
+@compiled
 @pytest.mark.parametrize("seed", range(8))
 def test_keys_are_numbered_and_split_as_loops_do(seed):
-    check_random_keys(np.random.default_rng(seed))
+    vocabulary_cases.check_random_keys(np.random.default_rng(seed))
 
 
-@pytest.mark.skipif(len(BUILT) == 1, reason="needs the compiled kernels")
+@compiled
 def test_many_keys_are_numbered():
     """The index grows while more keys come than it has room for at first, twice."""
     keys = np.random.default_rng(0).permutation(np.repeat(np.arange(30_000, dtype=np.uint64), 2))

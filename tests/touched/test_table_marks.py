@@ -9,15 +9,9 @@ MOMENT = Version("run", 5, 5, 5)
 
 def record(keys, touched, given, shared):
     """Return what one process kept of one table; the key 99 was lost."""
-    marks = SavedMarks(
-        np.array(keys, np.uint64),
-        np.array(touched, np.int32),
-        np.array(given, np.int32),
-        np.array([99], np.uint64),
-        np.array([4], np.int32),
-        lost_since=2,
-        shared=shared,
-    )
+    steps = np.int32(touched), np.int32(given)
+    lost = np.uint64([99]), np.int32([4])
+    marks = SavedMarks(np.uint64(keys), *steps, *lost, lost_since=2, shared=shared)
     return SavedRecord(MOMENT, MOMENT, (), {3: 3}, {"t": marks})
 
 
