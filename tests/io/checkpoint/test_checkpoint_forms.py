@@ -8,9 +8,9 @@ import pytest
 from checkpoint_cases import contents, small, small_engine, small_state, table_of
 from facade_cases import assert_same, mesh
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.io import restore, save
+from tpu_embed.io import CheckpointManager, restore, save
 
 KEY = jax.random.key(7)
 
@@ -38,13 +38,6 @@ def test_a_table_grows(path):
     np.testing.assert_array_equal(tables["item"][5:], fresh[0]["item"][5:])
     assert (slots["item"]["accumulators"][:5] == 2).all()
     assert (slots["item"]["accumulators"][5:] == np.float32(0.1)).all()
-
-
-def test_an_engine_without_optimizer_reads_tables_alone(path):
-    serving = small(optimizer=False, devices=2)
-    state = restore(path, serving).state
-    np.testing.assert_array_equal(table_of(serving, state), saved())
-    assert not any(state.slots.values())
 
 
 def test_slots_are_made_where_there_were_none(tmp_path):
@@ -86,7 +79,10 @@ def test_dtypes_are_converted_when_asked(tmp_path, first, second):
 
 
 def _two(*names, **options):
-    features = {name: FeatureConfig(TableConfig(5, 2, name=name, **options)) for name in names}
+    """Return an engine of tables of these names; the options are of the first."""
+    tables = {name: TableConfig(5, 2, name=name) for name in names}
+    tables[names[0]] = TableConfig(5, 2, name=names[0], **options)
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
     return EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(1))
 
 
@@ -136,3 +132,70 @@ def test_counters_go_by_feature(tmp_path):
     left = restore(tmp_path / "saved", fewer, leave_out=["item"]).state
     assert left.counters["bad_ids"].tolist() == [4]
     assert int(left.step) == 6
+
+
+# -- slots that were saved and are not wanted any more -----------------------------------------
+
+DRAWN = jax.nn.initializers.uniform(1.0)
+TABLES = {
+    "on the devices": {},
+    "on the host": {"storage": HostStorage(device_rows=5), "initializer": DRAWN},
+}
+LOST = r"table 'item', slots: expected slots of {}, \[\], got those of Adam, \['momenta', 'velo"
+
+
+def rows_of(engine, state):
+    return engine.rows(state, "item", np.arange(5))
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def under_adam(request, tmp_path_factory):
+    """Return a manager's directory with a checkpoint under Adam, options of its table, its rows."""
+    engine = small(optimizer=o.Adam(0.5), **TABLES[request.param])
+    state, batch = engine.admit(engine.init(KEY), engine.place({"x": np.arange(5)}))
+    state = engine.update(state, batch, {"x": np.ones((5, 2), np.float32)})
+    path = tmp_path_factory.mktemp("slots")
+    save(path / "1", engine, state)
+    return path, TABLES[request.param], rows_of(engine, state)
+
+
+def test_a_rule_without_slots_drops_them_only_when_asked(under_adam):
+    path, options, rows = under_adam
+    plain = small(optimizer=o.SGD(0.5), devices=2, **options)
+    with pytest.raises(ValueError, match=LOST.format("SGD") + ".*; give key= to go on without"):
+        restore(path / "1", plain)
+    with CheckpointManager(path, plain) as manager:
+        with pytest.raises(ValueError, match=LOST.format("SGD")):
+            manager.restore()
+        state = manager.restore(key=KEY).state
+    np.testing.assert_array_equal(rows_of(plain, state), rows)
+
+
+def test_an_engine_without_optimizers_leaves_them_out(under_adam):
+    path, options, rows = under_adam
+    serving = small(optimizer=False, **options)
+    np.testing.assert_array_equal(rows_of(serving, restore(path / "1", serving).state), rows)
+    # A table that is not trained is no reason to refuse where nothing is trained.
+    fixed = small(optimizer=False, trainable=False, **options)
+    np.testing.assert_array_equal(rows_of(fixed, restore(path / "1", fixed).state), rows)
+
+
+def test_a_table_that_is_not_trained_any_more_drops_them_only_when_asked(tmp_path):
+    first, fixed = _two("item", "user"), _two("item", "user", trainable=False)
+    state = first.init(KEY)
+    save(tmp_path / "saved", first, state)
+    with pytest.raises(ValueError, match="got those of Adagrad"):
+        restore(tmp_path / "saved", fixed)
+    found = restore(tmp_path / "saved", fixed, key=KEY).state
+    np.testing.assert_array_equal(rows_of(fixed, found), rows_of(first, state))
+    assert fixed.slots(found)["user"].keys() == {"accumulators"}
+
+
+def test_what_has_no_slots_goes_on_under_any_rule_without(tmp_path):
+    def rule(gradient, row, slots, learning_rate, step):
+        return row - learning_rate * gradient, slots
+
+    first, other = small(optimizer=o.SGD(0.5)), small(optimizer=o.CustomOptimizer(rule, {}))
+    save(tmp_path / "saved", first, state := first.init(KEY))
+    found = restore(tmp_path / "saved", other).state
+    np.testing.assert_array_equal(rows_of(other, found), rows_of(first, state))

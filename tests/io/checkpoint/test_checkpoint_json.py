@@ -1,4 +1,4 @@
-"""JSON files with other contents give a clear error, or the same bits."""
+"""Files that are damaged, or of other contents, give a clear error, or the same bits."""
 
 import json
 import re
@@ -46,6 +46,52 @@ def outcome(path, read):
         if re.search(f"{path}.*expected .*, got ", str(error), re.DOTALL):
             return "refused"
         raise
+
+
+def files(path):
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+def damages(data):
+    """Yield bytes that were cut short or made longer, and with single bits flipped."""
+    for length in (0, len(data) // 2, len(data) - 1):
+        yield data[:length]
+    rng = np.random.default_rng(len(data))
+    for place in (0, len(data) // 2, len(data) - 1, *rng.integers(0, len(data), 2)):
+        bit = 1 << int(rng.integers(8))
+        yield data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
+    yield data + b" " * 8 + data
+
+
+NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Orbax's own, which are not read."""
+
+
+def check_restored(path, wanted):
+    found = outcome(path, lambda: restore(path, small_engine(), model=MODEL))
+    assert (found == "refused") == (wanted == "refused")
+    if found != "refused":
+        assert_same(*(contents(small_engine(), one) for one in (found.state, small_state())))
+        assert_same((found.model, found.position), (MODEL, {"epoch": 3}))
+
+
+def test_damaged_files_are_refused(copy):
+    for name in files(copy):
+        file, wanted = copy / name, "same" if name.endswith(NOTES) else "refused"
+        data = file.read_bytes()
+        for damaged in damages(data):
+            file.write_bytes(damaged)
+            check_restored(copy, wanted)
+        file.unlink()
+        check_restored(copy, wanted)
+        file.write_bytes(data)
+    check_restored(copy, "same")
+
+
+@pytest.mark.parametrize("part", ["tables", "tables/item/slots", "model", "position"])
+def test_lost_directories_are_refused(copy, part):
+    shutil.rmtree(copy / part)
+    check_restored(copy, "refused")
 
 
 TEXTS = {
