@@ -208,28 +208,17 @@ def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"1", "2"}
 
 
-def test_what_did_not_end_is_no_checkpoint_and_is_cleaned_up(tmp_path):
-    left = tmp_path / "4.orbax-checkpoint-tmp"
-    with manager_of(tmp_path) as manager:
-        save_all(manager, 2)
-    (left / "tables").mkdir(parents=True)
-    with manager_of(tmp_path) as reader:
-        assert reader.all_steps() == [2]
-        reader.restore()
-        assert left.exists()  # it may be a save that another process is at
-    with manager_of(tmp_path) as manager:
-        save_all(manager, 4)
-        assert not left.exists()
-        assert manager.all_steps() == [2, 4]
-
-
-def test_what_else_is_there_is_no_checkpoint(tmp_path):
-    (tmp_path / "0002").mkdir()
-    (tmp_path / "\u0663").mkdir()  # a digit, not of ASCII
+def test_what_else_is_there_is_no_checkpoint_and_what_did_not_end_is_cleaned_up(tmp_path):
+    for name in ("0002", "\u0663"):  # the second is a digit, not of ASCII
+        (tmp_path / name).mkdir()
     (tmp_path / "99").write_text("notes")
+    left = tmp_path / "4.orbax-checkpoint-tmp"
+    (left / "tables").mkdir(parents=True)
     with manager_of(tmp_path) as manager:
         assert manager.latest_step() is None
+        assert left.exists()  # it may be a save that another process is at
         save_all(manager, 1, 2)
+        assert not left.exists()
         assert manager.all_steps() == [1, 2]
         shutil.rmtree(tmp_path / "2")
         save_all(manager, 2)  # it is not there any more
