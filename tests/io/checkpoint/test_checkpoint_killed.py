@@ -91,13 +91,9 @@ def check_kills(tmp_path, kills, steps, url=None):
 
 
 @pytest.mark.whole
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    check_kills(tmp_path, kills=2, steps=24)
-
-
-@pytest.mark.whole
-def test_many_kills_end_with_the_same_bits(tmp_path):
-    check_kills(tmp_path, kills=60, steps=400)
+@pytest.mark.parametrize(("kills", "steps"), [(2, 24), (60, 400)])
+def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, kills, steps):
+    check_kills(tmp_path, kills, steps)
 
 
 @pytest.mark.whole

@@ -20,12 +20,8 @@ from tpu_embed.io.delta import delta_files
 RULES = {
     "SGD": o.SGD(0.1),
     "Adagrad": o.Adagrad(0.1),
-    "RowWiseAdagrad": o.RowWiseAdagrad(0.1),
     "Momentum": o.Momentum(0.1),
-    "Adam": o.Adam(0.1),
     "Adam, every row": o.Adam(0.1, lazy_adam=False),
-    "FTRL": o.FTRL(0.1, l1_regularization_strength=0.1),
-    "Lion": o.Lion(0.01, weight_decay_factor=0.1),
     "optax": optax.adamw(0.1),
 }
 

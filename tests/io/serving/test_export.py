@@ -133,17 +133,8 @@ def test_metadata_says_what_goes_in_and_what_comes_out(served):
     said = served.metadata
     assert (said["jax"], said["batch"]) == (jax.__version__, None)
     assert said["platforms"] == ["cpu", "cuda", "tpu"]
-    assert said["features"]["films/0"] == {
-        "table": "films",
-        "shape": [None, 4],
-        "size": "b",
-        "dtype": "int32",
-        "weights": "float32",
-        "max_sequence_length": 0,
-        "jagged": False,
-        "keep": "first",
-        "on_bad_id": "error",
-    }
+    films = {"table": "films", "shape": [None, 4], "dtype": "int32", "weights": "float32"}
+    assert said["features"]["films/0"].items() >= films.items()
     assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "size": "b", "dtype": "float32"}]
     assert said["outputs"] == [
         {"path": "['score']", "shape": [None], "size": "b", "dtype": "float32"},
@@ -181,32 +172,23 @@ def test_ids_are_judged_as_by_the_engine(trained, served):
     assert_same_bits(served(ids, dense, weights=weights), expected)
 
 
+NANS = [np.full((16, 4), np.nan), None]
 CALLS = {
-    "missing": (lambda i, w: ({"user": i["user"]}, w), r"features: expected exactly \['films/0'"),
-    "no weights": (lambda i, w: (i, None), r"weights: expected exactly \['films/0'\], got \[\]"),
-    "more weights": (lambda i, w: (i, w | {"user": w["films"][0]}), "weights: expected exactly"),
-    "shape": (lambda i, w: (i | {"user": i["films"][0]}, w), r"shape \[B\], got \[16, 4\]"),
-    "width": (
-        lambda i, w: (i | {"small": np.zeros((16, 2, 4), int)}, w),
-        r"'small': expected shape \[B, 2, 3\], got \[16, 2, 4\]; .* cut longer rows, or export",
-    ),
-    "bags": (lambda i, w: (i | {"small": i["small"][:, :1]}, w), r"2, 3\], got \[16, 1, 3\]; the"),
-    "batch": (lambda i, w: (i | {"user": i["user"][:3]}, w), "'user': expected .* got 3"),
-    "ragged": (
-        lambda i, w: (i | {"user": RaggedIds.from_lists([[1]] * 16)}, w),
-        r"'user': expected shape \[B\], got \[16, 1\]",
-    ),
-    "not finite": (
-        lambda i, w: (i, w | {"films": [np.full((16, 4), np.nan), None]}),
-        "weights of feature 'films/0': expected numbers finite",
-    ),
+    "missing": ({"user": IDS["user"]}, WEIGHTS, r"features: expected exactly \['films/0'"),
+    "no weights": (IDS, None, r"weights: expected exactly \['films/0'\], got \[\]"),
+    "more weights": (IDS, WEIGHTS | {"user": WEIGHTS["films"][0]}, "weights: expected exactly"),
+    "shape": (IDS | {"user": IDS["films"][0]}, WEIGHTS, r"shape \[B\], got \[16, 4\]"),
+    "width": (IDS | {"small": np.zeros((16, 2, 4), int)}, WEIGHTS, r"2, 3\], got \[16, 2, 4\]; "),
+    "bags": (IDS | {"small": IDS["small"][:, :1]}, WEIGHTS, r"2, 3\], got \[16, 1, 3\]; the"),
+    "batch": (IDS | {"user": IDS["user"][:3]}, WEIGHTS, "'user': expected .* got 3"),
+    "ragged": (IDS | {"user": RaggedIds.from_lists([[1]] * 16)}, WEIGHTS, r"\], got \[16, 1\]"),
+    "not finite": (IDS, WEIGHTS | {"films": NANS}, "'films/0': expected numbers finite"),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_that_does_not_fit_is_refused(case, served):
-    change, text = CALLS[case]
-    ids, weights = change(dict(IDS), dict(WEIGHTS))
+    ids, weights, text = CALLS[case]
     with pytest.raises(ValueError, match=text):
         served(ids, DENSE, weights=weights)
 
@@ -252,35 +234,24 @@ def test_parameters_may_be_on_several_devices(tmp_path):
     np.testing.assert_array_equal(found, [[4, 5, 6, 7]] * 2)
 
 
+def over_all(activations):
+    return jax.device_put(activations, over_devices())
+
+
 REFUSED = {
-    "ragged": (
-        lambda: {"ids": RaggedIds.from_lists([[1], [2, 3]])},
-        "'feature': expected an array of ids, or .* got RaggedIds; .*ShapeDtypeStruct",
-    ),
-    "rank 0": (lambda: {"ids": np.int32(3)}, "rank 0"),
-    "floats": (lambda: {"ids": np.ones((4, 3))}, "expected ids of an integer dtype, got float64"),
-    "weights": (
-        lambda: {"weights": np.ones((4, 2), np.float32)},
-        r"weights of feature 'feature': expected shape \(4, 3\), got \(4, 2\)",
-    ),
-    "input": (
-        lambda: {"inputs": (np.ones(3, np.float32),)},
-        r"inputs\[0\]: expected batch size 4 as first dimension, got shape \(3,\); what does not",
-    ),
-    "batch": (lambda: {"batch": 5}, "batch: expected that of features, 4, got 5"),
-    "tables": (lambda: {"tables": {}}, "small missing"),
-    "byte order": (
-        lambda: {"tables": {"small": np.ones((20, 4), ">f4")}},
-        r"table 'small': expected float32 .*, got >f4, of another",
-    ),
-    "devices": (
-        lambda: {"model": lambda a: jax.device_put(a, over_devices()), "batch": 4},
-        "model: expected a program of one device, got one of 8; take its shardings",
-    ),
-    "result": (lambda: {"model": lambda a: Pair(a, a)}, "in dicts, lists and tuples, got .*Pair"),
-    "platform": (lambda: {"platforms": "gpu"}, "platforms: each: expected 'cpu' . 'cuda' | 'rocm'"),
-    "platforms": (lambda: {"platforms": ("cpu", "gpu")}, "platforms: each: expected 'cpu' . 'cuda"),
-    "none": (lambda: {"platforms": ()}, "platforms: each: expected 'cpu' . 'cuda' | 'rocm'"),
+    "ragged": ({"ids": RaggedIds.from_lists([[1], [2, 3]])}, "got RaggedIds; .*ShapeDtypeStruct"),
+    "rank 0": ({"ids": np.int32(3)}, "rank 0"),
+    "floats": ({"ids": np.ones((4, 3))}, "expected ids of an integer dtype, got float64"),
+    "weights": ({"weights": np.ones((4, 2), "f4")}, r"expected shape \(4, 3\), got \(4, 2\)"),
+    "input": ({"inputs": (np.ones(3, "f4"),)}, r"inputs\[0\]: expected batch size 4 as first dim"),
+    "batch": ({"batch": 5}, "batch: expected that of features, 4, got 5"),
+    "tables": ({"tables": {}}, "small missing"),
+    "byte order": ({"tables": {"small": np.ones((20, 4), ">f4")}}, "'small': .* >f4, of another"),
+    "devices": ({"model": over_all, "batch": 4}, "expected a program of one device, got one of 8"),
+    "result": ({"model": lambda a: Pair(a, a)}, "in dicts, lists and tuples, got .*Pair"),
+    "platform": ({"platforms": "gpu"}, r"platforms: each: expected 'cpu' \| 'cuda' \| 'rocm'"),
+    "platforms": ({"platforms": ("cpu", "gpu")}, "platforms: each: expected 'cpu' . 'cuda"),
+    "none": ({"platforms": ()}, "platforms: each: expected 'cpu' . 'cuda"),
 }
 
 
@@ -289,7 +260,7 @@ REFUSED = {
 def test_an_export_that_cannot_be_served_leaves_nothing(case, tmp_path):
     options, text = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=text):
-        export_one(tmp_path / "m", **options())
+        export_one(tmp_path / "m", **options)
     assert list(tmp_path.iterdir()) == []
 
 
