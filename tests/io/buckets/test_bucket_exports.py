@@ -19,6 +19,7 @@ bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
 @pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.quick(3)
 def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
     url, server = bucket
     one = Trainer(keys=keys)

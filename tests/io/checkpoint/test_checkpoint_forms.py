@@ -44,9 +44,8 @@ def test_slots_are_made_where_there_were_none(tmp_path):
     serving = small(optimizer=False)
     save(tmp_path / "saved", serving, serving.init(jax.random.key(0)))
     state = restore(tmp_path / "saved", small_engine(), key=KEY).state
-    tables, slots, _ = contents(small_engine(), state)
-    np.testing.assert_array_equal(tables["item"], saved())
-    assert (slots["item"]["accumulators"] == np.float32(0.1)).all()
+    np.testing.assert_array_equal(table_of(small_engine(), state), saved())
+    assert (small_engine().slots(state)["item"]["accumulators"] == np.float32(0.1)).all()
 
 
 def test_another_rate_is_the_same_optimizer(path):
@@ -64,10 +63,8 @@ def test_another_optimizers_slots_are_made_anew(path, rule):
     assert_same(slots, contents(other, other.init(KEY))[1])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.whole)],
-)
+@pytest.mark.parametrize(("first", "second"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.quick(1)
 def test_dtypes_are_converted_when_asked(tmp_path, first, second):
     engines = small(dtype=first), small(dtype=second, devices=2)
     state = engines[0].init(jax.random.key(0))
@@ -104,16 +101,17 @@ REFUSED = {
     "dim": ({"dim": 3}, {"key": KEY}, r"'item': expected shape \[3\], got shape \[2\]; declare"),
     "name": ({"name": "user"}, {}, r"table 'item': expected it among .*\['user'\].*leave_out"),
     "left out": (
-        {"name": "user"}, {"leave_out": ["item"]},
-        r"table 'user': expected it in the checkpoint, got tables \[\]; give key=",
+        {"name": "user"},
+        {"leave_out": ["item"]},
+        r"got tables \[\]; give key=",
     ),
     "nothing to leave out": ({}, {"leave_out": "item"}, r"expected some of \['item'\], got 'i'"),
     "optimizer": (
-        {"optimizer": o.AdagradMomentum(0.5)}, {},
-        r"table 'item', slot 'accumulators': expected slots of AdagradMomentum, .*"
-        r"got those of Adagrad, \['accumulators'\]; give key=",
+        {"optimizer": o.AdagradMomentum(0.5)},
+        {},
+        "slot 'accumulators': .*; give key=",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "options", "said"), REFUSED.values(), ids=list(REFUSED))

@@ -132,9 +132,7 @@ def test_other_files_of_other_types_are_refused(copy, file):
         found = outcome(copy, lambda: restore(copy, small_engine(), model=model))
         if path.name == "value.json" and place[0] == "value" and place[1:] != ("gone",):
             assert found.position == changed["value"]  # it may be anything
-        elif (
-            path.name != "checksums.json" or place[-1] != "gone"
-        ):  # a file of which nothing is said
+        elif path.name != "checksums.json" or place[-1] != "gone":  # nothing is said of it
             assert found == "refused", place
 
 

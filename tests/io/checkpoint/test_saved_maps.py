@@ -1,6 +1,7 @@
 """What people see of vocabularies: figures of an engine and of a checkpoint, scalars to plot."""
 
 import json
+import math
 import sys
 
 import jax
@@ -56,10 +57,7 @@ def expected_of(made, name, hottest):
     most = sorted(waiting, key=lambda one: -one[1])[:hottest]
     assert len(rows) == keys
     return {
-        "ages": {
-            f"{share:g}": next(age for i, age in enumerate(ages) if i + 1 >= share * keys)
-            for share in QUANTILES
-        },
+        "ages": {f"{share:g}": ages[math.ceil(share * keys) - 1] for share in QUANTILES},
         "most_batches": best("batches_seen", "last_seen")[:hottest],
         "seen_last": best("last_seen", "batches_seen")[:hottest],
         "waiting_most": [{"key": key, "count": count} for key, count in most],
