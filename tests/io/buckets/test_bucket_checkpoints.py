@@ -134,11 +134,11 @@ def test_a_run_is_restored_on_other_devices(bucket):
     assert same(rows(other, trained(other, found.state, 1)), rows(made, trained(made, state, 1)))
 
 
-@pytest.mark.parametrize(("placement", "block", "chunks"), [("div", 2**22, 8), ("mod", 2**18, 40)])
+@pytest.mark.parametrize(("placement", "block", "chunks"), [("div", 2**22, 8), ("mod", 2**16, 40)])
 def test_no_chunk_is_read_twice(bucket, monkeypatch, placement, block, chunks):
     url, server = bucket
     monkeypatch.setattr(row_files, "BLOCK", block)
-    made = engine_of(40_000, 64, 8, placement=placement)
+    made = engine_of(10_000, 64, 8, placement=placement)
     io.save(f"{url}/1", made, made.init(jax.random.key(0)))
     server.seen.clear()
     io.restore(f"{url}/1", made)

@@ -68,9 +68,7 @@ def test_large_files_are_written_in_pieces(bucket, tmp_path_factory, monkeypatch
     served = io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("cache"))
     np.testing.assert_array_equal(served(ids), values[ids])
     for fault in ("flip", 404):
-        server.rule = lambda method, path, body, fault=fault: (
-            fault if "@3" in unquote(path) else None
-        )
+        server.rule = lambda _, path, body, fault=fault: fault if "@3" in unquote(path) else None
         with pytest.raises(OSError, match=r"://bucket/.*values\.npy: expected"):
             io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
 

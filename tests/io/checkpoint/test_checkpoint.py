@@ -161,10 +161,8 @@ def test_blocks_are_put_together(tmp_path, monkeypatch):
     for module in ("io.checkpoint.row_files", "core.rows.devices"):
         monkeypatch.setattr(f"tpu_embed.{module}.BLOCK", 64)
     layouts = [("mod", 2), ("div", 2), ("mod", 1), ("div", 8)]
-    engines, grown = (
-        [small(rows, 3, placement=p, devices=n, optimizer=False) for p, n in layouts]
-        for rows in (41, 90)
-    )
+    of = lambda rows, p, n: small(rows, 3, placement=p, devices=n, optimizer=False)  # noqa: E731
+    engines, grown = ([of(rows, *one) for one in layouts] for rows in (41, 90))
     wanted = contents(engines[0], engines[0].init(KEY))[0]["item"]
     for i, one in enumerate(engines):
         save(tmp_path / f"{i}", one, one.init(KEY))

@@ -135,10 +135,8 @@ def test_counters_go_by_feature(tmp_path):
 # -- slots that were saved and are not wanted any more -----------------------------------------
 
 DRAWN = jax.nn.initializers.uniform(1.0)
-TABLES = {
-    "on the devices": {},
-    "on the host": {"storage": HostStorage(device_rows=5), "initializer": DRAWN},
-}
+HOSTED = {"storage": HostStorage(device_rows=5), "initializer": DRAWN}
+TABLES = {"on the devices": {}, "on the host": HOSTED}
 LOST = r"table 'item', slots: expected slots of {}, \[\], got those of Adam, \['momenta', 'velo"
 
 

@@ -181,9 +181,7 @@ def test_a_table_lives_on_both_sides_or_on_none(saved, tmp_path):
     ordinary = engine(1, features={"bags": FeatureConfig(fixed)})
     io.save(tmp_path / "fixed", ordinary, ordinary.init(jax.random.key(0)))
     lone = engine(1, features={"bags": configs()["bags"]})
-    with pytest.raises(
-        ValueError, match="'items': ids: expected keys of a dynamic vocabulary, got"
-    ):
+    with pytest.raises(ValueError, match="'items': ids: expected keys of a dynamic vocabulary"):
         io.restore(tmp_path / "fixed", lone)
 
 

@@ -21,11 +21,8 @@ def tables_of(engine, state):
 def publish(root):
     """Return what exports say, of which at least one process refuses most; and tables around."""
     engine = EmbeddingEngine(FeatureConfig(TableConfig(50, 4, name="item")), o.Adagrad(0.5))
-    number, state, touched = (
-        jax.process_index(),
-        engine.init(jax.random.key(0)),
-        TouchedRows(engine),
-    )
+    number, touched = jax.process_index(), TouchedRows(engine)
+    state = engine.init(jax.random.key(0))
     first = tables_of(engine, state)
     batch = engine.place(np.resize(np.arange(0, 40, 2) if number else np.arange(1, 20), 20))
     touched.record(batch, 1)

@@ -384,9 +384,8 @@ def test_a_program_of_another_jax_is_named(copy):
 
 
 def test_a_delta_in_the_place_of_another_is_refused_before_a_row_is_set(copy):
-    served = load_model(copy / "a")
+    served, tables = load_model(copy / "a"), {"films": np.ones((6, 4), np.float32)}
     swap(npy(copy / "delta-a", "films"), npy(copy / "delta-b", "films"))
-    tables = {"films": np.ones((6, 4), np.float32)}
     for apply in (served.apply, lambda path: apply_delta(tables, path, served.version)):
         with pytest.raises(ValueError, match=r"films\.values\.npy: expected checksum"):
             apply(copy / "delta-a")

@@ -1,7 +1,6 @@
 """Models with keys that follow a run by deltas, while threads ask them."""
 
 import concurrent.futures
-import itertools
 import threading
 
 import jax
@@ -125,31 +124,6 @@ def test_a_delta_waits_for_the_calls_of_the_copy_that_it_writes(tmp_path, monkey
     assert (waits, answered) == (True, version(1))
     assert asked.result()[0].tolist() == [*keys_at(0)]
     assert check_whole(served(GIVEN)) == 2
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
-@pytest.mark.quick(1)
-def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, fails_at):
-    """Of the second delta, first the one before is written, then its own rows."""
-    source = Source(tmp_path)
-    served, calls = io.FollowingModel(source.model()), itertools.count(1)
-    served.apply(source.delta())
-    real = io.ServedModel.with_prepared
-
-    def failing(model, prepared):
-        number, found = next(calls), real(model, prepared)  # the tables of `model` are gone
-        if number == fails_at:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(io.ServedModel, "with_prepared", failing)
-    delta = source.delta()
-    with pytest.raises(KeyboardInterrupt):
-        served.apply(delta)
-    assert check_whole(served(GIVEN)) == 1
-    for one in (delta, source.delta()):
-        served.apply(one)
-    assert check_whole(served(GIVEN)) == 3
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -57,10 +57,8 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.quick(1)
 def test_an_export_answers_as_training_would(tmp_path, form):
-    tables = [
-        Keyed(table("t", **FORMS[form]), KEYS, 1),
-        Keyed(table("empty", **FORMS[form]), [], 2),
-    ]
+    options = FORMS[form]
+    tables = [Keyed(table("t", **options), KEYS, 1), Keyed(table("empty", **options), [], 2)]
     first, empty = (one.config for one in tables)
     features = {
         "bag": FeatureConfig(first),
@@ -107,15 +105,15 @@ def test_a_quantized_table_has_keys(tmp_path, unseen):
     one = Keyed(table("t", unseen=unseen), KEYS, 1)
     features, given = {"x": FeatureConfig(one.config)}, {"x": drawn(1, (B, 3))}
 
-    def quantized():
+    def trained():
         array, vocabulary = one.trained()
         return {"t": io.quantize_rows(array)}, {"t": vocabulary}
 
     def check(model):
-        arrays, maps = quantized()
+        arrays, maps = trained()
         same(model(given), io.serving_lookup(arrays, given, features, vocabularies=maps))
 
-    arrays, maps = quantized()
+    arrays, maps = trained()
     example = {"x": np.zeros((B, 3), np.uint64)}
     options = {"vocabularies": maps, "version": version(0)}
     model = export_arrays(tmp_path / "model", arrays, features, example, **options)

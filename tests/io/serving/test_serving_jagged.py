@@ -9,10 +9,8 @@ from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed.io import export_model, load_model, serving_lookup
 
 ITEM = TableConfig(30, 4, name="item")
-FEATURES = {
-    "history": FeatureConfig(ITEM, 5, jagged=True, on_bad_id="drop"),
-    "bag": FeatureConfig(ITEM),
-}
+HISTORY = FeatureConfig(ITEM, 5, jagged=True, on_bad_id="drop")
+FEATURES = {"history": HISTORY, "bag": FeatureConfig(ITEM)}
 
 
 def score(found):
