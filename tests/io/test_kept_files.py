@@ -83,19 +83,20 @@ def test_a_run_of_fit_goes_on(devices, steps, when, tmp_path):
 
 @pytest.fixture
 def readable():
-    """Fail if JAX reads these programs no longer: it promises to for six months only."""
+    """Fail if JAX reads these programs no longer: it promises to for six months only.
+
+    The format of these files is JAX's own, so nothing here can mend this. Say in CHANGELOG.md and
+    docs/serving.md which exports have to be made anew; then remove by_row, by_key and their numbers
+    from this folder and this test, and keep exports that this JAX has written, of this version, in
+    its own folder.
+    """
     for file in [*FILES.rglob("*.stablehlo")]:
         try:
             jax_export.deserialize(bytearray(file.read_bytes()))
         except Exception as error:
             wrote = model_files.read_metadata(FILES / file.relative_to(FILES).parts[0])["jax"]
-            pytest.fail(
-                f"JAX {jax.__version__} cannot read {file.name} of JAX {wrote}: {error}\n"
-                "The format of these files is JAX's own, so nothing here can mend this. Say in "
-                "CHANGELOG.md and docs/serving.md which exports have to be made anew; then remove "
-                "by_row, by_key and their numbers from this folder and from this test, and keep "
-                "exports that this JAX has written, of this version, in its own folder."
-            )
+            said = f"cannot read {file.name} of JAX {wrote}: {error}; see `readable` for what to do"
+            pytest.fail(f"JAX {jax.__version__} {said}")
 
 
 @pytest.mark.parametrize(
