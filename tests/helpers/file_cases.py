@@ -5,6 +5,18 @@ import json
 import zlib
 
 DEEP = '{"a":' * 100_000
+TEXTS = {
+    "deep": DEEP.encode(),
+    "a list": b"[1]",
+    "a string": b'"x"',
+    "null": b"null",
+    "nothing": b"",
+    "a long number": b'{"format": 1' + b"0" * 10_000 + b"}",
+    "infinity": b'{"format": 1e999}',
+    "no text": b"\xff\xfe\x00",
+    "twice": b'{"format": 3, "format": {}}',
+}
+"""What is no JSON file of ours."""
 
 
 def chunks(directory):

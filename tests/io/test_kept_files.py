@@ -31,46 +31,28 @@ def expected(start):
 # -- checkpoints: each is restored on several numbers of devices, and goes on on one of them -------
 
 
-def rows_of(devices):
-    """Return an engine and what it restores, after a comparison of every number."""
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_rows_are_restored_and_a_run_goes_on(devices):
     engine = kept.static_engine(devices)
     touched = io.TouchedRows(engine)
     found = io.restore(FILES / "static", engine, model=kept.NETWORK, touched=touched)
     assert_same(kept.of_static(engine, found.state), expected("static saved"))
     assert_same(kept.bits(found.model), kept.bits(kept.NETWORK))
     assert found.position == kept.POSITION
-    return engine, found.state, touched
+    if devices == 1:
+        state = kept.train(engine, found.state, kept.MORE, touched=touched)
+        assert_same(kept.of_static(engine, state), expected("static after"))
 
 
-@pytest.mark.parametrize("devices", [2, 8])
-def test_rows_are_restored(devices):
-    rows_of(devices)
-
-
-def test_a_run_of_rows_goes_on():
-    engine, state, touched = rows_of(1)
-    state = kept.train(engine, state, kept.MORE, touched=touched)
-    assert_same(kept.of_static(engine, state), expected("static after"))
-
-
-def keys_of(devices):
-    """Return an engine and what it restores, after a comparison of every number."""
+@pytest.mark.parametrize("devices", [1, 8])
+def test_keys_are_restored_and_a_run_goes_on_and_a_server_follows(devices, tmp_path, readable):
     engine = kept.living_engine(devices)
-    touched = io.TouchedRows(engine)
+    touched, after = io.TouchedRows(engine), expected("living after")
     state = io.restore(FILES / "living", engine, touched=touched).state
     assert_same(kept.of_rows(engine, state), expected("living saved"))
-    return engine, state, touched
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_keys_and_rows_on_the_host_are_restored(devices):
-    keys_of(devices)
-
-
-def test_a_run_of_keys_goes_on_and_a_server_follows(tmp_path, readable):
-    engine, state, touched = keys_of(8)
+    if devices == 1:
+        return
     state = kept.train(engine, state, kept.MORE, touched=touched)
-    after = expected("living after")
     assert_same(kept.of_rows(engine, state), after)
     served = io.load_model(FILES / "by_key").apply(FILES / "by_key_delta")
     io.export_delta(tmp_path / "delta", engine, state, touched, since=served.version)
@@ -80,22 +62,14 @@ def test_a_run_of_keys_goes_on_and_a_server_follows(tmp_path, readable):
     assert_same(np.asarray(served.tables["both"]["values"])[rows], after["both None"])
 
 
-def restored_modules(devices):
-    """Return modules that were restored, after a comparison of every number."""
+@pytest.mark.parametrize("devices", [1, 8])
+def test_modules_are_restored_and_a_run_goes_on(devices):
     modules = kept.modules_of(devices)
     assert io.restore_modules(FILES / "modules", modules) == kept.POSITION
     assert_same(kept.of_modules(modules), expected("modules saved"))
-    return modules
-
-
-def test_modules_are_restored():
-    restored_modules(8)
-
-
-def test_a_run_of_modules_goes_on():
-    modules = restored_modules(1)
-    kept.train_modules(modules, range(kept.SAVED, kept.SAVED + kept.MORE))
-    assert_same(kept.of_modules(modules), expected("modules after"))
+    if devices == 1:
+        kept.train_modules(modules, range(kept.SAVED, kept.SAVED + kept.MORE))
+        assert_same(kept.of_modules(modules), expected("modules after"))
 
 
 @pytest.mark.parametrize(("devices", "steps", "when"), [(1, 2, "saved"), (8, 4, "after")])
@@ -109,42 +83,32 @@ def test_a_run_of_fit_goes_on(devices, steps, when, tmp_path):
 
 @pytest.fixture
 def readable():
-    """Fail if JAX reads these programs no longer: it promises to for six months only."""
+    """Fail if JAX reads these programs no longer: it promises to for six months only.
+
+    The format of these files is JAX's own, so nothing here can mend this. Say in CHANGELOG.md and
+    docs/serving.md which exports have to be made anew; then remove by_row, by_key and their numbers
+    from this folder and this test, and keep exports that this JAX has written, of this version, in
+    its own folder.
+    """
     for file in [*FILES.rglob("*.stablehlo")]:
         try:
             jax_export.deserialize(bytearray(file.read_bytes()))
         except Exception as error:
             wrote = model_files.read_metadata(FILES / file.relative_to(FILES).parts[0])["jax"]
-            pytest.fail(
-                f"JAX {jax.__version__} cannot read {file.name} of JAX {wrote}: {error}\n"
-                "The format of these files is JAX's own, so nothing here can mend this. Say in "
-                "CHANGELOG.md and docs/serving.md which exports have to be made anew; then remove "
-                "by_row, by_key and their numbers from this folder and from this test, and keep "
-                "exports that this JAX has written, of this version, in its own folder."
-            )
+            said = f"cannot read {file.name} of JAX {wrote}: {error}; see `readable` for what to do"
+            pytest.fail(f"JAX {jax.__version__} {said}")
 
 
-@pytest.fixture(params=["by_row", "by_key"])
-def answers(request, readable):
-    """Return an export's name, what it is asked, and its answers of that time."""
-    asked = kept.row_request() if request.param == "by_row" else kept.key_request()
-    return request.param, asked, expected(request.param)
-
-
-def test_an_export_answers_and_takes_its_delta(answers):
-    name, asked, said = answers
-    found = kept.answers(FILES, name, asked)
-    assert_same(found, {f"{name} {what}": one for what, one in said.items()})
-
-
-def test_a_following_model_takes_a_delta(answers):
-    name, asked, said = answers
+@pytest.mark.parametrize(
+    ("name", "request_of"), [("by_row", kept.row_request), ("by_key", kept.key_request)]
+)
+def test_an_export_answers_and_takes_its_delta(name, request_of, readable):
+    asked, said = request_of(), {f"{name} {what}": one for what, one in expected(name).items()}
+    assert_same(kept.answers(FILES, name, asked), said)
     model = io.FollowingModel(io.load_model(FILES / name))
     model.apply(FILES / f"{name}_delta")
-    assert_same(
-        {f"after {feature}": np.asarray(one) for feature, one in model(asked).items()},
-        {what: one for what, one in said.items() if what.startswith("after")},
-    )
+    for feature, one in model(asked).items():
+        assert_same(np.asarray(one), said[f"{name} after {feature}"])
 
 
 def test_arrays_take_a_delta():

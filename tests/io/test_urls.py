@@ -27,16 +27,10 @@ def served(name, path):
     return model.apply_in_place(path) if name == "in place" else model.apply(path)
 
 
-def delta(path):
+def recorded():
+    """Return an engine, its state and the record of its touched rows."""
     engine = small(optimizer=False)
-    state, touched = engine.init(jax.random.key(0)), io.TouchedRows(engine)
-    io.export_delta(path, engine, state, touched, since=touched.version(state))
-
-
-def publish(path):
-    engine = small(optimizer=False)
-    state, touched = engine.init(jax.random.key(0)), io.TouchedRows(engine)
-    io.publish(path, engine, state, touched, lambda place, version: None)
+    return engine, engine.init(jax.random.key(0)), io.TouchedRows(engine)
 
 
 MODULES = {"model": nnx.Dict()}
@@ -49,11 +43,11 @@ CALLS = {
     "ModuleCheckpointManager.__init__": io.ModuleCheckpointManager,
     "export_model": export_one,
     "load_model": io.load_model,
-    "export_delta": delta,
+    "export_delta": lambda path: io.export_delta(path, *recorded(), since=0),
     "apply_delta": lambda path: io.apply_delta({}, path, io.Version("", 0, 0, 0)),
     "ServedModel.apply": lambda path: served("ServedModel", path),
     "ServedModel.apply_in_place": lambda path: served("in place", path),
-    "publish": publish,
+    "publish": lambda path: io.publish(path, *recorded(), lambda place, version: None),
     "follow": io.follow,
     "FollowingModel.apply": lambda path: served("FollowingModel", path),
     "fit": lambda path: fit(small_engine(), sum, [], directory=path, progress=False),

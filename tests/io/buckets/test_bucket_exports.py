@@ -5,15 +5,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from urllib.parse import unquote
 
 import bucket_fixtures
-import jax
 import numpy as np
 import pytest
 from bucket_fixtures import begun
-from facade_cases import mesh
+from publication_cases import Trainer
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
-from tpu_embed import optimizers as o
+from tpu_embed import FeatureConfig, TableConfig, io
 from tpu_embed.io import store
 from tpu_embed.io.commits import download, find
 from tpu_embed.io.serving.following import publications
@@ -21,39 +18,11 @@ from tpu_embed.io.serving.following import publications
 bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 
 
-class Trainer:
-    """An engine of one table, its state and the record of it."""
-
-    def __init__(self, **options):
-        self.config = FeatureConfig(TableConfig(40, 3, name="t", **options))
-        self.engine = tpu_embed.EmbeddingEngine(self.config, o.SGD(0.5), mesh=mesh(2))
-        self.state = self.engine.init(jax.random.key(0))
-        self.touched = io.TouchedRows(self.engine)
-
-    def train(self, ids):
-        self.state, batch = self.engine.admit(self.state, self.engine.place(ids))
-        self.touched.record(batch, int(self.state.step) + 1)
-        ones = np.ones_like(self.engine.lookup(self.state, batch))
-        self.state = self.engine.update(self.state, batch, ones)
-
-    def export(self, path, version):
-        options = {"version": version, "vocabularies": self.engine.vocabularies}
-        options["platforms"] = "cpu"
-        tables = self.engine.tables(self.state)
-        io.export_model(path, lambda rows: rows, tables, self.config, np.arange(8), **options)
-
-    def check(self, served):
-        """Check that a model has the rows of now."""
-        assert served.version == self.touched.version(self.state)
-        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
-        wanted = io.serving_lookup(tables, np.arange(13), self.config, vocabularies=maps)
-        np.testing.assert_array_equal(served(np.arange(13)), wanted)
-
-
 @pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.quick(3)
 def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
     url, server = bucket
-    one = Trainer(**({"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}))
+    one = Trainer(keys=keys)
     one.train(np.arange(8))
     version, cache = one.touched.version(one.state), tmp_path_factory.mktemp("cache")
     one.export(f"{url}/model", version)
@@ -65,7 +34,7 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
     server.seen.clear()
     io.load_model(f"{url}/model", cache=cache)
     assert len(server.seen) < 4  # it is there already
-    rows = {"t": np.array(one.engine.tables(one.state)["t"])}
+    rows = {"t": np.array(one.tables()["t"])}
     for step in range(2):
         one.train(np.arange(4 + step, 12 + step))
         delta = f"{url}/delta-{step}"
@@ -76,7 +45,7 @@ def test_a_server_follows_a_bucket(bucket, keys, tmp_path_factory):
         version = last
     one.check(served)
     if not keys:
-        np.testing.assert_array_equal(rows["t"], one.engine.tables(one.state)["t"])
+        np.testing.assert_array_equal(rows["t"], one.tables()["t"])
     server.rule = lambda method, path, body: "flip" if "values" in path else None
     with pytest.raises((OSError, ValueError), match="://bucket/"):
         served.apply(f"{url}/delta-0")
@@ -99,9 +68,7 @@ def test_large_files_are_written_in_pieces(bucket, tmp_path_factory, monkeypatch
     served = io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("cache"))
     np.testing.assert_array_equal(served(ids), values[ids])
     for fault in ("flip", 404):
-        server.rule = lambda method, path, body, fault=fault: (
-            fault if "@3" in unquote(path) else None
-        )
+        server.rule = lambda _, path, body, fault=fault: fault if "@3" in unquote(path) else None
         with pytest.raises(OSError, match=r"://bucket/.*values\.npy: expected"):
             io.load_model(f"{url}/model", cache=tmp_path_factory.mktemp("other"))
 

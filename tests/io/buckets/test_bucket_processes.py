@@ -13,10 +13,8 @@ bucket, upstream = bucket_fixtures.bucket, bucket_fixtures.upstream
 def test_two_processes_save_together(bucket, tmp_path_factory):
     url, _ = bucket
     cache = str(tmp_path_factory.mktemp("cache"))
-    calls = [
-        (bucket_processes.saved_and_restored, url),
-        (bucket_processes.published, f"{url}-served", cache),
-    ]
+    calls = [(bucket_processes.saved_and_restored, url)]
+    calls += [(bucket_processes.published, f"{url}-served", cache)]
     found = run(2, tmp_path_factory.mktemp("two"), calls)
     for (rows, whole, position, steps, told), (trained, served) in found:
         np.testing.assert_array_equal(trained[0], served["a"])

@@ -15,50 +15,45 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import tpu_embed
 from tpu_embed import optimizers as o
 from tpu_embed.io import CheckpointManager
 from tpu_embed.vocabulary import COUNTERS
 
-ROWS, KEYS, FAR, DIM, BATCH, EVERY = 3000, 400, 600, 8, 16, 2
-DENSE = optax.adam(0.01)
+SIZES = {"item": 3000, "user": 1500, "query": 400, "far": 600}
+"""Different ids of each table; of the keys a seventh have rows."""
 
 
-def features():
-    given = {"item": (ROWS, {}), "user": (ROWS // 2, {"dtype": "bfloat16", "placement": "div"})}
+def make_engine():
     living = tpu_embed.DynamicVocabulary(admit_after=2, ttl=2, waiting=150)
-    given["query"] = KEYS // 7, {"vocabulary": living}
-    given["far"] = FAR, {"storage": tpu_embed.HostStorage(device_rows=100)}
-    found = {}
-    for name, (rows, options) in given.items():
-        rule = o.Adam(0.1) if name == "user" else o.Adagrad(0.5)
-        table = tpu_embed.TableConfig(rows, DIM, name=name, optimizer=rule, **options)
-        found[name] = tpu_embed.FeatureConfig(table)
-    return found
+    rule, host = o.Adam(0.1), tpu_embed.HostStorage(device_rows=100)
+    given = {"user": {"dtype": "bfloat16", "placement": "div", "optimizer": rule}}
+    given |= {"item": {}, "query": {"vocabulary": living}, "far": {"storage": host}}
+    features = {}
+    for name, options in given.items():
+        size = SIZES[name] // 7 if name == "query" else SIZES[name]
+        features[name] = tpu_embed.FeatureConfig(
+            tpu_embed.TableConfig(size, 8, name=name, **options)
+        )
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5))
 
 
 def step_of(engine):
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(state, model, batch):
-        def loss_fn(kernel, activations):
-            product = activations["item"] * activations["user"] + activations["query"]
-            product += activations["far"]
+    def step(state, kernel, batch):
+        def loss_fn(kernel, found):
+            product = found["item"] * found["user"] + found["query"] + found["far"]
             return jnp.mean((product @ kernel - 1.0) ** 2)
 
-        activations = engine.lookup(state, batch)
-        dense, sparse = jax.grad(loss_fn, argnums=(0, 1))(model["kernel"], activations)
-        updates, optimizer = DENSE.update(dense, model["optimizer"], model["kernel"])
-        kernel = optax.apply_updates(model["kernel"], updates)
-        return engine.update(state, batch, sparse), {"kernel": kernel, "optimizer": optimizer}
+        dense, sparse = jax.grad(loss_fn, argnums=(0, 1))(kernel, engine.lookup(state, batch))
+        return engine.update(state, batch, sparse), kernel - 0.01 * dense
 
     return step
 
 
 def draw(rng):
-    sizes = {"item": ROWS, "user": ROWS // 2, "query": KEYS, "far": FAR}
-    return {name: rng.integers(0, rows, (BATCH, 3)) for name, rows in sizes.items()}
+    return {name: rng.integers(0, size, (16, 3)) for name, size in SIZES.items()}
 
 
 def main(directory, steps, cache, last_file):
@@ -66,13 +61,10 @@ def main(directory, steps, cache, last_file):
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    engine = tpu_embed.EmbeddingEngine(features())
-    kernel = jnp.ones(DIM)
-    model = jax.device_put(
-        {"kernel": kernel, "optimizer": DENSE.init(kernel)}, engine.layout.axes.sharding(())
-    )
+    engine = make_engine()
+    model = {"kernel": jax.device_put(jnp.ones(8), engine.layout.axes.sharding(()))}
     rng, train = np.random.default_rng(0), step_of(engine)
-    with CheckpointManager(directory, engine, every=EVERY, keep=2) as manager:
+    with CheckpointManager(directory, engine, every=2, keep=2) as manager:
         first = manager.latest_step()
         if first is None:
             first, state = 0, engine.init(jax.random.key(0))
@@ -82,7 +74,7 @@ def main(directory, steps, cache, last_file):
         batch = engine.place(draw(rng))
         for number in range(first + 1, steps + 1):
             state, batch = engine.admit(state, batch)
-            state, model = train(state, model, batch)
+            state, model["kernel"] = train(state, model["kernel"], batch)
             position = rng.bit_generator.state
             batch = engine.place(draw(rng))
             manager.save(number, state, model=model, position=position)
@@ -90,11 +82,10 @@ def main(directory, steps, cache, last_file):
     query = engine.vocabularies.held("query")
     counters = dict(zip(COUNTERS, query.counters.tolist(), strict=True))
     assert all(counters.values()), f"some of {counters} did not happen"
-    slots = {"item": "accumulators", "user": "velocities", "query": "accumulators"}
     rows = [
         engine.rows(state, name, np.arange(table.vocabulary_size), slot=slot)
         for name, table in engine.table_configs.items()
-        for slot in (None, slots.get(name, "accumulators"))
+        for slot in (None, "velocities" if name == "user" else "accumulators")
     ]
     last = jax.tree.leaves((rows, query, model, rng.random(3)))
     np.savez(last_file, *[np.asarray(x, np.float32) for x in last])

@@ -8,9 +8,9 @@ import pytest
 from checkpoint_cases import contents, small, small_engine, small_state, table_of
 from facade_cases import assert_same, mesh
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
+from tpu_embed import EmbeddingEngine, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.io import restore, save
+from tpu_embed.io import CheckpointManager, restore, save
 
 KEY = jax.random.key(7)
 
@@ -40,20 +40,12 @@ def test_a_table_grows(path):
     assert (slots["item"]["accumulators"][5:] == np.float32(0.1)).all()
 
 
-def test_an_engine_without_optimizer_reads_tables_alone(path):
-    serving = small(optimizer=False, devices=2)
-    state = restore(path, serving).state
-    np.testing.assert_array_equal(table_of(serving, state), saved())
-    assert not any(state.slots.values())
-
-
 def test_slots_are_made_where_there_were_none(tmp_path):
     serving = small(optimizer=False)
     save(tmp_path / "saved", serving, serving.init(jax.random.key(0)))
     state = restore(tmp_path / "saved", small_engine(), key=KEY).state
-    tables, slots, _ = contents(small_engine(), state)
-    np.testing.assert_array_equal(tables["item"], saved())
-    assert (slots["item"]["accumulators"] == np.float32(0.1)).all()
+    np.testing.assert_array_equal(table_of(small_engine(), state), saved())
+    assert (small_engine().slots(state)["item"]["accumulators"] == np.float32(0.1)).all()
 
 
 def test_another_rate_is_the_same_optimizer(path):
@@ -71,10 +63,8 @@ def test_another_optimizers_slots_are_made_anew(path, rule):
     assert_same(slots, contents(other, other.init(KEY))[1])
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [("float32", "bfloat16"), pytest.param("bfloat16", "float32", marks=pytest.mark.whole)],
-)
+@pytest.mark.parametrize(("first", "second"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+@pytest.mark.quick(1)
 def test_dtypes_are_converted_when_asked(tmp_path, first, second):
     engines = small(dtype=first), small(dtype=second, devices=2)
     state = engines[0].init(jax.random.key(0))
@@ -86,7 +76,10 @@ def test_dtypes_are_converted_when_asked(tmp_path, first, second):
 
 
 def _two(*names, **options):
-    features = {name: FeatureConfig(TableConfig(5, 2, name=name, **options)) for name in names}
+    """Return an engine of tables of these names; the options are of the first."""
+    tables = {name: TableConfig(5, 2, name=name) for name in names}
+    tables[names[0]] = TableConfig(5, 2, name=names[0], **options)
+    features = {name: FeatureConfig(table) for name, table in tables.items()}
     return EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(1))
 
 
@@ -108,16 +101,17 @@ REFUSED = {
     "dim": ({"dim": 3}, {"key": KEY}, r"'item': expected shape \[3\], got shape \[2\]; declare"),
     "name": ({"name": "user"}, {}, r"table 'item': expected it among .*\['user'\].*leave_out"),
     "left out": (
-        {"name": "user"}, {"leave_out": ["item"]},
-        r"table 'user': expected it in the checkpoint, got tables \[\]; give key=",
+        {"name": "user"},
+        {"leave_out": ["item"]},
+        r"got tables \[\]; give key=",
     ),
     "nothing to leave out": ({}, {"leave_out": "item"}, r"expected some of \['item'\], got 'i'"),
     "optimizer": (
-        {"optimizer": o.AdagradMomentum(0.5)}, {},
-        r"table 'item', slot 'accumulators': expected slots of AdagradMomentum, .*"
-        r"got those of Adagrad, \['accumulators'\]; give key=",
+        {"optimizer": o.AdagradMomentum(0.5)},
+        {},
+        "slot 'accumulators': .*; give key=",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "options", "said"), REFUSED.values(), ids=list(REFUSED))
@@ -136,3 +130,68 @@ def test_counters_go_by_feature(tmp_path):
     left = restore(tmp_path / "saved", fewer, leave_out=["item"]).state
     assert left.counters["bad_ids"].tolist() == [4]
     assert int(left.step) == 6
+
+
+# -- slots that were saved and are not wanted any more -----------------------------------------
+
+DRAWN = jax.nn.initializers.uniform(1.0)
+HOSTED = {"storage": HostStorage(device_rows=5), "initializer": DRAWN}
+TABLES = {"on the devices": {}, "on the host": HOSTED}
+LOST = r"table 'item', slots: expected slots of {}, \[\], got those of Adam, \['momenta', 'velo"
+
+
+def rows_of(engine, state):
+    return engine.rows(state, "item", np.arange(5))
+
+
+@pytest.fixture(scope="module", params=TABLES)
+def under_adam(request, tmp_path_factory):
+    """Return a manager's directory with a checkpoint under Adam, options of its table, its rows."""
+    engine = small(optimizer=o.Adam(0.5), **TABLES[request.param])
+    state, batch = engine.admit(engine.init(KEY), engine.place({"x": np.arange(5)}))
+    state = engine.update(state, batch, {"x": np.ones((5, 2), np.float32)})
+    path = tmp_path_factory.mktemp("slots")
+    save(path / "1", engine, state)
+    return path, TABLES[request.param], rows_of(engine, state)
+
+
+def test_a_rule_without_slots_drops_them_only_when_asked(under_adam):
+    path, options, rows = under_adam
+    plain = small(optimizer=o.SGD(0.5), devices=2, **options)
+    with pytest.raises(ValueError, match=LOST.format("SGD") + ".*; give key= to go on without"):
+        restore(path / "1", plain)
+    with CheckpointManager(path, plain) as manager:
+        with pytest.raises(ValueError, match=LOST.format("SGD")):
+            manager.restore()
+        state = manager.restore(key=KEY).state
+    np.testing.assert_array_equal(rows_of(plain, state), rows)
+
+
+def test_an_engine_without_optimizers_leaves_them_out(under_adam):
+    path, options, rows = under_adam
+    serving = small(optimizer=False, **options)
+    np.testing.assert_array_equal(rows_of(serving, restore(path / "1", serving).state), rows)
+    # A table that is not trained is no reason to refuse where nothing is trained.
+    fixed = small(optimizer=False, trainable=False, **options)
+    np.testing.assert_array_equal(rows_of(fixed, restore(path / "1", fixed).state), rows)
+
+
+def test_a_table_that_is_not_trained_any_more_drops_them_only_when_asked(tmp_path):
+    first, fixed = _two("item", "user"), _two("item", "user", trainable=False)
+    state = first.init(KEY)
+    save(tmp_path / "saved", first, state)
+    with pytest.raises(ValueError, match="got those of Adagrad"):
+        restore(tmp_path / "saved", fixed)
+    found = restore(tmp_path / "saved", fixed, key=KEY).state
+    np.testing.assert_array_equal(rows_of(fixed, found), rows_of(first, state))
+    assert fixed.slots(found)["user"].keys() == {"accumulators"}
+
+
+def test_what_has_no_slots_goes_on_under_any_rule_without(tmp_path):
+    def rule(gradient, row, slots, learning_rate, step):
+        return row - learning_rate * gradient, slots
+
+    first, other = small(optimizer=o.SGD(0.5)), small(optimizer=o.CustomOptimizer(rule, {}))
+    save(tmp_path / "saved", first, state := first.init(KEY))
+    found = restore(tmp_path / "saved", other).state
+    np.testing.assert_array_equal(rows_of(other, found), rows_of(first, state))

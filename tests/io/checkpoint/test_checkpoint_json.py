@@ -1,4 +1,4 @@
-"""JSON files with other contents give a clear error, or the same bits."""
+"""Files that are damaged, or of other contents, give a clear error, or the same bits."""
 
 import json
 import re
@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from checkpoint_cases import contents, small_engine, small_state
 from facade_cases import assert_same
-from file_cases import DEEP, mutations, resigned, rewrite
+from file_cases import DEEP, TEXTS, mutations, resigned, rewrite
 
 from tpu_embed.io import CheckpointManager, restore, save
-from tpu_embed.io.checkpoint import tables, trees
-from tpu_embed.io.checkpoint.manifest import Wanted
 
 MODEL = {"w": jnp.arange(6.0).reshape(2, 3), "b": np.arange(2, dtype=np.int32)}
 FILES = [
@@ -48,26 +46,61 @@ def outcome(path, read):
         raise
 
 
-TEXTS = {
-    "deep": DEEP,
-    "a list": "[1]",
-    "null": "null",
-    "nothing": "",
-    "a long number": '{"format": 1' + "0" * 10_000 + "}",
-    "no text": b"\xff\xfe\x00",
-    "a directory": None,
-}
+def files(path):
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("case", TEXTS)
+def damages(data):
+    """Yield bytes that were cut short or made longer, and with single bits flipped."""
+    for length in (0, len(data) // 2, len(data) - 1):
+        yield data[:length]
+    rng = np.random.default_rng(len(data))
+    for place in (0, len(data) // 2, len(data) - 1, *rng.integers(0, len(data), 2)):
+        bit = 1 << int(rng.integers(8))
+        yield data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :]
+    yield data + b" " * 8 + data
+
+
+NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
+"""Orbax's own, which are not read."""
+
+
+def check_restored(path, wanted):
+    found = outcome(path, lambda: restore(path, small_engine(), model=MODEL))
+    assert (found == "refused") == (wanted == "refused")
+    if found != "refused":
+        assert_same(*(contents(small_engine(), one) for one in (found.state, small_state())))
+        assert_same((found.model, found.position), (MODEL, {"epoch": 3}))
+
+
+def test_damaged_files_are_refused(copy):
+    for name in files(copy):
+        file, wanted = copy / name, "same" if name.endswith(NOTES) else "refused"
+        data = file.read_bytes()
+        for damaged in damages(data):
+            file.write_bytes(damaged)
+            check_restored(copy, wanted)
+        file.unlink()
+        check_restored(copy, wanted)
+        file.write_bytes(data)
+    check_restored(copy, "same")
+
+
+@pytest.mark.parametrize("part", ["tables", "tables/item/slots", "model", "position"])
+def test_lost_directories_are_refused(copy, part):
+    shutil.rmtree(copy / part)
+    check_restored(copy, "refused")
+
+
+@pytest.mark.parametrize("case", [*TEXTS, "a directory"])
 @pytest.mark.parametrize("file", FILES)
 def test_a_file_that_is_no_json_of_ours_is_refused_by_name(copy, file, case):
-    path, text = copy / file, TEXTS[case]
+    path = copy / file
     path.unlink()
-    if text is None:
+    if case == "a directory":
         path.mkdir()
     else:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        path.write_bytes(TEXTS[case])
     with pytest.raises(ValueError, match=f"{copy}.*expected .*, got ") as error:
         restore(copy, small_engine(), model=MODEL)
     assert path.name in str(error.value)
@@ -79,44 +112,28 @@ def test_a_manifest_of_other_types_is_refused_or_harmless(copy):
     manifest["value"]["tables"]["item"]["config"] = {}  # any object, for people
     for place, changed in mutations(manifest):
         path.write_text(json.dumps(resigned(changed)))
-        wish = Wanted(small_engine(), convert=True)
-        found = outcome(copy, lambda wish=wish: tables.manifest.read(copy / "tables", wish))
-        if found != "refused":
-            found = outcome(copy, lambda: restore(copy, small_engine(), convert=True).state)
+        found = outcome(copy, lambda: restore(copy, small_engine(), convert=True))
         if found != "refused":
             accepted.add(".".join(map(str, place[1:3])))
-            assert_same(contents(small_engine(), found), wanted)
+            assert_same(contents(small_engine(), found.state), wanted)
     numbers = {"counters.bad_ids", "counters.overflows"}
     assert accepted == {"features.0", *numbers}, "what says nothing of tables"
 
 
-@pytest.mark.parametrize("file", ["tables/checksums.0.json", "model/leaves.json"])
+@pytest.mark.parametrize(
+    "file",
+    ["tables/checksums.0.json", "model/leaves.json", "model/checksums.json", "position/value.json"],
+)
 def test_other_files_of_other_types_are_refused(copy, file):
     path = copy / file
     model = MODEL if file.startswith("model") else None
     for place, changed in mutations(json.loads(path.read_text())):
         path.write_text(json.dumps(resigned(changed)))
         found = outcome(copy, lambda: restore(copy, small_engine(), model=model))
-        assert found == "refused", place
-
-
-def test_a_checksum_file_of_a_model_of_other_types_is_refused_or_harmless(copy):
-    path = copy / "model/checksums.json"
-    name = tables.manifest.name_of(copy / "tables")
-    for place, changed in mutations(json.loads(path.read_text())):
-        path.write_text(json.dumps(resigned(changed)))
-        found = outcome(copy, lambda: trees._check_sums(copy / "model", name))
-        assert found == "refused" or place[-1] == "gone", place  # a file of which nothing is said
-
-
-def test_a_position_belongs_to_its_checkpoint_whatever_it_is(copy):
-    path = copy / "position/value.json"
-    for place, changed in mutations(json.loads(path.read_text())):
-        path.write_text(json.dumps(resigned(changed)))
-        found = outcome(copy, lambda: restore(copy, small_engine()).position)
-        assert found == (
-            "refused" if place[0] != "value" or place[1:] == ("gone",) else changed["value"]
-        )
+        if path.name == "value.json" and place[0] == "value" and place[1:] != ("gone",):
+            assert found.position == changed["value"]  # it may be anything
+        elif path.name != "checksums.json" or place[-1] != "gone":  # nothing is said of it
+            assert found == "refused", place
 
 
 @pytest.mark.parametrize("given", [1, 3, None, True])

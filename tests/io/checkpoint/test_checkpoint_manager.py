@@ -66,9 +66,9 @@ def test_every_so_many_steps_the_last_few(tmp_path):
 
 
 def test_numbers_of_a_manager_are_checked(tmp_path):
-    for options in ({"every": 0}, {"keep": 0}, {"every": 1.5}):
-        with pytest.raises(ValueError, match=r"(every|keep): expected an integer >= 1"):
-            manager_of(tmp_path, **options)
+    for name, number in (("every", 0), ("keep", 0), ("every", 1.5)):
+        with pytest.raises(ValueError, match=f"{name}: expected an integer >= 1"):
+            manager_of(tmp_path, **{name: number})
     with manager_of(tmp_path) as manager, pytest.raises(ValueError, match="step: expected an int"):
         manager.save(-1, small_state())
 
@@ -155,7 +155,6 @@ def test_as_many_as_are_to_stay_do_after_a_save_was_interrupted(tmp_path, case, 
             save_all(manager, step)
             assert len(manager.all_steps()) == 2
             assert manager.all_steps()[-1] == step
-        assert manager.all_steps() == [5, 6]
         assert_restored(manager, 5)
         assert_restored(manager, 6)
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"5", "6"}
@@ -208,28 +207,17 @@ def test_a_step_that_is_half_removed_is_no_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"1", "2"}
 
 
-def test_what_did_not_end_is_no_checkpoint_and_is_cleaned_up(tmp_path):
-    left = tmp_path / "4.orbax-checkpoint-tmp"
-    with manager_of(tmp_path) as manager:
-        save_all(manager, 2)
-    (left / "tables").mkdir(parents=True)
-    with manager_of(tmp_path) as reader:
-        assert reader.all_steps() == [2]
-        reader.restore()
-        assert left.exists()  # it may be a save that another process is at
-    with manager_of(tmp_path) as manager:
-        save_all(manager, 4)
-        assert not left.exists()
-        assert manager.all_steps() == [2, 4]
-
-
-def test_what_else_is_there_is_no_checkpoint(tmp_path):
-    (tmp_path / "0002").mkdir()
-    (tmp_path / "\u0663").mkdir()  # a digit, not of ASCII
+def test_what_else_is_there_is_no_checkpoint_and_what_did_not_end_is_cleaned_up(tmp_path):
+    for name in ("0002", "\u0663"):  # the second is a digit, not of ASCII
+        (tmp_path / name).mkdir()
     (tmp_path / "99").write_text("notes")
+    left = tmp_path / "4.orbax-checkpoint-tmp"
+    (left / "tables").mkdir(parents=True)
     with manager_of(tmp_path) as manager:
         assert manager.latest_step() is None
+        assert left.exists()  # it may be a save that another process is at
         save_all(manager, 1, 2)
+        assert not left.exists()
         assert manager.all_steps() == [1, 2]
         shutil.rmtree(tmp_path / "2")
         save_all(manager, 2)  # it is not there any more
@@ -237,10 +225,8 @@ def test_what_else_is_there_is_no_checkpoint(tmp_path):
 
 
 def test_threads_may_save_at_a_time(tmp_path):
-    with (
-        manager_of(tmp_path, keep=None) as manager,
-        concurrent.futures.ThreadPoolExecutor(2) as pool,
-    ):
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    with manager_of(tmp_path, keep=None) as manager, pool:
         calls = [pool.submit(manager.save, step, small_state(step)) for step in (1, 2)]
         errors = [call.exception() for call in calls]
         manager.wait()

@@ -5,22 +5,9 @@ import shutil
 import time
 
 import jax
+import living_cases as living
 import numpy as np
 import pytest
-from living_cases import (
-    KEY,
-    TAGS,
-    assert_same,
-    configs,
-    draw,
-    engine,
-    gradients,
-    initial_row,
-    mesh,
-    train,
-    train_on,
-    whole,
-)
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, io
@@ -34,53 +21,55 @@ BEFORE, AFTER = 6, 8
 def saved(tmp_path_factory):
     """Return a checkpoint written on 8 devices with batches placed ahead, and what comes then."""
     path = tmp_path_factory.mktemp("maps") / "step"
-    made = engine(8)
-    state = made.init(jax.random.key(KEY))
-    with Prefetcher(made, (draw(step) for step in range(BEFORE + AFTER)), depth=3) as batches:
+    made = living.engine(8)
+    state = made.init(jax.random.key(living.KEY))
+    with Prefetcher(
+        made, (living.draw(step) for step in range(BEFORE + AFTER)), depth=3
+    ) as batches:
         for step, batch in enumerate(batches):
-            state, _ = train_on(made, state, batch, step)
+            state, _ = living.train_on(made, state, batch, step)
             if step == BEFORE - 1:
                 while made.vocabularies.placed == BEFORE:  # the thread places the next one
                     time.sleep(0.01)
                 io.save(path, made, state, position=batches.get_state())
-                at_save = whole(made, state)
-    return path, at_save, whole(made, state)
+                at_save = living.whole(made, state)
+    return path, at_save, living.whole(made, state)
 
 
 def test_training_goes_on_with_the_same_bits_on_one_device(saved):
     path, at_save, at_end = saved
-    made = engine(1)
+    made = living.engine(1)
     restored = io.restore(path, made)
     assert restored.position == {"batches": BEFORE}
-    assert_same(whole(made, restored.state), at_save)
-    state, _ = train(made, restored.state, AFTER, first=BEFORE)
-    assert_same(whole(made, state), at_end)
+    living.assert_same(living.whole(made, restored.state), at_save)
+    state, _ = living.train(made, restored.state, AFTER, first=BEFORE)
+    living.assert_same(living.whole(made, state), at_end)
 
 
 @pytest.mark.whole
 def test_a_save_on_8_devices_goes_on_for_50_steps_on_3(tmp_path):
     """Batches are placed ahead at the time of the save; 8 and 3 devices divide 24 sum blocks."""
-    many, few = (engine(n, features=configs(100), sum_blocks=24) for n in (8, 3))
-    state, _ = train(many, many.init(jax.random.key(KEY)), BEFORE, scale=3)
-    ahead = [many.place(draw(BEFORE + n, scale=3)) for n in range(2)]
+    many, few = (living.engine(n, features=living.configs(100), sum_blocks=24) for n in (8, 3))
+    state, _ = living.train(many, many.init(jax.random.key(living.KEY)), BEFORE, scale=3)
+    ahead = [many.place(living.draw(BEFORE + n, scale=3)) for n in range(2)]
     io.save(tmp_path / "step", many, state)
     for step, batch in enumerate(ahead, BEFORE):
-        state, _ = train_on(many, state, batch, step)
-    state, _ = train(many, state, 48, first=BEFORE + 2, scale=3)
+        state, _ = living.train_on(many, state, batch, step)
+    state, _ = living.train(many, state, 48, first=BEFORE + 2, scale=3)
     restored = io.restore(tmp_path / "step", few).state
-    there, _ = train(few, restored, 50, first=BEFORE, scale=3)
-    assert_same(whole(few, there), whole(many, state))
+    there, _ = living.train(few, restored, 50, first=BEFORE, scale=3)
+    living.assert_same(living.whole(few, there), living.whole(many, state))
     for counted in few.vocabularies.counters.values():  # keys came and went
         assert counted["admitted"] > counted["keys"] + 20
 
 
 def test_batches_placed_before_a_restore_are_refused(saved):
-    made = engine(2)
-    early = made.place(draw(0))
+    made = living.engine(2)
+    early = made.place(living.draw(0))
     restored = io.restore(saved[0], made).state
     with pytest.raises(ValueError, match="admit each training batch once"):
         made.admit(restored, early)
-    looked = made.place(draw(3), training=False)
+    looked = made.place(living.draw(3), training=False)
     made.lookup(restored, looked)
     again = io.restore(saved[0], made).state
     for call, said in (
@@ -96,39 +85,41 @@ def test_batches_placed_before_a_restore_are_refused(saved):
 
 def test_a_state_that_was_given_up_is_not_saved(tmp_path):
     """The maps of its step may be those of batches that were placed since, of another history."""
-    made = engine(2)
-    state, _ = train(made, made.init(jax.random.key(KEY)), 1)
+    made = living.engine(2)
+    state, _ = living.train(made, made.init(jax.random.key(living.KEY)), 1)
     kept = made.vocabularies.state()
-    state, _ = train(made, state, 1, first=1)
+    state, _ = living.train(made, state, 1, first=1)
     made.vocabularies.load_state(kept)
-    made.place(draw(7))
+    made.place(living.draw(7))
     with pytest.raises(ValueError, match="a state of the maps' history"):
         io.save(tmp_path / "step", made, state)
 
 
 @pytest.mark.whole
 def test_an_embedding_forgets_what_was_enqueued_before_a_restore(saved):
-    made = tpu_embed.TPUEmbedding(configs(), o.Adam(0.125), mesh=mesh(2), seed=KEY)
+    made = tpu_embed.TPUEmbedding(
+        living.configs(), o.Adam(0.125), mesh=living.mesh(2), seed=living.KEY
+    )
     for step in range(3):
-        made.enqueue(draw(step))
+        made.enqueue(living.draw(step))
     made.dequeue()
     restored = io.restore(saved[0], made.engine)
     with pytest.warns(UserWarning, match="got 2 from before, now forgotten"):
         made.state = restored.state
     assert (made.waiting, made.dequeued) == (0, None)
     for step in range(BEFORE, BEFORE + AFTER):
-        made.enqueue(draw(step))
-        made.apply_gradients(gradients(made.dequeue(), step))
-    assert_same(whole(made.engine, made.state), saved[2])
+        made.enqueue(living.draw(step))
+        made.apply_gradients(living.gradients(made.dequeue(), step))
+    living.assert_same(living.whole(made.engine, made.state), saved[2])
 
 
 @pytest.mark.parametrize("items", [21, 60])
 @pytest.mark.quick(1)
 def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
     path, at_save, _ = saved
-    made = engine(4, features=configs(items))
+    made = living.engine(4, features=living.configs(items))
     state = io.restore(path, made).state
-    found = whole(made, state)
+    found = living.whole(made, state)
     old = {part: at_save[f"map items/{part}"] for part in ("keys", "rows", "last_seen")}
     order = np.lexsort([old["rows"], old["last_seen"]])[-items:]
     keys, rows = made.vocabularies.keys("items")
@@ -137,18 +128,19 @@ def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
     before = [row_before[key] for key in keys.tolist()]
     for name in ("table items", "slot items/momenta", "slot items/velocities"):
         np.testing.assert_array_equal(found[name][rows], at_save[name][before])
-    assert_same(found, at_save, [name for name in found if "tags" in name or "users" in name])
-    train(made, state, 2, first=BEFORE)
+    others = [name for name in found if "tags" in name or "users" in name]
+    living.assert_same(found, at_save, others)
+    living.train(made, state, 2, first=BEFORE)
 
 
 @pytest.mark.parametrize(("more", "unseen"), [(5, "shared"), (0, "zero")])
 def test_the_shared_row_stays_the_last_one_or_becomes_an_ordinary_one(saved, more, unseen):
-    features = configs()
+    features = living.configs()
     table = features["one"].table
-    living = dataclasses.replace(table.vocabulary, unseen=unseen)
-    table = dataclasses.replace(table, vocabulary_size=TAGS + more, vocabulary=living)
-    made = engine(2, features=features | {"one": FeatureConfig(table)})
-    found, before = whole(made, io.restore(saved[0], made).state), saved[1]
+    rule = dataclasses.replace(table.vocabulary, unseen=unseen)
+    table = dataclasses.replace(table, vocabulary_size=living.TAGS + more, vocabulary=rule)
+    made = living.engine(2, features=features | {"one": FeatureConfig(table)})
+    found, before = living.whole(made, io.restore(saved[0], made).state), saved[1]
     np.testing.assert_array_equal(found["map tags/keys"], before["map tags/keys"])
     rows, rows_before = found["map tags/rows"], before["map tags/rows"]
     if unseen == "shared":
@@ -159,44 +151,42 @@ def test_the_shared_row_stays_the_last_one_or_becomes_an_ordinary_one(saved, mor
 
 @pytest.mark.parametrize("more", [0, 5])
 def test_a_shared_row_that_nobody_has_trained_is_refused(saved, more):
-    features = configs(34 + more, unseen="shared")
+    features = living.configs(34 + more, unseen="shared")
     with pytest.raises(ValueError, match="'items': unseen: expected 'shared', got 'zero'"):
-        io.restore(saved[0], engine(1, features=features))
+        io.restore(saved[0], living.engine(1, features=features))
 
 
 def test_new_keys_are_drawn_with_the_key_of_the_checkpoint(saved):
-    made = engine(2)
+    made = living.engine(2)
     state = io.restore(saved[0], made).state
-    state, batch = made.admit(state, made.place({**draw(0), "seen": np.full((8, 3), 10**6)}))
+    state, batch = made.admit(state, made.place({**living.draw(0), "seen": np.full((8, 3), 10**6)}))
     rows = made.lookup(state, batch)["seen"]
     table = made.table_configs["items"]
-    np.testing.assert_array_equal(rows[0, 0], initial_row(table, 10**6))
+    np.testing.assert_array_equal(rows[0, 0], living.initial_row(table, 10**6))
 
 
 def test_a_table_lives_on_both_sides_or_on_none(saved, tmp_path):
     fixed = TableConfig(34, 4, name="items")
-    features = {**configs(), "bags": FeatureConfig(fixed), "seen": FeatureConfig(fixed)}
+    features = {**living.configs(), "bags": FeatureConfig(fixed), "seen": FeatureConfig(fixed)}
     with pytest.raises(ValueError, match="'items': ids: expected row numbers, got keys"):
-        io.restore(saved[0], engine(2, features=features))
-    ordinary = engine(1, features={"bags": FeatureConfig(fixed)})
+        io.restore(saved[0], living.engine(2, features=features))
+    ordinary = living.engine(1, features={"bags": FeatureConfig(fixed)})
     io.save(tmp_path / "fixed", ordinary, ordinary.init(jax.random.key(0)))
-    lone = engine(1, features={"bags": configs()["bags"]})
-    with pytest.raises(
-        ValueError, match="'items': ids: expected keys of a dynamic vocabulary, got"
-    ):
+    lone = living.engine(1, features={"bags": living.configs()["bags"]})
+    with pytest.raises(ValueError, match="'items': ids: expected keys of a dynamic vocabulary"):
         io.restore(tmp_path / "fixed", lone)
 
 
 @pytest.mark.whole
 def test_a_new_living_table_begins_without_keys(saved, tmp_path):
     more = TableConfig(5, 4, name="more", vocabulary=DynamicVocabulary())
-    made = engine(2, features={**configs(), "more": FeatureConfig(more)})
+    made = living.engine(2, features={**living.configs(), "more": FeatureConfig(more)})
     state = io.restore(saved[0], made, key=jax.random.key(1)).state
     assert len(made.vocabularies.keys("more")[0]) == 0
-    state, _ = made.admit(state, made.place({**draw(6), "more": np.arange(8)}))
+    state, _ = made.admit(state, made.place({**living.draw(6), "more": np.arange(8)}))
     assert state.vocabulary["map_version"][:2].tolist() == list(made.vocabularies.now)
     assert made.vocabularies.admitted == BEFORE + 1
-    left = engine(2, features={"user": configs()["user"]})
+    left = living.engine(2, features={"user": living.configs()["user"]})
     io.restore(saved[0], left, leave_out=("items", "tags"))
 
 
@@ -210,8 +200,8 @@ def test_a_damaged_map_is_refused_and_changes_nothing(saved, tmp_path, damage):
         file.unlink()
     else:
         file.write_text(file.read_text().replace('"step"', '"stop"'))
-    made = engine(2)
-    made.place(draw(0))
+    made = living.engine(2)
+    made.place(living.draw(0))
     before = made.vocabularies.counters
     with pytest.raises(ValueError, match=r"items|vocabularies\.json"):
         io.restore(tmp_path / "copy", made)

@@ -8,12 +8,27 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
-from export_cases import DENSE, FEATURES, IDS, ROOT, WEIGHTS, Trained, batch, export_one, network
+from export_cases import (
+    DENSE,
+    FEATURES,
+    IDS,
+    ONE,
+    ROOT,
+    SMALL,
+    WEIGHTS,
+    Trained,
+    batch,
+    export_one,
+    network,
+)
 from facade_cases import mesh
+from jax.sharding import NamedSharding, PartitionSpec
 from kernel_cases import assert_same_bits
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig
@@ -118,17 +133,8 @@ def test_metadata_says_what_goes_in_and_what_comes_out(served):
     said = served.metadata
     assert (said["jax"], said["batch"]) == (jax.__version__, None)
     assert said["platforms"] == ["cpu", "cuda", "tpu"]
-    assert said["features"]["films/0"] == {
-        "table": "films",
-        "shape": [None, 4],
-        "size": "b",
-        "dtype": "int32",
-        "weights": "float32",
-        "max_sequence_length": 0,
-        "jagged": False,
-        "keep": "first",
-        "on_bad_id": "error",
-    }
+    films = {"table": "films", "shape": [None, 4], "dtype": "int32", "weights": "float32"}
+    assert said["features"]["films/0"].items() >= films.items()
     assert said["inputs"] == [{"path": "[0]", "shape": [None, 7], "size": "b", "dtype": "float32"}]
     assert said["outputs"] == [
         {"path": "['score']", "shape": [None], "size": "b", "dtype": "float32"},
@@ -166,32 +172,23 @@ def test_ids_are_judged_as_by_the_engine(trained, served):
     assert_same_bits(served(ids, dense, weights=weights), expected)
 
 
+NANS = [np.full((16, 4), np.nan), None]
 CALLS = {
-    "missing": (lambda i, w: ({"user": i["user"]}, w), r"features: expected exactly \['films/0'"),
-    "no weights": (lambda i, w: (i, None), r"weights: expected exactly \['films/0'\], got \[\]"),
-    "more weights": (lambda i, w: (i, w | {"user": w["films"][0]}), "weights: expected exactly"),
-    "shape": (lambda i, w: (i | {"user": i["films"][0]}, w), r"shape \[B\], got \[16, 4\]"),
-    "width": (
-        lambda i, w: (i | {"small": np.zeros((16, 2, 4), int)}, w),
-        r"'small': expected shape \[B, 2, 3\], got \[16, 2, 4\]; .* cut longer rows, or export",
-    ),
-    "bags": (lambda i, w: (i | {"small": i["small"][:, :1]}, w), r"2, 3\], got \[16, 1, 3\]; the"),
-    "batch": (lambda i, w: (i | {"user": i["user"][:3]}, w), "'user': expected .* got 3"),
-    "ragged": (
-        lambda i, w: (i | {"user": RaggedIds.from_lists([[1]] * 16)}, w),
-        r"'user': expected shape \[B\], got \[16, 1\]",
-    ),
-    "not finite": (
-        lambda i, w: (i, w | {"films": [np.full((16, 4), np.nan), None]}),
-        "weights of feature 'films/0': expected numbers finite",
-    ),
+    "missing": ({"user": IDS["user"]}, WEIGHTS, r"features: expected exactly \['films/0'"),
+    "no weights": (IDS, None, r"weights: expected exactly \['films/0'\], got \[\]"),
+    "more weights": (IDS, WEIGHTS | {"user": WEIGHTS["films"][0]}, "weights: expected exactly"),
+    "shape": (IDS | {"user": IDS["films"][0]}, WEIGHTS, r"shape \[B\], got \[16, 4\]"),
+    "width": (IDS | {"small": np.zeros((16, 2, 4), int)}, WEIGHTS, r"2, 3\], got \[16, 2, 4\]; "),
+    "bags": (IDS | {"small": IDS["small"][:, :1]}, WEIGHTS, r"2, 3\], got \[16, 1, 3\]; the"),
+    "batch": (IDS | {"user": IDS["user"][:3]}, WEIGHTS, "'user': expected .* got 3"),
+    "ragged": (IDS | {"user": RaggedIds.from_lists([[1]] * 16)}, WEIGHTS, r"\], got \[16, 1\]"),
+    "not finite": (IDS, WEIGHTS | {"films": NANS}, "'films/0': expected numbers finite"),
 }
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_that_does_not_fit_is_refused(case, served):
-    change, text = CALLS[case]
-    ids, weights = change(dict(IDS), dict(WEIGHTS))
+    ids, weights, text = CALLS[case]
     with pytest.raises(ValueError, match=text):
         served(ids, DENSE, weights=weights)
 
@@ -203,44 +200,115 @@ def test_ids_of_another_kind_are_refused(served):
         jax.jit(lambda ids: served(IDS | {"user": ids}, DENSE, weights=WEIGHTS))(IDS["user"])
 
 
-@pytest.mark.whole
-def test_features_of_their_own_size(tmp_path):
-    """One program for any number of users, and any other number of items."""
-    users, items = TableConfig(7, 3, name="users"), TableConfig(9, 3, name="items")
-    features = {"user": users, "item": items, "seen": items}
-    features = {name: FeatureConfig(table) for name, table in features.items()}
-    rng = np.random.default_rng(0)
-    shapes = {"users": (7, 3), "items": (9, 3)}
-    tables = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+# -- exports that are refused ---------------------------------------------------------------------
 
-    def model(acts, owner, bias):
-        taste = (acts["user"] + acts["seen"])[owner]
-        return {"score": (taste * acts["item"]).sum(-1) + bias, "user": acts["user"].sum(-1)}
 
-    def draw(requests, candidates):
-        ids = {"user": rng.integers(0, 7, requests), "item": rng.integers(0, 9, candidates)}
-        ids["seen"] = rng.integers(-1, 9, (requests, 4))
-        bias = rng.normal(size=candidates).astype(np.float32)
-        return ids, (rng.integers(0, requests, candidates), bias)
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    [(ONE, {"batch": 4}), (FeatureConfig(SMALL, output_shape=(4,)), {})],
+    ids=["batch", "output_shape"],
+)
+@pytest.mark.quick(1)
+def test_a_batch_size_may_be_fixed(feature, options, tmp_path):
+    export_one(tmp_path / "m", feature=feature, platforms=["cpu"], **options)
+    served = load_model(tmp_path / "m")
+    assert served.metadata["batch"] == 4
+    assert served(np.zeros((4, 3), np.int32)).shape == (4, 4)
+    with pytest.raises(ValueError, match=r"expected shape \[4, 3\], got \[3, 3\]"):
+        served(np.zeros((3, 3), np.int32))
 
-    def export(name, inputs, **options):
-        export_model(tmp_path / name, model, tables, features, ids, inputs=inputs, **options)
 
-    ids, inputs = draw(2, 5)
-    export("model", inputs, platforms="cpu")
-    served = load_model(tmp_path / "model")
-    for requests, candidates in ((1, 500), (3, 3), (4, 2)):
-        given, some = draw(requests, candidates)
-        expected = model(serving_lookup(tables, given, features), *some)
-        for name, values in served(given, *some).items():
-            np.testing.assert_allclose(values, expected[name], rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match=r"feature 'user': .* 3 as of feature 'seen', got 2"):
-        served({**ids, "seen": np.zeros((3, 4), np.int32)}, *inputs)
-    with pytest.raises(ValueError, match=r"inputs.*: expected int32 of shape \[5\], got .*\[4\]"):
-        served(ids, inputs[0][:4], inputs[1])
-    for size in (2, 9):
-        with pytest.raises(ValueError, match="batch: expected None for features of the sizes 5, 2"):
-            export("no", inputs, batch=size)
-    with pytest.raises(ValueError, match=r"batch size 5 or 2 as first dimension, got shape \(3,\)"):
-        export("no", (inputs[0][:3], inputs[1]))
-    assert not (tmp_path / "no").exists()
+class Pair(NamedTuple):
+    left: jax.Array
+    right: jax.Array
+
+
+def over_devices(*axes):
+    return NamedSharding(mesh(8), PartitionSpec(*axes))
+
+
+def test_parameters_may_be_on_several_devices(tmp_path):
+    parameters = jax.device_put(np.arange(8, dtype=np.float32), over_devices("d"))
+    export_one(tmp_path / "m", lambda a: a * parameters[4:])
+    found = load_model(tmp_path / "m")(np.zeros((2, 3), np.int32))
+    np.testing.assert_array_equal(found, [[4, 5, 6, 7]] * 2)
+
+
+def over_all(activations):
+    return jax.device_put(activations, over_devices())
+
+
+REFUSED = {
+    "ragged": ({"ids": RaggedIds.from_lists([[1], [2, 3]])}, "got RaggedIds; .*ShapeDtypeStruct"),
+    "rank 0": ({"ids": np.int32(3)}, "rank 0"),
+    "floats": ({"ids": np.ones((4, 3))}, "expected ids of an integer dtype, got float64"),
+    "weights": ({"weights": np.ones((4, 2), "f4")}, r"expected shape \(4, 3\), got \(4, 2\)"),
+    "input": ({"inputs": (np.ones(3, "f4"),)}, r"inputs\[0\]: expected batch size 4 as first dim"),
+    "batch": ({"batch": 5}, "batch: expected that of features, 4, got 5"),
+    "tables": ({"tables": {}}, "small missing"),
+    "byte order": ({"tables": {"small": np.ones((20, 4), ">f4")}}, "'small': .* >f4, of another"),
+    "devices": ({"model": over_all, "batch": 4}, "expected a program of one device, got one of 8"),
+    "result": ({"model": lambda a: Pair(a, a)}, "in dicts, lists and tuples, got .*Pair"),
+    "platform": ({"platforms": "gpu"}, r"platforms: each: expected 'cpu' \| 'cuda' \| 'rocm'"),
+    "platforms": ({"platforms": ("cpu", "gpu")}, "platforms: each: expected 'cpu' . 'cuda"),
+    "none": ({"platforms": ()}, "platforms: each: expected 'cpu' . 'cuda"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.quick(4)
+def test_an_export_that_cannot_be_served_leaves_nothing(case, tmp_path):
+    options, text = REFUSED[case]
+    with pytest.raises((ValueError, TypeError), match=text):
+        export_one(tmp_path / "m", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    full = mock.patch("numpy.save", side_effect=OSError("no space left on device"))
+    with full, pytest.raises(OSError, match="no space left"):
+        export_one(tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_overwritten(tmp_path):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(FileExistsError, match=r"m: expected nothing.*a directory of its own"):
+        export_one(tmp_path / "m")
+
+
+def test_flatbuffers_must_be_there(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"flatbuffers, got none; pip install .*\[export\]"):
+        export_one(tmp_path / "m")
+
+
+def test_what_a_loaded_model_is_given_is_checked(tmp_path):
+    def model(activations, inputs, scale):
+        return activations.sum(-1) * scale + inputs["dense"][:, 0]
+
+    dense, several = np.ones((5, 1), np.float32), np.zeros((5, 3), int)
+    export_one(tmp_path / "m", model, inputs=({"dense": dense[:4]}, 1.0))
+    served = load_model(tmp_path / "m")
+    found = served(several, {"dense": dense}, 2.0)
+    np.testing.assert_array_equal(found, np.full(5, 9.0, np.float32))
+    for given, said in [
+        ((), r"inputs: expected exactly \[.*\], got \[\]"),
+        (({"dense": dense}, 1.0, 2.0), "inputs: expected exactly"),
+        (({"dense": dense[:3]}, 1.0), r"inputs\[0\]\['dense'\]: .*\[5, 1\], got float32 of.*\[3, "),
+        (({"dense": dense.astype(int)}, 1.0), r"\['dense'\]: expected float32 .*, got int32 of"),
+        (({"dense": dense}, "x"), r"inputs\[1\]: expected float32 of shape \[\], got <U1 of"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            served(several, *given)
+
+
+def test_a_model_of_one_batch_size_says_so(tmp_path):
+    def model(activations):
+        return activations + np.ones((4, 4), np.float32)
+
+    with pytest.raises(TypeError) as error:
+        export_one(tmp_path / "m", model)
+    assert any("say which: batch=" in note for note in error.value.__notes__)
+    export_one(tmp_path / "m", model, batch=4)
+    assert load_model(tmp_path / "m")(np.zeros((4, 3), np.int32)).shape == (4, 4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from file_cases import DEEP, mutations, resigned, rewrite, swap
+from file_cases import TEXTS, mutations, resigned, rewrite, swap
 from kernel_cases import assert_same_bits
 from keyed_cases import Keyed, changed_rows, table, version, write_delta
 
@@ -16,8 +16,6 @@ from tpu_embed.io import FollowingModel, apply_delta, export_model, load_model, 
 from tpu_embed.io.delta import delta_files
 from tpu_embed.io.files import checksum
 from tpu_embed.io.serving import model_files
-
-# Tables of different seeds are to differ.
 
 KEYED = {"t": table("t", dim=4), "u": table("u", dim=4, unseen="shared", dtype="bfloat16")}
 ROWS = {name: TableConfig(6, 4, name=name) for name in ("films", "users", "days")}
@@ -212,23 +210,12 @@ def test_a_link_to_the_whole_directory_is_followed(copy, expected):
 
 # -- JSON -----------------------------------------------------------------------------------------
 
-TEXTS = {
-    "deep": DEEP,
-    "a list": "[1]",
-    "a string": '"x"',
-    "null": "null",
-    "a long number": '{"format": 1' + "0" * 10_000 + "}",
-    "infinity": '{"format": 1e999}',
-    "no text": b"\xff\xfe\x00",
-    "twice": '{"format": 3, "format": {}}',
-}
-
 
 @pytest.mark.parametrize("case", TEXTS)
 @pytest.mark.parametrize("directory", ["a", "delta-a"])
 def test_metadata_that_is_none_is_refused_by_name(copy, case, directory):
-    path, text = copy / directory / "metadata.json", TEXTS[case]
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path = copy / directory / "metadata.json"
+    path.write_bytes(TEXTS[case])
     with pytest.raises(ValueError, match=re.escape(f"{path}") + ".*expected .*, got "):
         load(copy / directory)
 
@@ -397,9 +384,8 @@ def test_a_program_of_another_jax_is_named(copy):
 
 
 def test_a_delta_in_the_place_of_another_is_refused_before_a_row_is_set(copy):
-    served = load_model(copy / "a")
+    served, tables = load_model(copy / "a"), {"films": np.ones((6, 4), np.float32)}
     swap(npy(copy / "delta-a", "films"), npy(copy / "delta-b", "films"))
-    tables = {"films": np.ones((6, 4), np.float32)}
     for apply in (served.apply, lambda path: apply_delta(tables, path, served.version)):
         with pytest.raises(ValueError, match=r"films\.values\.npy: expected checksum"):
             apply(copy / "delta-a")

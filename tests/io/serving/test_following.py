@@ -1,12 +1,12 @@
 """Models with keys that follow a run by deltas, while threads ask them."""
 
 import concurrent.futures
-import itertools
 import threading
 
 import jax
 import numpy as np
 import pytest
+from interrupt_cases import Interrupt, ends_within, from_a_signal
 from keyed_cases import Keyed, changed_rows, export, looked_up, table, version, write_delta
 
 from tpu_embed import FeatureConfig, TableConfig, io
@@ -126,31 +126,6 @@ def test_a_delta_waits_for_the_calls_of_the_copy_that_it_writes(tmp_path, monkey
     assert check_whole(served(GIVEN)) == 2
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-@pytest.mark.quick(1)
-def test_a_delta_that_is_written_in_part_is_written_anew(tmp_path, monkeypatch, fails_at):
-    """Of the second delta, first the one before is written, then its own rows."""
-    source = Source(tmp_path)
-    served, calls = io.FollowingModel(source.model()), itertools.count(1)
-    served.apply(source.delta())
-    real = io.ServedModel.with_prepared
-
-    def failing(model, prepared):
-        number, found = next(calls), real(model, prepared)  # the tables of `model` are gone
-        if number == fails_at:
-            raise KeyboardInterrupt
-        return found
-
-    monkeypatch.setattr(io.ServedModel, "with_prepared", failing)
-    delta = source.delta()
-    with pytest.raises(KeyboardInterrupt):
-        served.apply(delta)
-    assert check_whole(served(GIVEN)) == 1
-    for one in (delta, source.delta()):
-        served.apply(one)
-    assert check_whole(served(GIVEN)) == 3
-
-
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.quick(1)
 def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
@@ -183,44 +158,15 @@ def test_it_answers_as_a_model_that_is_copied(tmp_path, monkeypatch, seed):
         assert old.version == version(0)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.quick(1)
-def test_a_delta_of_lost_keys_alone_leaves_the_models_before_it(tmp_path, shared):
-    one = Keyed(table("t", unseen="shared"), [1, 2, 3])
-    features, given = {"x": FeatureConfig(one.config)}, {"x": np.arange(5)}
-
-    def delta(step, *changed, **options):
-        changes = {"t": one.change(*changed, **options)}
-        return write_delta(tmp_path / f"{step}", version(step - 1), version(step), changes)
-
-    def check(model):
-        np.testing.assert_array_equal(model(given)["x"], looked_up([one], features, given)["x"])
-
-    first = export(tmp_path / "model", [one], features, given)
-    answer = np.array(first(given)["x"])
-    second = first.apply(delta(1, [], [2], shared=shared))
-    check(second)
-    third = second.apply_in_place(delta(2, [4], []))
-    check(third)
-    np.testing.assert_array_equal(first(given)["x"], answer)
-    kept = third.keys("t")[0].tolist()
-    fourth = third.apply_in_place(delta(3, [], [4]))
-    assert (third.keys("t")[0].tolist(), fourth.keys("t")[0].tolist()) == (kept, [1, 3])
-
-
 WRONG = {
     "twice": (version(1), version(2), (), "these tables have it already"),
     "older": (version(0), version(1), (), "version: expected a delta to a later moment"),
     "a gap": (version(3), version(4), (), "since: expected at most 2, the step of"),
-    "a gap of batches": (
-        Version("run", 2, 0, 3), version(4), (),
-        "since: expected at most 2 admitted batches, as the tables have, got 3; apply the deltas",
-    ),
+    "a gap of batches": (Version("run", 2, 0, 3), version(4), (), "at most 2 admitted .* got 3"),
     "of another run": (version(2, "x"), version(3, "x"), (), "run: expected run 'run', as"),
     "of a run that went on earlier": (
         version(1, "new"), version(3, "new"), (version(1),),
-        "expected run 'run', as the tables of step 2, got 'new', which goes on from step 1 of it; "
-        "load a full export of its new run, or of a step up to 1, and the deltas after it",
+        "expected run 'run', as the tables of step 2, got 'new', which goes on from step 1 of it; ",
     ),
     "of fewer batches": (version(1), Version("run", 2, 0, 1), (), "a later moment"),
 }  # fmt: skip
@@ -317,3 +263,47 @@ def test_a_model_of_no_version_follows_nobody(tmp_path):
         assert served.version is None
         with pytest.raises(ValueError, match="expected a model of a known version, got none; exp"):
             served.apply(delta)
+
+
+# -- Ctrl-C anywhere: it answers, and follows the next time ---------------------------------------
+
+
+def interrupted(at):
+    in_following = lambda code: code.co_filename.endswith("io/serving/following.py")  # noqa: E731
+    return Interrupt(in_following, at, from_a_signal, only_signals=True)
+
+
+def test_interrupted_calls_keep_no_delta_waiting(tmp_path):
+    source = Source(tmp_path)
+    served, hit, kept = io.FollowingModel(source.model()), 0, []
+    for at in range(1, 200):
+        with interrupted(at) as interrupt:
+            try:
+                served(GIVEN)
+            except KeyboardInterrupt as error:
+                kept.append(error)  # as a notebook does, with all frames
+        if interrupt.seen < at:
+            break
+        hit += 1
+    with ends_within(60):
+        for step in range(1, 5):
+            served.apply(source.delta())
+            assert check_whole(served(GIVEN)) == step
+    assert hit == len(kept) > 8
+
+
+def test_an_interrupted_delta_is_there_or_not(tmp_path):
+    source, hit = Source(tmp_path), 0
+    served = io.FollowingModel(source.model())
+    for at in range(1, 31):
+        delta = source.delta()
+        with interrupted(at) as interrupt:
+            served.apply(delta)
+        hit += interrupt.seen >= at
+        assert served.version in (version(at - 1), version(at))
+        assert check_whole(served(GIVEN)) == served.version.step
+        with ends_within(60):
+            if served.version == version(at - 1):
+                served.apply(delta)
+            assert check_whole(served(GIVEN)) == at
+    assert 5 < hit < 30, "every place of a call was reached"

@@ -4,28 +4,21 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import publication_cases
 import pytest
-from facade_cases import mesh
+from publication_cases import IDS
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, fit, io
-from tpu_embed import optimizers as o
+from tpu_embed import fit, io
 from tpu_embed.io.serving.following import publications
 from tpu_embed.io.store import place_of
 
-IDS = np.arange(12)
 
+class Trainer(publication_cases.Trainer):
+    """Trains with `fit`, and publishes in a place."""
 
-class Trainer:
-    """Trains, and publishes in a place."""
-
-    def __init__(self, root, *, keys=False):
-        living = {"vocabulary": DynamicVocabulary(admit_after=1)} if keys else {}
+    def __init__(self, root, **options):
+        super().__init__(**options)
         self.place, self.saved = f"{root}/published", f"{root}/saved"
-        self.config = {"x": FeatureConfig(TableConfig(40, 3, name="t", **living))}
-        self.engine = tpu_embed.EmbeddingEngine(self.config, o.SGD(0.5), mesh=mesh(2))
-        self.state, self.touched = None, io.TouchedRows(self.engine)
-        self.exports = 0
 
     def fit(self, steps, *, at=(), **options):
         """Train, and publish after some steps."""
@@ -44,22 +37,8 @@ class Trainer:
     def publish(self, **options):
         return io.publish(self.place, self.engine, self.state, self.touched, self.export, **options)
 
-    def export(self, path, version):
-        self.exports += 1
-        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
-        options = {"version": version, "vocabularies": maps, "platforms": "cpu"}
-        given = {"x": IDS}
-        io.export_model(path, lambda rows: rows["x"], tables, self.config, given, **options)
-
     def names(self):
         return [one.name for one in publications(place_of(self.place))]
-
-    def check(self, served):
-        """Check that a model has the rows of now."""
-        assert served.version == self.touched.version(self.state)
-        tables, maps = self.engine.tables(self.state), self.engine.vocabularies
-        wanted = io.serving_lookup(tables, {"x": IDS}, self.config, vocabularies=maps)
-        np.testing.assert_array_equal(served({"x": IDS}), wanted["x"])
 
 
 @pytest.mark.parametrize("keys", [False, True])

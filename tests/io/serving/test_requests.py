@@ -1,32 +1,24 @@
-"""What a served model takes: ids in every form that `place` takes, cut as in training."""
+"""What a served model takes, cut as in training; `test_random_requests.py` has every form."""
 
 import jax
 import numpy as np
 import pandas as pd
 import pytest
 from facade_cases import mesh
-from keyed_cases import Keyed, export, export_arrays, looked_up, table
+from keyed_cases import Keyed, export, export_arrays, table
 
 import tpu_embed as te
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig, io, optimizers
 
-RULES = {
-    "living": ({"vocabulary": te.DynamicVocabulary()}, {}),
-    "living, on the host": (
-        {"vocabulary": te.DynamicVocabulary(), "storage": te.HostStorage(device_rows=4)},
-        {},
-    ),
-    "dropped": ({}, {"on_bad_id": "drop"}),
-    "dropped, on the host": ({"storage": te.HostStorage(device_rows=4)}, {"on_bad_id": "drop"}),
-}
+LIVING, HOST = {"vocabulary": te.DynamicVocabulary()}, {"storage": te.HostStorage(device_rows=4)}
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_the_last_ids_are_counted_before_any_is_left_out(rule, tmp_path):
+@pytest.mark.parametrize("of_table", [LIVING, {**LIVING, **HOST}, {}, HOST], ids=str)
+def test_the_last_ids_are_counted_before_any_is_left_out(of_table, tmp_path):
     """99 has no row; it is the last thing that the user saw."""
-    of_table, of_feature = RULES[rule]
     config = TableConfig(10, 1, name="t", **of_table)
-    features = {"seen": FeatureConfig(config, max_sequence_length=2, keep="last", **of_feature)}
+    rule = "error" if "vocabulary" in of_table else "drop"
+    features = {"seen": FeatureConfig(config, max_sequence_length=2, keep="last", on_bad_id=rule)}
     engine = te.EmbeddingEngine(features, optimizers.SGD(0.5), mesh=mesh(1))
     state, values = engine.init(jax.random.key(0)), np.array([[1.0], [2.0], [3.0]], np.float32)
     numbers = {"keys" if "vocabulary" in of_table else "rows": np.array([1, 2, 3])}
@@ -48,54 +40,19 @@ def test_the_last_ids_are_counted_before_any_is_left_out(rule, tmp_path):
 
 # -- forms ---------------------------------------------------------------------------------------
 
-NAMES = ["red", "green", "blue"]
-
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory):
-    """Return a table whose keys are hashed names, its features, and their model."""
-    one = Keyed(table("t", unseen="shared"), te.hash_ids(NAMES, None), 3)
-    features = {
-        "bag": FeatureConfig(one.config),
-        "seen": FeatureConfig(one.config, max_sequence_length=2, keep="last"),
-        "one": FeatureConfig(one.config),
-    }
+    """Return a model of a bag with weights, of a sequence and of one id for each example."""
+    one = Keyed(table("t", unseen="shared"), te.hash_ids(["red", "green"], None), 3)
+    features = dict.fromkeys(("bag", "one"), FeatureConfig(one.config))
+    features["seen"] = FeatureConfig(one.config, max_sequence_length=2, keep="last")
     example = {"bag": np.zeros((2, 3), int), "seen": np.zeros((2, 4), int), "one": np.zeros(2, int)}
     weights = dict.fromkeys(features) | {"bag": np.ones((2, 3), np.float32)}
-    path = tmp_path_factory.mktemp("named") / "model"
-    return one, features, export(path, [one], features, example, weights=weights)
+    return export(tmp_path_factory.mktemp("named") / "m", [one], features, example, weights=weights)
 
 
-BAGS = [["red", "new", None], ["blue"]]
-SEEN = [["red", "green", "new"], []]
-SCALES = [[0.5, 2.0, 1.0], [3.0]]
-FORMS = {
-    "lists": (BAGS, SEEN, SCALES, ["red", None]),
-    "ragged": (RaggedIds.from_lists(BAGS), RaggedIds.from_lists(SEEN), SCALES, ["new", "red"]),
-    "weights inside": (RaggedIds.from_lists(BAGS, weights=SCALES), SEEN, None, ["new", "red"]),
-    "sparse": (
-        SparseIds.from_lists(BAGS), SparseIds.from_lists(SEEN, width=4),
-        SparseIds.from_lists(SCALES), pd.Series(["red", None]),
-    ),
-    "narrower arrays": (
-        np.array([["red", "new"], ["blue", None]], object), np.array([["red"], ["blue"]]),
-        np.array([[0.5, 2.0], [3.0, 1.0]], np.float32), np.array(["red", "new"]),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_served(named, form):
-    one, features, model = named
-    bag, seen, scales, single = FORMS[form]
-    ids, weights = {"bag": bag, "seen": seen, "one": single}, {"bag": scales}
-    weights = dict.fromkeys(features) | weights
-    expected = looked_up([one], features, ids, weights)
-    jax.tree.map(np.testing.assert_array_equal, model(ids, weights=weights), expected)
-    following = io.FollowingModel(model)
-    jax.tree.map(np.testing.assert_array_equal, following(ids, weights=weights), expected)
-
-
+WEIGHTED = RaggedIds([1], [0, 1, 1], weights=[1.0])
 REFUSED = {
     "a longer array": ({"bag": np.zeros((2, 4), int)}, r"'bag': .*\[B, 3\], got \[2, 4\]; .* cut"),
     "a longer row": ({"bag": [[1, 2, 3, 4], [5]]}, r"'bag': expected shape \[B, 3\], got \[2, 4\]"),
@@ -105,14 +62,8 @@ REFUSED = {
     "one id for a row": ({"bag": [1, 2]}, r"'bag': expected shape \[B, 3\], got \[2\]"),
     "another size": ({"one": ["red"] * 3}, "'one': expected a positive batch size, 2 .* got 3"),
     "wrong splits": ({"bag": RaggedIds([1], [0, 2])}, "'bag': expected RaggedIds.row_splits that"),
-    "weights twice": (
-        {"bag": RaggedIds([1], [0, 1, 1], weights=[1.0])},
-        "weights of feature 'bag': expected weights in one place",
-    ),
-    "other weights": (
-        {"seen": RaggedIds([1], [0, 1, 1], weights=[1.0])},
-        r"weights: expected exactly \['bag'\], got \['bag', 'seen'\]",
-    ),
+    "weights twice": ({"bag": WEIGHTED}, "feature 'bag': expected weights in one place"),
+    "other weights": ({"seen": WEIGHTED}, r"weights: .* \['bag'\], got \['bag', 'seen'\]"),
 }
 
 
@@ -122,7 +73,7 @@ def test_what_does_not_fit_is_named(named, case):
     ids = {"bag": [[1], []], "seen": [[1], [2]], "one": [1, 2]} | changed
     weights = dict.fromkeys(ids) | {"bag": [[1.0], []] if "bag" not in changed else np.ones(1)}
     with pytest.raises(ValueError, match=text):
-        named[2](ids, weights=weights)
+        named(ids, weights=weights)
 
 
 def test_columns_of_a_frame_are_served(tmp_path):

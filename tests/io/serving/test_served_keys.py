@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from living_cases import KEY, configs, draw, engine, keys_in_order, oracles, train
 
-import tpu_embed
 from tpu_embed import FeatureConfig, FixedVocabulary, RaggedIds, TableConfig, io, metrics, planning
 from tpu_embed import optimizers as o
 
@@ -89,16 +88,12 @@ def test_a_vocabulary_of_other_tables_is_refused(served, on_host):
 
 def test_metrics_tell_of_keys(served):
     made, state, _, batch, _ = served
-    counted = metrics.counters(made, state)
-    assert counted["refused_batches"] == 0
-    items = counted["vocabularies"]["items"]
+    items = metrics.counters(made, state)["vocabularies"]["items"]
     oracle = oracles()["items"]
     for step in range(5):  # a sixth batch is placed
         oracle.take(keys_in_order(draw(step))["items"])
     assert made.vocabularies.counters["items"]["admitted"] > items["admitted"]
     assert items.items() >= oracle.counters.items()
-    assert items["keys"] == items["admitted"] - items["evicted"] - items["expired"]
-    assert items["occupancy"] == items["keys"] / 34
     found = metrics.batch_statistics(made, {**batch, "one": np.array([2**40, -1] * 4)})
     assert found["tags"]["hottest"] == [(2**40, 4)]
     assert found["items"]["bad"] == 0
@@ -107,21 +102,11 @@ def test_metrics_tell_of_keys(served):
     assert found["items"]["hottest"] == [(5, 9), (2**64 - 1, 1)]
 
 
-def test_plans_and_descriptions_tell_of_keys(served):
+def test_plans_tell_of_keys(served):
     made, _, _, batch, _ = served
-    described = made.describe()["tables"]
-    assert described["items"]["vocabulary"]["ttl"] == 2
-    assert described["users"]["vocabulary"] is None
     assert "keys (lfu)" in repr(made)
     plan = planning.plan(configs(), o.Adam(0.1), 4, batch)
     assert plan.host_bytes == (34 + 6) * (52 + 4 * 20)
     assert "maps of dynamic vocabularies" in plan.explain()
-    shapes = {
-        name: jax.ShapeDtypeStruct((8, 2) if name == "seen" else (8,), np.int32)
-        for name in configs()
-    }
-    assert planning.plan(configs(), o.Adam(0.1), 4, shapes).stacks == 2
-    options = tpu_embed.planning.resolve(configs(), o.Adam(0.1))
-    assert options["bags"].table.vocabulary is not None
     fixed = {"user": FeatureConfig(TableConfig(9, 4, name="users"))}
     assert planning.plan(fixed, o.SGD(0.1), 4, {"user": np.arange(8)}).host_bytes == 0

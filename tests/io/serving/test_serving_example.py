@@ -24,9 +24,8 @@ def test_other_processes_say_what_the_first_one_says(tmp_path):
     assert again.returncode == 2
     assert "ranker/float32 is there: remove it, or give --directory" in again.stderr
     assert not again.stdout  # before it trains
-    first, exact, small = (
-        np.array(re.findall(r"0\.\d{6}", line), float) for line in done.stdout.splitlines()[-3:]
-    )
+    lines = done.stdout.splitlines()[-3:]
+    first, exact, small = (np.array(re.findall(r"0\.\d{6}", line), float) for line in lines)
     assert len(first) == 3
     # One example there, 64 here: the products of the model are summed in another order.
     np.testing.assert_allclose(exact, first, atol=2e-6)

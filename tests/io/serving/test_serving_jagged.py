@@ -9,10 +9,8 @@ from tpu_embed import FeatureConfig, Jagged, RaggedIds, TableConfig
 from tpu_embed.io import export_model, load_model, serving_lookup
 
 ITEM = TableConfig(30, 4, name="item")
-FEATURES = {
-    "history": FeatureConfig(ITEM, 5, jagged=True, on_bad_id="drop"),
-    "bag": FeatureConfig(ITEM),
-}
+HISTORY = FeatureConfig(ITEM, 5, jagged=True, on_bad_id="drop")
+FEATURES = {"history": HISTORY, "bag": FeatureConfig(ITEM)}
 
 
 def score(found):
@@ -44,6 +42,8 @@ def test_one_users_history_beside_many_candidates_in_one_call(tmp_path):
     # The same model exported: the user and the candidates keep batch sizes of their own.
     dense = {"history": np.array([[*seen, -1]]), "bag": items}
     examples = dense | {"bag": items[:7]}
+    with pytest.raises(ValueError, match="batch: expected None for features of the sizes 7, 1"):
+        export_model(tmp_path / "no", score, tables, FEATURES, examples, batch=7)
     export_model(tmp_path / "m", score, tables, FEATURES, examples)
     np.testing.assert_allclose(load_model(tmp_path / "m")(dense), expected, rtol=1e-4, atol=1e-5)
 
