@@ -251,6 +251,8 @@ class RowReader:
     def read(self, ids: Ids) -> np.ndarray:
         """Return rows `[n, …]` of ids, which ascend."""
         array = self.array
+        if not len(ids):  # they may begin after the last row
+            return np.empty((0, *array.row), array.dtype)
         if isinstance(ids, range) and ids.step == 1 and array.alternate:
             # Read whole lines of S rows, then cut off what is too much: rows 3 to 6 of S = 2 shards
             # are in lines [2 3] [4 5] [6 7], of which the first and the last row go.
