@@ -3,8 +3,6 @@
 The loss of an example is Σ tanh(row · kernel + x). There are few rows, so replicas share them.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

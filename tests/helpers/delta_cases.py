@@ -1,7 +1,5 @@
 """Engines, steps and servers, for the tests of deltas."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """A small trained model, for the tests of what is exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

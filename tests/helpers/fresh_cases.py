@@ -1,7 +1,5 @@
 """A trainer with living tables and a server that follows it by deltas, at random."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

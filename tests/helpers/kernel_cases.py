@@ -1,7 +1,5 @@
 """Operands for the compiled CPU kernels, and comparison bit by bit."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

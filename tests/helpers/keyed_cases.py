@@ -1,7 +1,5 @@
 """A table with keys in plain dictionaries, and the exports and deltas of it, without an engine."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

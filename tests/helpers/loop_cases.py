@@ -70,10 +70,10 @@ of_items = functools.partial(batches, names=("item",))
 
 
 class Stateful:
-    """The same batches from an iterator that knows its position."""
+    """The same batches, or those that `make` yields, from an iterator that knows its position."""
 
-    def __init__(self, steps, **options):
-        self.items, self.at = list(batches(steps, **options)), 0
+    def __init__(self, steps, make=batches, **options):
+        self.items, self.at = list(make(steps, **options)), 0
 
     def __iter__(self):
         return self
@@ -102,8 +102,10 @@ def left_by(engine, report):
     model = getattr(report, "model", None)
     values = nnx.state(model) if isinstance(model, nnx.Module) else model
     leaves = jax.tree.leaves((rows, engine.vocabularies.held("query"), values, state.step))
-    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if keyed else leaf)
-        for leaf, keyed in zip(leaves, is_key, strict=True)
-    ]
+    return [on_host(leaf) for leaf in leaves]
+
+
+def on_host(leaf):
+    """Return an array on the host; of random keys their data."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

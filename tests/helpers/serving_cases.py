@@ -1,7 +1,5 @@
 """Features with every kind of input over every kind of table, with ids, for tests of serving."""
 
-from __future__ import annotations
-
 import numpy as np
 from bag_cases import draw_bags, draw_weights
 

@@ -1,7 +1,5 @@
 """Operands for the compiled update kernel, and what it has to return, by a float32 NumPy loop."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -6,8 +6,6 @@ Everything starts from one interpretation of the inputs, `read`: which rows are 
 which order, with which weight. Neither file shares code with the library.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

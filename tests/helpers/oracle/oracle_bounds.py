@@ -7,8 +7,6 @@ sign in Lion, or at Adam's first step with a gradient that cancels) the interval
 it is a few units in the last place. Nothing here calls the library but the oracle of its check.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from unittest import mock

@@ -128,7 +128,7 @@ def train_rounded(devices):
     engine = exchange_cases.make_engine(case, devices, mesh=mesh(devices))
     state = engine.init(jax.random.key(0))
     for step in case.steps:
-        ids, weights, gradients = jax.tree.map(part, exchange_cases.arrays(step))
+        ids, weights, gradients = jax.tree.map(part, step)
         gradients = jax.tree.map(functools.partial(of_all, engine), gradients)
         state = engine.update_in_place(state, engine.place(ids, weights), gradients)
     return arrays(engine, state)

@@ -4,8 +4,9 @@
 activations of each step.
 """
 
-import dataclasses
+import functools
 import warnings
+from collections import namedtuple
 
 import jax
 import numpy as np
@@ -16,28 +17,18 @@ from random_optimizers import HOST_RATE
 import tpu_embed
 from tpu_embed.kernels import dispatch
 
-
-@dataclasses.dataclass
-class Held:
-    """Tables and slots by name, on the host."""
-
-    tables: dict
-    slots: dict
+Held = namedtuple("Held", "tables slots")
+"""Tables and slots by name, on the host."""
 
 
-@dataclasses.dataclass
-class Run:
-    """The results of a case: states before each step and after the last, and activations."""
+class Run(namedtuple("Run", "states activations seen steps_done counters")):
+    """The results of a case: states before each step and after the last, and activations.
 
-    states: list[Held]
-    activations: list[list[np.ndarray]]
-    seen: list[int]
-    """The number of the state that each step's lookup saw."""
-    steps_done: int
-    counters: dict[str, np.ndarray]
+    `seen` has the number of the state that each step's lookup saw.
+    """
 
 
-def run(case, arrangement) -> Run:
+def run(case, arrangement):
     """Run the steps of a case in an arrangement."""
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(dispatch.VARIABLE, arrangement.kernels)
@@ -57,15 +48,10 @@ def batches_of(case):
 
 
 def run_engine(case, arrangement):
-    engine = tpu_embed.EmbeddingEngine(
-        case.nest,
-        case.optimizer,
-        mesh=arrangement.mesh(),
-        batch_axes=case.batch_axes,
-        sum_blocks=case.sum_blocks,
-        stack_tables=arrangement.stack_tables,
-        on_bad_gradient=case.on_bad_gradient,
-    )
+    options = {"mesh": arrangement.mesh(), "stack_tables": arrangement.stack_tables}
+    options |= {"batch_axes": case.batch_axes, "sum_blocks": case.sum_blocks}
+    options |= {"on_bad_gradient": case.on_bad_gradient}
+    engine = tpu_embed.EmbeddingEngine(case.nest, case.optimizer, **options)
     state, ahead = engine.init(jax.random.key(case.seed)), None
     if arrangement.ahead and not case.inside:
         specs = [engine.place(ids, weights).spec for ids, weights, _ in batches_of(case)]
@@ -97,51 +83,41 @@ def eager_step(engine, spec):
     return step
 
 
+def in_one_program(engine):
+    """Return lookup and update in one user's jit, with the state donated."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def both(state, given, weights, gradients, rates):
+        found = engine.lookup(state, given, weights)
+        return found, engine.update(state, given, gradients, weights, learning_rates=rates)
+
+    return lambda *given: both(*given, engine.learning_rates())
+
+
 def placed_step(engine, spec):
-    """Run lookup and update in one user's jit, with the state donated."""
-
-    def both(state, batch, gradients, rates):
-        found = engine.lookup(state, batch)
-        return found, engine.update(state, batch, gradients, learning_rates=rates)
-
-    program = jax.jit(both, donate_argnums=0)
-
-    def step(state, ids, weights, gradients):
-        batch = engine.place(ids, weights, spec)
-        return program(state, batch, gradients, engine.learning_rates())
-
-    return step
+    program = in_one_program(engine)
+    return lambda state, ids, weights, gradients: program(
+        state, engine.place(ids, weights, spec), None, gradients
+    )
 
 
 def traced_step(engine, _spec):
     """Give ids and weights inside the jit, where no spec is needed."""
-
-    def both(state, ids, weights, gradients, rates):
-        found = engine.lookup(state, ids, weights)
-        new = engine.update(state, ids, gradients, weights, learning_rates=rates)
-        return found, new
-
-    program = jax.jit(both, donate_argnums=0)
+    program = in_one_program(engine)
 
     def step(state, ids, weights, gradients):
         # JAX takes no swapped bytes, and weights inside a jit are floats; `place` takes any.
         ids = jax.tree.map(lambda leaf: leaf.astype(leaf.dtype.newbyteorder("=")), ids)
         weights = jax.tree.map(lambda leaf: leaf.astype(np.float32), weights)
-        return program(state, ids, weights, gradients, engine.learning_rates())
+        return program(state, ids, weights, gradients)
 
     return step
 
 
 def run_stateful(case, arrangement):
-    embedding = tpu_embed.TPUEmbedding(
-        case.nest,
-        case.optimizer,
-        arrangement.pipelined,
-        arrangement.mesh(),
-        case.batch_axes,
-        seed=case.seed,
-        on_bad_gradient=case.on_bad_gradient,
-    )
+    given = case.nest, case.optimizer, arrangement.pipelined, arrangement.mesh(), case.batch_axes
+    options = {"seed": case.seed, "on_bad_gradient": case.on_bad_gradient}
+    embedding = tpu_embed.TPUEmbedding(*given, **options)
     embedding.build()
     batches = batches_of(case)
     if arrangement.ahead:
