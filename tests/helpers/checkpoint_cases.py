@@ -28,20 +28,16 @@ TABLES = {
 PLACEMENTS = ("mod", "div", "replicated")
 
 
-def placement_of(table, turn):
-    """Return the placement of a table at a turn.
+def features(turn):
+    """Return one feature per table; each turn gives every table another placement.
 
     Between turns 0, 3 and 4, some table changes from each placement to each other one.
     """
-    return PLACEMENTS[(table * (1 + turn // 3) + turn) % 3]
-
-
-def features(turn):
-    """Return one feature per table; each turn gives every table another placement."""
     found = {}
     for i, (name, (rows, dim, dtype, optimizer)) in enumerate(TABLES.items()):
-        options = {"dtype": dtype, "optimizer": optimizer, "placement": placement_of(i % 5, turn)}
-        found[name] = FeatureConfig(TableConfig(rows, dim, combiner="sum", name=name, **options))
+        options = {"dtype": dtype, "optimizer": optimizer, "combiner": "sum", "name": name}
+        options["placement"] = PLACEMENTS[(i % 5 * (1 + turn // 3) + turn) % 3]
+        found[name] = FeatureConfig(TableConfig(rows, dim, **options))
     return found
 
 

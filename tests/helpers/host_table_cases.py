@@ -72,10 +72,8 @@ def draw_batch(rng, size=BATCH, tags=TAGS):
 
 def rows_of(activation):
     """Return an activation; of a `Jagged` its rows, whatever room there is behind them."""
-    if not isinstance(activation, Jagged):
-        return np.asarray(activation)
-    parts = zip(np.asarray(activation.values), np.asarray(activation.row_splits), strict=True)
-    return np.concatenate([values[: splits[-1]] for values, splits in parts])
+    jagged = isinstance(activation, Jagged)
+    return np.concatenate(activation.to_list()) if jagged else np.asarray(activation)
 
 
 def gradients_of(activations, seed):
@@ -85,8 +83,8 @@ def gradients_of(activations, seed):
         made[name] = drawn = rng.normal(size=rows_of(one).shape).astype(np.float32)
         if isinstance(one, Jagged):
             made[name] = np.zeros(one.values.shape, np.float32)
-            for part, splits in zip(made[name], np.asarray(one.row_splits), strict=True):
-                part[: splits[-1]], drawn = drawn[: splits[-1]], drawn[splits[-1] :]
+            here = np.arange(one.values.shape[1]) < np.asarray(one.row_splits)[:, -1:]
+            made[name][here] = drawn
     return made
 
 

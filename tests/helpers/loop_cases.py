@@ -19,13 +19,12 @@ DENSE = optax.adam(0.05)
 def make_engine(devices=2):
     """Return an engine of a fixed table, a living one, and one on the host."""
     living = DynamicVocabulary(admit_after=2, ttl=4)
-    host = HostStorage(device_rows=24)
-    tables = {
-        "item": TableConfig(ROWS, DIM, name="item"),
-        "query": TableConfig(20, DIM, name="query", vocabulary=living),
-        "far": TableConfig(FAR, DIM, name="far", storage=host),
-    }
-    features = jax.tree.map(FeatureConfig, tables)
+    tables = [
+        TableConfig(ROWS, DIM, name="item"),
+        TableConfig(20, DIM, name="query", vocabulary=living),
+        TableConfig(FAR, DIM, name="far", storage=HostStorage(device_rows=24)),
+    ]
+    features = {table.name: FeatureConfig(table) for table in tables}
     return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(devices))
 
 
