@@ -7,9 +7,9 @@ are rounded one by one, in the order that the guide promises: the library has to
 import dataclasses
 
 import jax
-import ml_dtypes
 import numpy as np
 from facade_cases import mesh
+from update_cases import to_bfloat16 as rounded
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
 
@@ -25,11 +25,6 @@ class Case:
     features: dict
     blocks: int
     steps: list
-
-
-def rounded(x):
-    """Return float32 numbers rounded to bfloat16, to nearest even."""
-    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
 
 
 def draw(seed, rows=None, **table_options):

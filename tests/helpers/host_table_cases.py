@@ -88,50 +88,35 @@ def gradients_of(activations, seed):
     return made
 
 
-class TwoEngines:
-    """The same run on both engines: whatever they return must be equal, bit for bit.
+class TwoRuns:
+    """The same run in two engines: whatever they return must be equal, bit for bit.
+
+    A subclass has `draw`, which returns the arguments of `place`.
 
     Args:
-      hosted: the engine with tables on the host.
-      resident: the engine whose tables are on the devices.
+      engines: the two.
       seed: of the run.
     """
 
-    def __init__(self, hosted, resident, seed):
-        self.hosted, self.resident = hosted, resident
-        self.rng = np.random.default_rng(seed)
-        key = jax.random.key(seed)
-        self.states = [hosted.init(key), resident.init(key)]
-        self.placed, self.admitted, self.kept = collections.deque(), collections.deque(), []
+    def __init__(self, engines, seed):
+        self.engines, self.rng = [*engines], np.random.default_rng(seed)
+        self.states = [engine.init(jax.random.key(seed)) for engine in engines]
+        self.placed, self.admitted = collections.deque(), collections.deque()
         self.counts = collections.Counter()
-        self.lives = resident.vocabularies is not None
-        self.tags = 2 * TAGS if self.lives else TAGS
 
     @property
     def both(self):
-        """The engines with their states: first the one with tables on the host."""
-        return [(self.hosted, self.states[0]), (self.resident, self.states[1])]
+        """The engines with their states."""
+        return [*zip(self.engines, self.states, strict=True)]
 
     def place(self):
-        given = draw_batch(self.rng, tags=self.tags)
-        batches = [engine.place(*given) for engine, _ in self.both]
-        for one in batches[0].keys.incoming.values():
+        given = self.draw()
+        self.placed.append([engine.place(*given) for engine in self.engines])
+        for one in self.placed[-1][0].keys.incoming.values():
             self.counts["late rows"] += int((one.awaited > 0).sum())
-        self.placed.append(batches)
-
-    def place_too_much(self):
-        maps = self.hosted.vocabularies
-        before = maps.placed, maps.counters
-        if self.hosted.table_configs["items"].device_rows >= 120:
-            return
-        features, _ = draw_batch(self.rng)
-        features["bags"] = np.arange(BATCH * 15).reshape(BATCH, 15)
-        with pytest.raises(ValueError):
-            self.hosted.place(features)
-        assert before == (maps.placed, maps.counters)
 
     def admit(self):
-        if len(self.admitted) > self.hosted.vocabularies.lookahead:
+        if len(self.admitted) > self.engines[0].vocabularies.lookahead:
             self.update()
         if self.placed:
             pairs = zip(self.both, self.placed.popleft(), strict=True)
@@ -157,9 +142,47 @@ class TwoEngines:
             np.testing.assert_array_equal(rows_of(found[name]), rows_of(one))
         return found, expected
 
+    def rewind(self):
+        for engine, state in self.both:
+            if engine.vocabularies is not None:
+                engine.vocabularies.rewind(state)
+        self.placed.clear()
+
+    def finish(self):
+        while self.placed or self.admitted:
+            self.admit()
+            self.update()
+
+
+class TwoEngines(TwoRuns):
+    """A run with tables on the host, and beside it one whose tables are on the devices."""
+
+    def __init__(self, hosted, resident, seed):
+        super().__init__((hosted, resident), seed)
+        self.kept, self.lives = [], resident.vocabularies is not None
+        self.tags = 2 * TAGS if self.lives else TAGS
+
+    @property
+    def hosted(self):
+        return self.engines[0]
+
+    def draw(self):
+        return draw_batch(self.rng, tags=self.tags)
+
+    def place_too_much(self):
+        maps = self.hosted.vocabularies
+        before = maps.placed, maps.counters
+        if self.hosted.table_configs["items"].device_rows >= 120:
+            return
+        features, _ = draw_batch(self.rng)
+        features["bags"] = np.arange(BATCH * 15).reshape(BATCH, 15)
+        with pytest.raises(ValueError):
+            self.hosted.place(features)
+        assert before == (maps.placed, maps.counters)
+
     def evaluate(self):
         given = draw_batch(self.rng, BATCH * int(self.rng.integers(1, 3)), self.tags)
-        batches = [engine.place(*given, training=False) for engine, _ in self.both]
+        batches = [engine.place(*given, training=False) for engine in self.engines]
         self.compare(batches)
         self.counts["visits"] += batches[0].visit_rows > 0
         self.kept = [*self.kept[-2:], batches]
@@ -175,15 +198,10 @@ class TwoEngines:
                 self.compare(batches)
                 self.counts["looked up again"] += 1
 
-    def rewind(self):
-        for engine, state in self.both[: 1 + self.lives]:
-            engine.vocabularies.rewind(state)
-        self.placed.clear()
-
     def rows_of(self, name):
         """Return the rows of a table that somebody can look up."""
         if name == "tags" and self.lives:
-            one, other = (engine.vocabularies for engine, _ in self.both)
+            one, other = (engine.vocabularies for engine in self.engines)
             jax.tree.map(np.testing.assert_array_equal, one.keys(name), other.keys(name))
             assert one.admitted_counters[name] == other.admitted_counters[name]
             return one.keys(name)[1]
@@ -248,9 +266,7 @@ class TwoEngines:
             if len(self.placed) > 3:
                 self.admit()
             ways[self.rng.integers(len(ways))]()
-        while self.placed or self.admitted:
-            self.admit()
-            self.update()
+        self.finish()
         self.read()
         if self.lives:
             self.counts |= self.hosted.vocabularies.counters["tags"]

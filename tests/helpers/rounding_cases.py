@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle_rounding as oracle
+from facade_cases import assert_same as assert_same
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig

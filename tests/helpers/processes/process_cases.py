@@ -114,8 +114,7 @@ def train(devices):
     state = engine.init(jax.random.key(0))
     for step in range(STEPS):
         batch = engine.place(draw(step))
-        activations = engine.lookup(state, batch)
-        state = engine.update_in_place(state, batch, gradients(activations))
+        state = engine.update_in_place(state, batch, gradients(engine.lookup(state, batch)))
     return arrays(engine, state), engine.compilations["update"]
 
 
@@ -151,10 +150,9 @@ def train_weighted(devices):
     for step in range(1, STEPS + 1):
         ids, weights = draw_weighted(tables, step)
         batch = engine.place(ids, weights)
-        for touched, given in zip(seen, (batch, ids), strict=True):
-            touched.record(given, step)
-        activations = engine.lookup(state, batch)
-        state = engine.update_in_place(state, batch, gradients(activations))
+        seen[0].record(batch, step)
+        seen[1].record(ids, step)
+        state = engine.update_in_place(state, batch, gradients(engine.lookup(state, batch)))
     rows = [{t: ids.tolist() for t, ids in touched.since(0).items()} for touched in seen]
     return arrays(engine, state), rows
 
@@ -238,9 +236,8 @@ def leave(leaver, how, where, directory):
     state = engine.init(jax.random.key(0))
     living = TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
     made = tpu_embed.EmbeddingEngine(FeatureConfig(living), o.SGD(0.5), mesh=mesh(8))
-    first = made.init(jax.random.key(0))
     keys = np.arange(8 // jax.process_count())
-    first, _ = made.admit(first, made.place(keys))
+    first, _ = made.admit(made.init(jax.random.key(0)), made.place(keys))
     engine.place(draw(0))
     jax.block_until_ready((state, first))
     if jax.process_index() == leaver:
@@ -320,15 +317,13 @@ def of_all(engine, array):
 
 def fixed(engine, shapes, step):
     """Return activation gradients that depend only on the step, as global arrays."""
-    rng = np.random.default_rng(step)
-
-    def one(shape):
+    rng, found = np.random.default_rng(step), {}
+    for name, shape in sorted(shapes.items()):
         jagged = isinstance(shape, Jagged)  # its C may differ: all places get one number
         like = shape.values if jagged else shape
         whole = np.broadcast_to(rng.normal(size=() if jagged else like.shape), like.shape)
-        return of_all(engine, np.float32(part(whole)))
-
-    return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Jagged))
+        found[name] = of_all(engine, np.float32(part(whole)))
+    return found
 
 
 def faults(directory):
