@@ -73,14 +73,10 @@ def trained(layout, state, first, last):
     return state
 
 
-def initial(layout):
-    return engine(*layout).init(jax.random.key(0))
-
-
 @functools.cache
 def saved_state(layout):
     """Return the state at the step at which it is saved; callers must not donate it."""
-    return trained(layout, initial(layout), 0, BEFORE)
+    return trained(layout, engine(*layout).init(jax.random.key(0)), 0, BEFORE)
 
 
 def contents(engine, state):
@@ -92,7 +88,7 @@ def contents(engine, state):
 def never_stopped():
     """Return the contents after BEFORE and after AFTER steps of an uninterrupted run."""
     layout = (1, 0)
-    state = trained(layout, initial(layout), 0, BEFORE)
+    state = trained(layout, engine(*layout).init(jax.random.key(0)), 0, BEFORE)
     before = contents(engine(*layout), state)
     return before, contents(engine(*layout), trained(layout, state, BEFORE, AFTER))
 

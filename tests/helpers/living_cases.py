@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import jax
 import numpy as np
+from facade_cases import assert_same as assert_same
 from facade_cases import mesh
 from oracle_vocabulary import VocabularyOracle
 
@@ -124,13 +125,6 @@ def whole(made, state):
     for name, one in made.vocabularies.state().maps.items():
         found |= {f"map {name}/{field}": a for field, a in one._asdict().items()}
     return {name: np.asarray(array) for name, array in found.items()}
-
-
-def assert_same(found, expected, names=None):
-    """Compare arrays by name, bit for bit."""
-    assert found.keys() == expected.keys()
-    for name in names or found:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name, strict=True)
 
 
 def simple(capacity=3, lookahead=0, **options):

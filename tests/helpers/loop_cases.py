@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import optax
+from facade_cases import mesh
 from flax import nnx
-from living_cases import mesh
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
