@@ -10,14 +10,9 @@ import numpy as np
 
 from tpu_embed.check.oracle import FORMULAS, update_row
 
-COMMON = {
-    "clipvalue": None,
-    "weight_decay_factor": None,
-    "multiply_weight_decay_factor_by_learning_rate": False,
-    "clip_weight_min": None,
-    "clip_weight_max": None,
-    "slot_initializers": (),
-}
+NONE = ("clipvalue", "weight_decay_factor", "clip_weight_min", "clip_weight_max")
+COMMON = dict.fromkeys(NONE) | {"slot_initializers": ()}
+COMMON |= {"multiply_weight_decay_factor_by_learning_rate": False}
 DEFAULTS = {
     "SGD": {},
     "Momentum": {"momentum": 0.9, "use_nesterov": False},

@@ -102,10 +102,10 @@ def disk_of_the_first_is_full():
         yield
 
 
-def train(*, hosted=True, steps=STEPS):
+def train(*, hosted=True):
     """Train with batches placed ahead, and lookups in between; return all that was found."""
     (made, state), seen = begin(0, hosted=hosted), []
-    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
+    with Prefetcher(made, map(draw_part, range(STEPS)), depth=2) as batches:
         for step, batch in enumerate(batches):
             state = train_step(made, state, batch)
             if step % 3 == 1:
@@ -261,8 +261,7 @@ def restore(directory, *, hosted=True):
     if hosted:
         ids = made.storage["items"].ids()
         assert made.storage.tables["items"].row_groups.at_home(ids).all()
-    restored = everything(made, state)
-    state = go_on(made, state, [3, 4])
+    restored, state = everything(made, state), go_on(made, state, [3, 4])
     again, later = f"{directory}/{jax.process_count()} {hosted}", everything(made, state)
     io.save(again, made, state)
     assert_same(later, everything(other, io.restore(again, other).state))

@@ -62,15 +62,14 @@ def train_step(made, state, batch):
     return made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
 
 
-def train(steps=STEPS):
+def train():
     """Train with batches placed ahead, with a lookup in between; return the bits."""
     made, state = start()
-    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
+    with Prefetcher(made, map(draw_part, range(STEPS)), depth=2) as batches:
         for batch in batches:
             state = train_step(made, state, batch)
     looked = made.lookup(state, made.place(draw_part(50), training=False))
-    shares = [np.asarray(shard.data) for shard in looked["user"].addressable_shards]
-    return bits(made, state), len(shares)
+    return bits(made, state), len(looked["user"].addressable_shards)
 
 
 def train_embedding():
@@ -123,8 +122,7 @@ def train_layers(directory):
       Rows, slots and maps; the errors of bad batches, and how many batches were placed then.
     """
     rows, other = model(), model()
-    source = (draw_for_layers(step) for step in range(4))
-    with Prefetcher(rows.engine, source, depth=2) as ahead:
+    with Prefetcher(rows.engine, map(draw_for_layers, range(4)), depth=2) as ahead:
         for number, batch in enumerate(ahead):
             train_layers_step(rows, rows.admit(batch))
             if number == 2:  # a batch that is placed ahead is trained on later
@@ -145,7 +143,7 @@ def train_layers(directory):
 
 def evaluate_layers(rows, steps):
     """Return the largest and the smallest activation of each table, in batches placed ahead."""
-    source, found = (draw_for_layers(step) for step in steps), []
+    source, found = map(draw_for_layers, steps), []
     with Prefetcher(rows.engine, source, depth=2, training=False) as ahead:
         for batch in ahead:
             looked = rows(rows.admit(batch))
