@@ -104,8 +104,8 @@ def _batch(rng):
 def gradients():
     """Return the activation gradients of all steps, one float32 [STEPS, B, …, D] per feature."""
     rng = np.random.default_rng(6)
-    shapes = {n: (STEPS, B, *[2] * (n == "history"), D) for n in batches()[0]}
-    return {n: rng.normal(size=shape).astype(np.float32) for n, shape in shapes.items()}
+    shapes = {n: (B, 2) if n == "history" else (B,) for n in batches()[0]}
+    return {n: np.float32(rng.normal(size=(STEPS, *s, D))) for n, s in shapes.items()}
 
 
 def make_engine(optimizer, case):
