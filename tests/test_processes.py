@@ -9,7 +9,6 @@ import numpy as np
 import process_cases
 import pytest
 import search_processes
-import small_cases
 from process_cases import assert_same
 from process_runs import run, start
 from search_cases import assert_found, expected
@@ -39,8 +38,8 @@ def two(saved, tmp_path_factory):
         (process_cases.refusals, 8),
         (process_cases.outliers,),
         (process_cases.train_rounded, 4),
-        (small_cases.train_living,),
-        (small_cases.train_hosted,),
+        (process_cases.train_living,),
+        (process_cases.train_hosted,),
         (search_processes.search,),
         (process_cases.save_all, str(directory), [8], ["mod"]),
         (process_cases.restore_all, str(directory), ["1-8-mod"], [8], ["mod"]),
@@ -58,7 +57,7 @@ def test_both_apis_have_the_bits_of_one_process(two):
 
 
 def test_living_vocabularies_and_tables_on_the_host_have_the_bits_of_one_process(two):
-    living, (rows, brought) = small_cases.train_living(), small_cases.train_hosted()
+    living, (rows, brought) = process_cases.train_living(), process_cases.train_hosted()
     for found in two:
         assert_same(found[6], living)
         assert_same(found[7][0], rows)

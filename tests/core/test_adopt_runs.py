@@ -6,10 +6,9 @@ ADOPT_SEEDS=0:100 python -m pytest tests/core/test_adopt_runs.py -k many
 import functools
 import os
 
-import jax
-import numpy as np
 import pytest
 from adopt_cases import contents, draw, engine, map_contents
+from host_table_cases import TwoRuns
 
 FEW = range(2)
 MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "2:20").split(":")))
@@ -28,66 +27,20 @@ def engines():
     return {kind: engine(lookahead=1, **options) for kind, options in KINDS.items()}
 
 
-class World:
-    """The same run twice: one stays in its engine, the other moves.
-
-    Args:
-      seed: of everything that is drawn.
-    """
+class World(TwoRuns):
+    """The same run twice: one stays in its engine, the other moves."""
 
     def __init__(self, seed):
-        self.rng = np.random.default_rng(seed)
-        self.stays = engines()["stays"]
+        super().__init__([engines()["stays"], engines()["alone"]], seed)
         self.at = "alone"
-        self.states = []
-        for made in (self.stays, self.now):
-            self.states.append(made.init(jax.random.key(seed)))
-            made.vocabularies.rewind(self.states[-1])
-        self.placed, self.admitted, self.counts = [], [], {"moves": 0, "updates": 0}
+        self.rewind()
 
-    @property
-    def now(self):
-        return engines()[self.at]
-
-    def both(self):
-        return (self.stays, self.now)
-
-    def place(self):
-        features = draw(self.rng, KEYS)
-        self.placed.append([made.place(features) for made in self.both()])
-
-    def admit(self):
-        if len(self.admitted) > 1:
-            self.update()
-        if self.placed:
-            pair = zip(self.both(), self.states, self.placed.pop(0), strict=True)
-            done = [made.admit(state, batch) for made, state, batch in pair]
-            self.states = [state for state, _ in done]
-            self.admitted.append([batch for _, batch in done])
-
-    def update(self):
-        if not self.admitted:
-            return
-        found = [made.lookup(*some) for made, *some in self.with_states(self.admitted[0])]
-        same(*found)
-        seed = int(self.rng.integers(2**31))
-        gradients = [gradients_of(one, seed) for one in found]
-        pair = zip(self.with_states(self.admitted.pop(0)), gradients, strict=True)
-        self.states = [made.update_in_place(*some, grads) for (made, *some), grads in pair]
-        self.counts["updates"] += 1
-
-    def with_states(self, batches):
-        return [*zip(self.both(), self.states, batches, strict=True)]
+    def draw(self):
+        return (draw(self.rng, KEYS),)
 
     def evaluate(self):
-        features = draw(self.rng, KEYS)
-        batches = [made.place(features, training=False) for made in self.both()]
-        same(*(made.lookup(*some) for made, *some in self.with_states(batches)))
-
-    def finish(self):
-        while self.placed or self.admitted:
-            self.admit()
-            self.update()
+        given = self.draw()
+        self.compare([made.place(*given, training=False) for made in self.engines])
 
     def adopt(self):
         """Move, perhaps after a refusal, or after batches were thrown away."""
@@ -95,26 +48,19 @@ class World:
         kind = kinds[self.rng.integers(len(kinds))]
         if self.placed:
             with pytest.raises(ValueError, match=r"no batch placed ahead, got \d; admit them"):
-                engines()[kind].adopt(self.states[1], self.now)
+                engines()[kind].adopt(self.states[1], self.engines[1])
         if self.rng.integers(2):
-            for made, state in zip(self.both(), self.states, strict=True):
-                made.vocabularies.rewind(state)
-            self.placed = []
+            self.rewind()
         self.finish()
-        before, state = self.now, self.states[1]
+        before, state = self.both[1]
         late = before.place(draw(self.rng, KEYS), training=False)
-        self.states[1] = engines()[kind].adopt(state, before)
-        self.at = kind
+        self.engines[1], self.at = engines()[kind], kind
+        self.states[1] = self.engines[1].adopt(state, before)
         with pytest.raises(ValueError, match=r"batch: expected|Batch: expected"):
-            self.now.lookup(self.states[1], late)
-        self.compare()
+            self.engines[1].lookup(self.states[1], late)
+        one, other = ((contents(*some), map_contents(some[0])) for some in self.both)
+        assert one == other
         self.counts["moves"] += 1
-
-    def compare(self):
-        found = [contents(*some) for some in zip(self.both(), self.states, strict=True)]
-        assert found[0] == found[1]
-        maps = [map_contents(made) for made in self.both()]
-        assert maps[0] == maps[1]
 
     def run(self):
         ways = [self.place] * 5 + [self.admit] * 4 + [self.update] * 3
@@ -125,16 +71,8 @@ class World:
             ways[self.rng.integers(len(ways))]()
         self.finish()
         self.adopt()
-        return self.counts | {"evicted": self.stays.vocabularies.counters["items"]["evicted"]}
-
-
-def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def gradients_of(activations, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), activations)
+        self.counts["evicted"] = self.engines[0].vocabularies.counters["items"]["evicted"]
+        return self.counts
 
 
 @pytest.mark.parametrize("seed", FEW)

@@ -128,7 +128,7 @@ COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* (?:.*)?(all-to-all|all-gather|all-redu
 
 def lowered(engine, case):
     """Return the step of a placed batch, not compiled yet."""
-    ids, weights, gradients = cases.arrays(case.steps[0])
+    ids, weights, gradients = case.steps[0]
     state, batch = engine.init(jax.random.key(0)), engine.place(ids, weights)
 
     def step(state, batch, gradients):
@@ -178,8 +178,7 @@ def test_the_stateful_api_rounds_too():
     options = {"mesh": mesh_of(2), "exchange_dtype": "bfloat16"}
     embedding = TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
     first, found = cases.on_host(embedding.retrieve()[0]), None
-    for step in case.steps:
-        ids, weights, gradients = cases.arrays(step)
+    for ids, weights, gradients in case.steps:
         embedding.enqueue(ids, weights)
         found = embedding.dequeue()
         embedding.apply_gradients(gradients)

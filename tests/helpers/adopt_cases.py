@@ -30,12 +30,12 @@ def features(capacity=16, placement="auto", on_host=(), device_rows=24, living=L
     """
 
     def table(name, size, dim, rule, **options):
-        where = {"placement": placement}
         if name in on_host:
-            where = {"storage": HostStorage(device_rows=device_rows)}
-            where |= {"placement": "div"} if placement == "div" else {}
+            options["storage"] = HostStorage(device_rows=device_rows)
+        if name not in on_host or placement == "div":
+            options["placement"] = placement
         options |= {"optimizer": rule, "initializer": jax.nn.initializers.normal(0.3)}
-        return FeatureConfig(TableConfig(size, dim, name=name, **where, **options))
+        return FeatureConfig(TableConfig(size, dim, name=name, **options))
 
     return {
         "items": table("items", capacity, 4, o.Adagrad(0.5), vocabulary=living),
@@ -115,11 +115,9 @@ def scramble(made, state, seed):
     rng = np.random.default_rng(seed)
 
     def drawn(array):
-        if array.dtype.kind in "iu":
-            numbers = np.asarray(rng.integers(1, 99, array.shape), array.dtype)
-        else:
-            numbers = np.asarray(rng.normal(size=array.shape), array.dtype)
-        return jax.device_put(numbers, array.sharding)
+        whole = array.dtype.kind in "iu"
+        numbers = rng.integers(1, 99, array.shape) if whole else rng.normal(size=array.shape)
+        return jax.device_put(np.asarray(numbers, array.dtype), array.sharding)
 
     tables, slots = jax.tree.map(drawn, (state.tables, state.slots))
     for name in () if made.storage is None else made.storage.tables:
@@ -127,8 +125,7 @@ def scramble(made, state, seed):
         rows = ids_of(made, name)[1].astype(np.uint64)
         rows = rows[: -NEVER if name in STATIC else None]
         home, some = made.storage[name], rng.permutation(rows)[: rows.size * 2 // 3]
-        fields = home.fields.items()
-        home.write(
-            some, {n: rng.integers(1, 99, (some.size, *f.shape)).astype(f.dtype) for n, f in fields}
-        )
+        shapes = {n: (some.size, *one.shape) for n, one in home.fields.items()}
+        drawn_rows = {n: rng.integers(1, 99, shape) for n, shape in shapes.items()}
+        home.write(some, {n: x.astype(home.fields[n].dtype) for n, x in drawn_rows.items()})
     return type(state)(tables, slots, drawn(state.step), state.counters, state.vocabulary)

@@ -15,8 +15,7 @@ def rounded(x):
     magnitude = np.abs(np.where(np.isfinite(x), x, np.float32(0)).astype(np.float64))
     away, near = np.abs(_magnitude(up) - magnitude), np.abs(magnitude - _magnitude(down))
     goes_up = (away < near) | ((away == near) & (down % 2 == 1))
-    nearest = np.where(goes_up, up, down)
-    nearest = np.where(np.isinf(x), down, nearest)
+    nearest = np.where(goes_up & ~np.isinf(x), up, down)
     return np.where(np.isnan(x), down | 0x40, nearest).astype(np.uint16)
 
 

@@ -11,9 +11,8 @@ from tpu_embed.io.commits import committer
 
 @pytest.fixture(scope="module", params=["gs", "s3"])
 def upstream(request):
-    with fake_gcs() if request.param == "gs" else moto_s3() as server:
-        address = server if request.param == "s3" else server.server_address
-        yield request.param, address
+    with (fake_gcs if request.param == "gs" else moto_s3)() as server:
+        yield request.param, getattr(server, "server_address", server)
 
 
 @pytest.fixture
@@ -21,9 +20,8 @@ def bucket(upstream, monkeypatch, tmp_path, request):
     """The URL of an empty place in a bucket, and the proxy before its server."""
     scheme, address = upstream
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        store, "_RETRIES", {"max_retries": 3, "initial_delay": "10ms", "max_delay": "100ms"}
-    )
+    quick = {"max_retries": 3, "initial_delay": "10ms", "max_delay": "100ms"}
+    monkeypatch.setattr(store, "_RETRIES", quick)
     monkeypatch.setattr(store, "DEADLINE", 20.0)
     with proxy(address) as server:
         set_environment(monkeypatch, scheme, server.server_address)

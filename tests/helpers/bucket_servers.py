@@ -6,11 +6,8 @@ import itertools
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -46,41 +43,35 @@ class Gcs(Handler):
         query, body = self.query(), self.body()
         with self.server.lock:
             if not self.is_allowed(query["name"], query):
-                self.answer(412)
-                return
+                return self.answer(412)
             number = next(self.server.generations)
             self.server.objects[query["name"]] = number, body
-        self.answer_json(self.described(query["name"], number, body))
+        return self.answer_json(self.described(query["name"], number, body))
 
     def do_DELETE(self):
         with self.server.lock:
             if not self.is_allowed(self.name(), self.query()):
-                self.answer(412)
-                return
+                return self.answer(412)
             found = self.server.objects.pop(self.name(), None)
-        self.answer(404 if found is None else 204)
+        return self.answer(404 if found is None else 204)
 
     def do_GET(self):
         if urlsplit(self.path).path.endswith("/o"):
-            self.answer_json({"items": self.listed(self.query())})
-            return
+            return self.answer_json({"items": self.listed(self.query())})
         found = self.server.objects.get(self.name())
         if found is None:
-            self.answer(404)
-            return
+            return self.answer(404)
         generation, data = found
         headers = {"x-goog-generation": generation, "x-goog-stored-content-length": len(data)}
         if self.query().get("alt") != "media":
-            self.answer_json(self.described(self.name(), *found))
-            return
+            return self.answer_json(self.described(self.name(), *found))
         if "Range" not in self.headers:
-            self.answer(200, data, headers)
-            return
+            return self.answer(200, data, headers)
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
         begin = int(first) if first else max(0, len(data) - int(last))
         end = min(len(data), int(last) + 1) if first and last else len(data)
         headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(data)}"
-        self.answer(206, data[begin:end], headers)
+        return self.answer(206, data[begin:end], headers)
 
     def query(self):
         return {name: some[-1] for name, some in parse_qs(urlsplit(self.path).query).items()}
@@ -97,9 +88,7 @@ class Gcs(Handler):
         end = query.get("endOffset") or "\U0010ffff"
         every = sorted(self.server.objects.items())
         return [
-            self.described(name, *found)
-            for name, found in every
-            if name.startswith(prefix) and first <= name < end
+            self.described(n, *x) for n, x in every if n.startswith(prefix) and first <= n < end
         ]
 
     def described(self, name, generation, data):
@@ -117,11 +106,9 @@ class Proxy(Handler):
         fault = self.server.rule(self.command, self.path, body)
         self.server.seen.append((self.command, self.path, fault))
         if fault == "reset":
-            self.hang_up()
-            return
+            return self.hang_up()
         if isinstance(fault, int):
-            self.answer(fault, b"no")
-            return
+            return self.answer(fault, b"no")
         if fault == "delay":
             time.sleep(0.1)
         connection = http.client.HTTPConnection(*upstream, timeout=60)
@@ -131,17 +118,15 @@ class Proxy(Handler):
         data = found.read()
         connection.close()
         if fault == "lose":
-            self.hang_up()
-            return
+            return self.hang_up()
         dropped = ("content-length", "transfer-encoding", "connection")
         headers = {k: v for k, v in found.getheaders() if k.lower() not in dropped}
         if fault == "flip" and data:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        if fault == "cut" and data:
-            self.answer(found.status, data, headers, sent=len(data) // 2)
-            self.hang_up()
-            return
-        self.answer(found.status, data, headers)
+        if fault != "cut" or not data:
+            return self.answer(found.status, data, headers)
+        self.answer(found.status, data, headers, sent=len(data) // 2)
+        return self.hang_up()
 
     do_PUT = do_POST = do_DELETE = do_HEAD = do_GET  # noqa: N815
 
@@ -184,37 +169,28 @@ def proxy(upstream):
 @contextlib.contextmanager
 def moto_s3():
     """Yield the address of an S3 server with one bucket, `bucket`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", f"{port}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **quiet) as server:
-        try:
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-            for _ in range(1200):
-                try:
-                    urllib.request.urlopen(request, timeout=10).close()
-                    break
-                except (urllib.error.URLError, ConnectionError):
-                    time.sleep(0.1)
-            yield "127.0.0.1", port
-        finally:
-            server.terminate()
+    from moto.server import ThreadedMotoServer  # takes seconds to import
 
-
-def environment(scheme, address):
-    """Return the variables that lead clients of a scheme to an address."""
-    host = "{}:{}".format(*address)
-    if scheme == "gs":
-        nobody = {"GCE_METADATA_ROOT": "127.0.0.1:1", "TENSORSTORE_GCS_HTTP_URL": f"http://{host}"}
-        return {"STORAGE_EMULATOR_HOST": host, **nobody}
-    keys = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing"}
-    return {"AWS_ENDPOINT_URL": f"http://{host}", "AWS_REGION": "us-east-1", **keys}
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        root = "http://{}:{}".format(*server.get_host_and_port())
+        for method, path in (("POST", "moto-api/reset"), ("PUT", "bucket")):
+            request = urllib.request.Request(f"{root}/{path}", method=method)
+            urllib.request.urlopen(request, timeout=60).close()
+        yield server.get_host_and_port()
+    finally:
+        server.stop()
 
 
 def set_environment(patch, scheme, address):
-    for name, value in environment(scheme, address).items():
+    """Set the variables that lead clients of a scheme to an address."""
+    host = "{}:{}".format(*address)
+    found = {"STORAGE_EMULATOR_HOST": host, "TENSORSTORE_GCS_HTTP_URL": f"http://{host}"}
+    found["GCE_METADATA_ROOT"] = "127.0.0.1:1"
+    if scheme == "s3":
+        found = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing"}
+        found |= {"AWS_ENDPOINT_URL": f"http://{host}", "AWS_REGION": "us-east-1"}
+        found |= dict.fromkeys(("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"), os.devnull)
+    for name, value in found.items():
         patch.setenv(name, value)
-    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
-        patch.setenv(name, os.devnull)

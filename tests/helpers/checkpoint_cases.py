@@ -28,20 +28,16 @@ TABLES = {
 PLACEMENTS = ("mod", "div", "replicated")
 
 
-def placement_of(table, turn):
-    """Return the placement of a table at a turn.
+def features(turn):
+    """Return one feature per table; each turn gives every table another placement.
 
     Between turns 0, 3 and 4, some table changes from each placement to each other one.
     """
-    return PLACEMENTS[(table * (1 + turn // 3) + turn) % 3]
-
-
-def features(turn):
-    """Return one feature per table; each turn gives every table another placement."""
     found = {}
     for i, (name, (rows, dim, dtype, optimizer)) in enumerate(TABLES.items()):
-        options = {"dtype": dtype, "optimizer": optimizer, "placement": placement_of(i % 5, turn)}
-        found[name] = FeatureConfig(TableConfig(rows, dim, combiner="sum", name=name, **options))
+        options = {"dtype": dtype, "optimizer": optimizer, "combiner": "sum", "name": name}
+        options["placement"] = PLACEMENTS[(i % 5 * (1 + turn // 3) + turn) % 3]
+        found[name] = FeatureConfig(TableConfig(rows, dim, **options))
     return found
 
 
@@ -77,14 +73,10 @@ def trained(layout, state, first, last):
     return state
 
 
-def initial(layout):
-    return engine(*layout).init(jax.random.key(0))
-
-
 @functools.cache
 def saved_state(layout):
     """Return the state at the step at which it is saved; callers must not donate it."""
-    return trained(layout, initial(layout), 0, BEFORE)
+    return trained(layout, engine(*layout).init(jax.random.key(0)), 0, BEFORE)
 
 
 def contents(engine, state):
@@ -96,7 +88,7 @@ def contents(engine, state):
 def never_stopped():
     """Return the contents after BEFORE and after AFTER steps of an uninterrupted run."""
     layout = (1, 0)
-    state = trained(layout, initial(layout), 0, BEFORE)
+    state = trained(layout, engine(*layout).init(jax.random.key(0)), 0, BEFORE)
     before = contents(engine(*layout), state)
     return before, contents(engine(*layout), trained(layout, state, BEFORE, AFTER))
 

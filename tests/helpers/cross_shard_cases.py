@@ -3,13 +3,10 @@
 The loss of an example is Σ tanh(row · kernel + x). There are few rows, so replicas share them.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optimizer_cases
-import oracle_rules
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -25,7 +22,6 @@ PARAMS = {
 IDS = RNG.integers(0, 5, B).astype(np.int32)
 X = RNG.normal(size=(B, D)).astype(np.float32)
 GROUPS = [[0, 3, 5, 6], [7, 1, 2, 4]]
-REPLICATED = P()
 MODES = pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
 
 
@@ -38,27 +34,15 @@ def example_losses(params, ids, x):
 
 
 def loss_of(reduction, ids, x):
-    reduce = {"mean": jnp.mean, "sum": jnp.sum}[reduction]
-    return lambda params: reduce(example_losses(params, ids, x))
+    return lambda params: getattr(jnp, reduction)(example_losses(params, ids, x))
 
 
-def mesh(**sizes):
-    devices = np.array(jax.devices()[: int(np.prod(list(sizes.values())))])
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
-
-
-def on_replicas(step, check_vma, *, out_specs=REPLICATED, sizes=None):
+def on_replicas(step, check_vma, *, out_specs=P(), sizes=None):  # noqa: B008
     """Jit a step `(params, ids, x) -> …` on replicas, each with its part of the batch."""
-    sizes = sizes or {"r": S}
-    axes = P(tuple(sizes))
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh(**sizes),
-        in_specs=(P(), axes, axes),
-        out_specs=out_specs,
-        check_vma=check_vma,
-    )
-    return jax.jit(mapped)
+    names, shape = zip(*(sizes or {"r": S}).items(), strict=True)
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), names)
+    options = {"in_specs": (P(), P(names), P(names)), "out_specs": out_specs}
+    return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **options))
 
 
 def train(optimizer, reduction, tree, ids, x, *, steps=1):
@@ -76,20 +60,14 @@ def train(optimizer, reduction, tree, ids, x, *, steps=1):
 
 def expected(rule, reduction, examples=slice(None), *, steps=1):
     """Return the parameters and slots of one device with some examples, by float64 loops."""
-    name, hyper = type(rule).__name__, optimizer_cases.hyper(rule)
-    rows = [row.astype(np.float64) for row in (PARAMS["kernel"], *PARAMS["table"])]
-    slots = [oracle_rules.initial_slots(name, hyper, D) for _ in rows]
-    for t in range(steps):
-        rate = rule.learning_rate
-        rate = float(rate(t)) if callable(rate) else rate
-        for i, g in row_gradients(rows, reduction, examples).items():
-            rows[i], slots[i] = oracle_rules.apply(name, hyper, rows[i], slots[i], g, t + 1, rate)
-    stacked = {slot: np.stack([one[slot] for one in slots]) for slot in slots[0]}
-    tree = {"kernel": rows[0], "table": np.stack(rows[1:])}
-    return tree, {
-        "kernel": {slot: values[0] for slot, values in stacked.items()},
-        "table": {slot: values[1:] for slot, values in stacked.items()},
-    }
+    first = rows = np.array([PARAMS["kernel"], *PARAMS["table"]], np.float64)
+    gradients = []
+    for _ in range(steps):
+        gradients.append(row_gradients(rows, reduction, examples))
+        *_, (rows, slots) = optimizer_cases.oracle_steps(rule, first, gradients)
+    parts = {"kernel": 0, "table": slice(1, None)}
+    tree = {name: rows[at] for name, at in parts.items()}
+    return tree, {name: {s: x[at] for s, x in slots.items()} for name, at in parts.items()}
 
 
 def row_gradients(rows, reduction, examples, seeds=None):

@@ -1,22 +1,13 @@
 """Engines, steps and servers, for the tests of deltas."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import numpy as np
 from facade_cases import mesh
 
-from tpu_embed import (
-    BatchSpec,
-    EmbeddingEngine,
-    FeatureConfig,
-    RaggedIds,
-    RowIdInitializer,
-    SparseIds,
-    TableConfig,
-)
+import tpu_embed
+from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.io import TouchedRows, export_delta
 
 BATCH, V = 16, 61
@@ -24,16 +15,16 @@ BATCH, V = 16, 61
 
 def make_engine(optimizer, devices=8, placement="mod", dtype="float32"):
     """Return an engine of two stacked tables, one of whose rows are few, and one that is fixed."""
-    kind = {"dtype": dtype, "placement": placement, "initializer": RowIdInitializer()}
-    item = FeatureConfig(TableConfig(V, 5, name="item", combiner="sum", **kind), on_bad_id="drop")
-    fixed = TableConfig(9, 3, RowIdInitializer(), name="fixed", trainable=False)
+    by_row = tpu_embed.RowIdInitializer()
+    kind = {"dtype": dtype, "placement": placement, "initializer": by_row}
+    item = TableConfig(V, 5, name="item", combiner="sum", **kind)
     features = {
-        "item": item,
-        "seen": FeatureConfig(item.table, max_sequence_length=2, on_bad_id="clip"),
+        "item": FeatureConfig(item, on_bad_id="drop"),
+        "seen": FeatureConfig(item, max_sequence_length=2, on_bad_id="clip"),
         "tags": FeatureConfig(TableConfig(7, 5, name="day.of/week", **kind)),
-        "fixed": FeatureConfig(fixed),
+        "fixed": FeatureConfig(TableConfig(9, 3, by_row, name="fixed", trainable=False)),
     }
-    return EmbeddingEngine(features, optimizer, mesh=mesh(devices))
+    return tpu_embed.EmbeddingEngine(features, optimizer, mesh=mesh(devices))
 
 
 def draw(step):
@@ -42,15 +33,15 @@ def draw(step):
     tags = [rng.integers(0, 7, rng.integers(0, 3)).tolist() for _ in range(BATCH)]
     return {
         "item": rng.integers(-9, 30, (BATCH, 2)),
-        "seen": RaggedIds.from_lists(seen),
-        "tags": SparseIds.from_lists(tags, weights=[[0.5] * len(bag) for bag in tags]),
+        "seen": tpu_embed.RaggedIds.from_lists(seen),
+        "tags": tpu_embed.SparseIds.from_lists(tags, weights=[[0.5] * len(bag) for bag in tags]),
         "fixed": rng.integers(0, 9, BATCH),
     }
 
 
 def trained(engine, state, touched, steps):
     """Return the state after some updates, recorded as batches and as features."""
-    spec = BatchSpec.union(*(engine.place(draw(step)).spec for step in range(1, 5)))
+    spec = tpu_embed.BatchSpec.union(*(engine.place(draw(step)).spec for step in range(1, 5)))
     for step in range(int(state.step) + 1, int(state.step) + steps + 1):
         batch, rng = engine.place(draw(step), spec=spec), np.random.default_rng(step)
         touched.record(batch if step % 2 else draw(step), step)

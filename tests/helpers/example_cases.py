@@ -20,9 +20,8 @@ def run(example, *arguments, cwd):
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
     command = [sys.executable, str(EXAMPLES / example), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+    options = {"capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, cwd=cwd, env=environment, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,9 +1,7 @@
 """A small trained model, for the tests of what is exported."""
 
-from __future__ import annotations
-
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +45,8 @@ def network(activations, dense):
     return {"score": jax.nn.sigmoid(hidden).sum(-1), "sequence": sequence}
 
 
-class Trained(NamedTuple):
-    """An engine after training, and the outputs of its process."""
-
-    tables: dict
-    outputs: dict
+Trained = namedtuple("Trained", "tables outputs")
+"""An engine after training, and the outputs of its process."""
 
 
 ONE = FeatureConfig(SMALL)

@@ -68,7 +68,6 @@ def at_64_bytes(array):
 def assert_same(a, b) -> None:
     """Assert that two nestings of arrays have the same structure, dtypes and bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        np.testing.assert_array_equal(x, y)
+    for (path, x), y in zip(jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), where, strict=True)

@@ -48,15 +48,14 @@ def assert_same_ids(found, line, blocks):
     """Check sorted ids by loops over the line, dtypes too."""
     assert (found.rows.dtype, found.sum_rows.dtype) == (line.dtype, line.dtype)
     assert {found.order.dtype, found.row.dtype, found.sum.dtype} == {np.dtype(np.int32)}
-    block = np.zeros(line.size, int) if blocks is None else blocks
-    order = [i for i in sorted(range(line.size), key=lambda i: (line[i], block[i])) if line[i] >= 0]
-    rows = sorted({int(line[i]) for i in order})
-    sums = sorted({(int(line[i]), 0 if blocks is None else int(blocks[i])) for i in order})
+    blocks = np.zeros(line.size, int) if blocks is None else blocks
+    pairs = [*zip(line.tolist(), blocks.tolist(), strict=True)]
+    order = [i for i in sorted(range(line.size), key=pairs.__getitem__) if line[i] >= 0]
+    rows, sums = sorted({pairs[i][0] for i in order}), sorted({pairs[i] for i in order})
     assert found.order.tolist() == order
     assert found.rows.tolist() == rows
     assert found.row.tolist() == [rows.index(line[i]) for i in order]
-    pairs = [(line[i], 0 if blocks is None else blocks[i]) for i in order]
-    assert found.sum.tolist() == [sums.index(pair) for pair in pairs]
+    assert found.sum.tolist() == [sums.index(pairs[i]) for i in order]
     assert found.sum_rows.tolist() == [row for row, _ in sums]
 
 

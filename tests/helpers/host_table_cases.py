@@ -6,42 +6,35 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from facade_cases import mesh
 
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, Jagged, RaggedIds, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.core.state import rule_slots
 
-RULES = {
-    "SGD": o.SGD(0.5),
-    "Adagrad": o.Adagrad(0.3),
-    "Adam": o.Adam(0.1),
-    "FTRL": o.FTRL(0.2),
-    "RowWiseAdagrad": o.RowWiseAdagrad(0.3),
-}
+RATES = {"SGD": 0.5, "Adagrad": 0.3, "Adam": 0.1, "FTRL": 0.2, "RowWiseAdagrad": 0.3}
+RULES = {name: getattr(o, name)(rate) for name, rate in RATES.items()}
 ITEMS, TAGS, BATCH = 150, 90, 8
 
 
-def declared(rule, storage=None, *, dtype="float32", dim=4, living=None, rounding="nearest"):
+def declared(rule, storage=None, *, dim=4, living=None, **options):
     """Return features of two tables that share a stack, and of one that is on the devices.
 
     Args:
       rule: their optimizer.
       storage: of the two tables; None: they are on the devices, too.
-      dtype: of their rows.
       dim: D.
       living: of the second table, if its ids are keys: its vocabulary, how many keys have a row,
         and how many of these the devices hold; or None.
-      rounding: of the two tables.
+      options: of the two tables.
     """
     vocabulary, size, rows = living or (None, TAGS, 0)
     of_tags = storage and dataclasses.replace(storage, device_rows=rows or storage.device_rows)
-    drawn = jax.nn.initializers.normal(0.3)
-    made = {"storage": storage, "optimizer": rule, "dtype": dtype, "initializer": drawn}
-    made["rounding"] = rounding
-    items = TableConfig(ITEMS, dim, name="items", **made)
-    of_keys = {**made, "storage": of_tags, "vocabulary": vocabulary}
-    tags = TableConfig(size, dim, name="tags", combiner="sum", **of_keys)
+    options |= {"optimizer": rule, "initializer": jax.nn.initializers.normal(0.3)}
+    items = TableConfig(ITEMS, dim, name="items", storage=storage, **options)
+    options |= {"storage": of_tags, "vocabulary": vocabulary, "combiner": "sum"}
+    tags = TableConfig(size, dim, name="tags", **options)
     users = TableConfig(9, dim, name="users", optimizer=o.SGD(0.5))
     return {
         "bags": FeatureConfig(items, on_bad_id="drop"),
@@ -72,18 +65,15 @@ def draw_batch(rng, size=BATCH, tags=TAGS):
     splits = np.concatenate([[0], np.cumsum(rng.integers(0, 4, size))])
     jagged = RaggedIds(ids(int(splits[-1]), tags), splits)
     features = {"bags": bags, "seen": seen, "jagged": jagged, "user": rng.integers(0, 9, size)}
-    weights = None
-    if rng.random() < 0.5:
-        weights = {**dict.fromkeys(features), "bags": rng.random(bags.shape).astype(np.float32)}
-    return features, weights
+    if rng.random() >= 0.5:
+        return features, None
+    return features, {**dict.fromkeys(features), "bags": np.float32(rng.random(bags.shape))}
 
 
 def rows_of(activation):
     """Return an activation; of a `Jagged` its rows, whatever room there is behind them."""
-    if not isinstance(activation, Jagged):
-        return np.asarray(activation)
-    parts = zip(np.asarray(activation.values), np.asarray(activation.row_splits), strict=True)
-    return np.concatenate([values[: splits[-1]] for values, splits in parts])
+    jagged = isinstance(activation, Jagged)
+    return np.concatenate(activation.to_list()) if jagged else np.asarray(activation)
 
 
 def gradients_of(activations, seed):
@@ -93,55 +83,40 @@ def gradients_of(activations, seed):
         made[name] = drawn = rng.normal(size=rows_of(one).shape).astype(np.float32)
         if isinstance(one, Jagged):
             made[name] = np.zeros(one.values.shape, np.float32)
-            for part, splits in zip(made[name], np.asarray(one.row_splits), strict=True):
-                part[: splits[-1]], drawn = drawn[: splits[-1]], drawn[splits[-1] :]
+            here = np.arange(one.values.shape[1]) < np.asarray(one.row_splits)[:, -1:]
+            made[name][here] = drawn
     return made
 
 
-class TwoEngines:
-    """The same run on both engines: whatever they return must be equal, bit for bit.
+class TwoRuns:
+    """The same run in two engines: whatever they return must be equal, bit for bit.
+
+    A subclass has `draw`, which returns the arguments of `place`.
 
     Args:
-      hosted: the engine with tables on the host.
-      resident: the engine whose tables are on the devices.
+      engines: the two.
       seed: of the run.
     """
 
-    def __init__(self, hosted, resident, seed):
-        self.hosted, self.resident = hosted, resident
-        self.rng = np.random.default_rng(seed)
-        key = jax.random.key(seed)
-        self.states = [hosted.init(key), resident.init(key)]
-        self.placed, self.admitted, self.kept = collections.deque(), collections.deque(), []
+    def __init__(self, engines, seed):
+        self.engines, self.rng = [*engines], np.random.default_rng(seed)
+        self.states = [engine.init(jax.random.key(seed)) for engine in engines]
+        self.placed, self.admitted = collections.deque(), collections.deque()
         self.counts = collections.Counter()
-        self.lives = resident.vocabularies is not None
-        self.tags = 2 * TAGS if self.lives else TAGS
 
     @property
     def both(self):
-        """The engines with their states: first the one with tables on the host."""
-        return [(self.hosted, self.states[0]), (self.resident, self.states[1])]
+        """The engines with their states."""
+        return [*zip(self.engines, self.states, strict=True)]
 
     def place(self):
-        given = draw_batch(self.rng, tags=self.tags)
-        batches = [engine.place(*given) for engine, _ in self.both]
-        late = sum(int((one.awaited > 0).sum()) for one in batches[0].keys.incoming.values())
-        self.counts["late rows"] += late
-        self.placed.append(batches)
-
-    def place_too_much(self):
-        maps = self.hosted.vocabularies
-        before = maps.placed, maps.counters
-        if self.hosted.table_configs["items"].device_rows >= 120:
-            return
-        features, _ = draw_batch(self.rng)
-        features["bags"] = np.arange(BATCH * 15).reshape(BATCH, 15)
-        with pytest.raises(ValueError):
-            self.hosted.place(features)
-        assert before == (maps.placed, maps.counters)
+        given = self.draw()
+        self.placed.append([engine.place(*given) for engine in self.engines])
+        for one in self.placed[-1][0].keys.incoming.values():
+            self.counts["late rows"] += int((one.awaited > 0).sum())
 
     def admit(self):
-        if len(self.admitted) > self.hosted.vocabularies.lookahead:
+        if len(self.admitted) > self.engines[0].vocabularies.lookahead:
             self.update()
         if self.placed:
             pairs = zip(self.both, self.placed.popleft(), strict=True)
@@ -167,9 +142,47 @@ class TwoEngines:
             np.testing.assert_array_equal(rows_of(found[name]), rows_of(one))
         return found, expected
 
+    def rewind(self):
+        for engine, state in self.both:
+            if engine.vocabularies is not None:
+                engine.vocabularies.rewind(state)
+        self.placed.clear()
+
+    def finish(self):
+        while self.placed or self.admitted:
+            self.admit()
+            self.update()
+
+
+class TwoEngines(TwoRuns):
+    """A run with tables on the host, and beside it one whose tables are on the devices."""
+
+    def __init__(self, hosted, resident, seed):
+        super().__init__((hosted, resident), seed)
+        self.kept, self.lives = [], resident.vocabularies is not None
+        self.tags = 2 * TAGS if self.lives else TAGS
+
+    @property
+    def hosted(self):
+        return self.engines[0]
+
+    def draw(self):
+        return draw_batch(self.rng, tags=self.tags)
+
+    def place_too_much(self):
+        maps = self.hosted.vocabularies
+        before = maps.placed, maps.counters
+        if self.hosted.table_configs["items"].device_rows >= 120:
+            return
+        features, _ = draw_batch(self.rng)
+        features["bags"] = np.arange(BATCH * 15).reshape(BATCH, 15)
+        with pytest.raises(ValueError):
+            self.hosted.place(features)
+        assert before == (maps.placed, maps.counters)
+
     def evaluate(self):
         given = draw_batch(self.rng, BATCH * int(self.rng.integers(1, 3)), self.tags)
-        batches = [engine.place(*given, training=False) for engine, _ in self.both]
+        batches = [engine.place(*given, training=False) for engine in self.engines]
         self.compare(batches)
         self.counts["visits"] += batches[0].visit_rows > 0
         self.kept = [*self.kept[-2:], batches]
@@ -185,21 +198,13 @@ class TwoEngines:
                 self.compare(batches)
                 self.counts["looked up again"] += 1
 
-    def rewind(self):
-        self.hosted.vocabularies.rewind(self.states[0])
-        if self.lives:
-            self.resident.vocabularies.rewind(self.states[1])
-        self.placed.clear()
-
     def rows_of(self, name):
         """Return the rows of a table that somebody can look up."""
         if name == "tags" and self.lives:
-            maps = [engine.vocabularies for engine, _ in self.both]
-            (keys, rows), others = (one.keys(name) for one in maps)
-            np.testing.assert_array_equal(keys, others[0])
-            np.testing.assert_array_equal(rows, others[1])
-            assert maps[0].admitted_counters[name] == maps[1].admitted_counters[name]
-            return rows
+            one, other = (engine.vocabularies for engine in self.engines)
+            jax.tree.map(np.testing.assert_array_equal, one.keys(name), other.keys(name))
+            assert one.admitted_counters[name] == other.admitted_counters[name]
+            return one.keys(name)[1]
         return np.arange({"items": ITEMS, "tags": TAGS}[name])
 
     def parts(self, name):
@@ -207,12 +212,17 @@ class TwoEngines:
         shapes = rule_slots(self.hosted.layout.table(name)[0])
         return [None, *sorted(n for n, one in shapes.items() if one.per_row)]
 
+    def read_rows(self, *given, **options):
+        """Return what both engines have as rows, which is the same."""
+        one, other = (engine.rows(state, *given, **options) for engine, state in self.both)
+        np.testing.assert_array_equal(one, other)
+        return one
+
     def read(self):
         for name in ("items", "tags"):
             ids = self.rng.permutation(self.rows_of(name))[:40]
             for slot in self.parts(name):
-                found = (e.rows(state, name, ids, slot=slot) for e, state in self.both)
-                np.testing.assert_array_equal(*found)
+                self.read_rows(name, ids, slot=slot)
 
     def set_rows(self):
         if self.placed:
@@ -220,8 +230,8 @@ class TwoEngines:
         name = ("items", "tags")[self.rng.integers(2)]
         slot = self.rng.choice(np.array(self.parts(name), object))
         ids = self.rng.permutation(self.rows_of(name))[:6]
-        shape = self.hosted.rows(self.states[0], name, ids, slot=slot).shape
-        values = self.rng.random(shape).astype(np.float32)
+        shape = self.read_rows(name, ids, slot=slot).shape
+        values = np.float32(self.rng.random(shape))
         self.states = [e.set_rows(state, name, ids, values, slot=slot) for e, state in self.both]
 
     def set_rows_by_key(self):
@@ -233,21 +243,19 @@ class TwoEngines:
         keys = self.rng.permutation(self.tags)[: self.rng.integers(1, 25)]
         slot = self.rng.choice(np.array(self.parts("tags"), object))
         width = self.hosted.rows(self.states[0], "tags", [0], slot=slot).shape[1:]
-        values = self.rng.random((keys.size, *width)).astype(np.float32)
+        values = np.float32(self.rng.random((keys.size, *width)))
         said, new = [], []
         for made, state in self.both:
             try:
                 new.append(made.set_rows(state, "tags", keys=keys, values=values, slot=slot))
             except ValueError as error:
                 said.append(str(error))
-        assert len(said) in (0, 2)
-        assert len(set(said)) < 2
+        assert (len(said), len(set(said))) in ((0, 0), (2, 1))
         self.counts["keys refused" if said else "keys set"] += 1
         if new:
             self.states = new
-            one, other = (e.rows(state, "tags", keys=keys, slot=slot) for e, state in self.both)
-            np.testing.assert_array_equal(one, values.astype(one.dtype))
-            np.testing.assert_array_equal(one, other)
+            found = self.read_rows("tags", keys=keys, slot=slot)
+            np.testing.assert_array_equal(found, values.astype(found.dtype))
 
     def run(self, steps):
         """Take random steps, then finish what waits and compare every row."""
@@ -258,22 +266,17 @@ class TwoEngines:
             if len(self.placed) > 3:
                 self.admit()
             ways[self.rng.integers(len(ways))]()
-        while self.placed or self.admitted:
-            self.admit()
-            self.update()
+        self.finish()
         self.read()
         if self.lives:
             self.counts |= self.hosted.vocabularies.counters["tags"]
         return self.counts
 
 
-def engines(
-    devices, rule, evict="lru", lookahead=1, rows=90, groups=None, exchange=None, **options
-):
+def engines(devices, rule, evict="lru", lookahead=1, rows=90, groups=None, exchange=None, **rest):
     """Return an engine with tables on the host, and one with the same tables on the devices."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    storage = HostStorage(device_rows=rows, evict=evict, groups=groups)
-    on_host, resident = (declared(RULES[rule], one, **options) for one in (storage, None))
-    shared = {"mesh": mesh, "lookahead": lookahead, "exchange_dtype": exchange}
-    hosted = tpu_embed.EmbeddingEngine(on_host, **shared)
-    return hosted, tpu_embed.EmbeddingEngine(resident, **shared)
+    shared = {"mesh": mesh(devices), "lookahead": lookahead, "exchange_dtype": exchange}
+    return [
+        tpu_embed.EmbeddingEngine(declared(RULES[rule], storage, **rest), **shared)
+        for storage in (HostStorage(device_rows=rows, evict=evict, groups=groups), None)
+    ]

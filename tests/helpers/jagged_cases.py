@@ -24,7 +24,5 @@ def make(lengths, seed=0, capacity=C, shape=(D,)):
 
 def rows_of(jagged):
     """Return the values of each example, in the order of the batch."""
-    values, splits = np.asarray(jagged.values), np.asarray(jagged.row_splits)
-    return [
-        values[s, splits[s, e] : splits[s, e + 1]] for s in range(len(splits)) for e in range(N)
-    ]
+    pairs = zip(np.asarray(jagged.values), np.asarray(jagged.row_splits), strict=True)
+    return [values[splits[e] : splits[e + 1]] for values, splits in pairs for e in range(N)]

@@ -35,26 +35,16 @@ import optax
 import quick_random
 from facade_cases import mesh
 from flax import nnx
+from loop_cases import Stateful, on_host
 
 import tpu_embed
-from tpu_embed import (
-    DynamicVocabulary,
-    EmbeddingEngine,
-    FeatureConfig,
-    HostStorage,
-    RaggedIds,
-    RowIdInitializer,
-    TableConfig,
-    fit,
-    io,
-    nn,
-)
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig, io, nn
 from tpu_embed import optimizers as o
 
 B, SAVED, MORE = 8, 2, 2
 """Examples of a batch; steps before files are written; steps of a run that goes on from them."""
 
-BY_ROW = RowIdInitializer()
+BY_ROW = tpu_embed.RowIdInitializer()
 RANDOM = {"dtype": "bfloat16", "rounding": "stochastic"}
 HALVES = {"beta_1": 0.5, "beta_2": 0.5}
 
@@ -65,14 +55,7 @@ def drawn(key, shape, dtype):
 
 
 def train(engine, state, steps, *, touched=None):
-    """Return the state after some steps, recorded if there is a record.
-
-    Args:
-      engine: that of one of the runs here.
-      state: to go on from; it is donated.
-      steps: how many.
-      touched: the record of touched rows, or None.
-    """
+    """Return the state, which is donated, after some steps, recorded if there is a record."""
     for _ in range(steps):
         number = int(state.step) + 1
         features = draw(engine, number)
@@ -102,13 +85,9 @@ def draw(engine, number):
 def bits(values):
     """Return arrays on the host; numbers of 16 bits and random keys as integers."""
 
-    def of_one(leaf):
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        array = np.asarray(leaf)
-        return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
-
-    return {name: of_one(one) for name, one in values.items()}
+    arrays = {name: on_host(one) for name, one in values.items()}
+    half = jnp.bfloat16
+    return {n: x.view(np.uint16) if x.dtype == half else x for n, x in arrays.items()}
 
 
 def under(start, found):
@@ -136,8 +115,9 @@ def static_engine(devices):
         "rounded": (9, 2, {"optimizer": o.SGD(0.5), **RANDOM}),
         "fixed": (5, 2, {"trainable": False}),
     }
+    shared = {"initializer": BY_ROW, "combiner": "sum"}
     features = {
-        name: FeatureConfig(TableConfig(size, dim, BY_ROW, name=name, combiner="sum", **rest))
+        name: FeatureConfig(TableConfig(size, dim, name=name, **shared, **rest))
         for name, (size, dim, rest) in rules.items()
     }
     return EmbeddingEngine(features, mesh=mesh(devices))
@@ -153,8 +133,7 @@ POSITION = {"epoch": 3, "name": "ü", "left": [1, 2.5, None]}
 
 def of_static(engine, state):
     """Return all tables and slots, and the step."""
-    found = {"step": state.step, **leaves(engine.tables(state)), **leaves(engine.slots(state))}
-    return bits(found)
+    return bits({"step": state.step} | leaves(engine.tables(state)) | leaves(engine.slots(state)))
 
 
 ROW_TABLES = ("films.v1/EU", "users", "optax")
@@ -171,12 +150,8 @@ def row_request():
 def answers(root, name, request):
     """Return what an export answers, before and after its delta."""
     model = io.load_model(root / name)
-    asked = {"before": model, "after": model.apply(root / f"{name}_delta")}
-    return {
-        f"{name} {when} {feature}": np.asarray(answer)
-        for when, one in asked.items()
-        for feature, answer in one(request).items()
-    }
+    found = under(f"{name} before", model(request))
+    return bits(found | under(f"{name} after", model.apply(root / f"{name}_delta")(request)))
 
 
 def make_static(root):
@@ -206,7 +181,7 @@ def make_static(root):
 def living_engine(devices):
     """Return an engine of keys on the devices, of keys on the host, and of ids on the host."""
     shared = DynamicVocabulary(admit_after=2, unseen="shared")
-    host = HostStorage(device_rows=20)
+    host = tpu_embed.HostStorage(device_rows=20)
     tables = [
         TableConfig(12, 2, drawn, name="query", vocabulary=shared, **RANDOM),
         TableConfig(30, 2, drawn, name="both", vocabulary=DynamicVocabulary(ttl=2), storage=host),
@@ -269,17 +244,17 @@ def make_living(root):
 def modules_of(devices):
     """Return modules by name: layers of all kinds, a network and its optimizer."""
     rule, rngs = {"optimizer": o.Momentum(0.5, momentum=0.5)}, nnx.Rngs(5)
+    home = tpu_embed.HostStorage(device_rows=20)
     tables = {
         "films": TableConfig(11, 2, BY_ROW, name="films", **rule),
         "tags": TableConfig(20, 2, drawn, name="t", vocabulary=DynamicVocabulary(), **rule),
-        "far": TableConfig(40, 2, drawn, name="t", storage=HostStorage(device_rows=20), **rule),
+        "far": TableConfig(40, 2, drawn, name="t", storage=home, **rule),
     }
     made = {
         name: nn.EmbeddingBag(table, mesh=mesh(devices), lookahead=0, rngs=rngs)
         for name, table in tables.items()
     }
-    ones = nnx.initializers.constant(0.5)
-    dense = nnx.Linear(2, 1, kernel_init=ones, rngs=rngs)
+    dense = nnx.Linear(2, 1, kernel_init=nnx.initializers.constant(0.5), rngs=rngs)
     model = nnx.Dict(**made, dense=dense, dropout=nnx.Dropout(0.5, rngs=rngs))
     optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=nnx.Param)
     return {"model": model, "optimizer": optimizer}
@@ -328,27 +303,13 @@ def make_modules(root):
 # -- a run of fit --------------------------------------------------------------------------------
 
 
-class Source:
-    """Batches from an iterator that knows where it stands."""
-
-    def __init__(self):
-        self.at = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        rng = np.random.default_rng(self.at)
-        lengths = rng.permutation(np.arange(B) % 3)
-        seen = RaggedIds(rng.integers(0, 9, lengths.sum()), np.append(0, np.cumsum(lengths)))
-        self.at += 1
-        return {"item": rng.integers(0, 9, B), "seen": seen}, rng.integers(-2, 3, B).astype("f4")
-
-    def get_state(self):
-        return {"at": self.at}
-
-    def set_state(self, state):
-        self.at = state["at"]
+def batches(count):
+    """Yield bags of one id and of several."""
+    for number in range(count):
+        rng = np.random.default_rng(number)
+        splits = np.append(0, np.cumsum(rng.permutation(np.arange(B) % 3)))
+        seen = tpu_embed.RaggedIds(rng.integers(0, 9, splits[-1]), splits)
+        yield {"item": rng.integers(0, 9, B), "seen": seen}, rng.integers(-2, 3, B).astype("f4")
 
 
 class Network(nnx.Module):
@@ -370,10 +331,9 @@ def run_fit(directory, steps, devices):
     table = TableConfig(9, 2, BY_ROW, name="items")
     features = {"item": FeatureConfig(table), "seen": FeatureConfig(table, jagged=True)}
     engine = EmbeddingEngine(features, o.Momentum(0.5, momentum=0.5), mesh=mesh(devices))
-    report = fit(
-        engine, _loss, Source(), model=Network(), optimizer=optax.sgd(0.5, momentum=0.5),
-        steps=steps, directory=directory, keep=1, progress=False,
-    )  # fmt: skip
+    options = {"steps": steps, "directory": directory, "keep": 1, "progress": False}
+    options |= {"model": Network(), "optimizer": optax.sgd(0.5, momentum=0.5)}
+    report = tpu_embed.fit(engine, _loss, Stateful(8, batches), **options)
     network = leaves(nnx.to_pure_dict(nnx.state(report.model)))
     return of_static(engine, report.state) | bits(network)
 

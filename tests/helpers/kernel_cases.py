@@ -1,7 +1,5 @@
 """Operands for the compiled CPU kernels, and comparison bit by bit."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -22,9 +20,7 @@ def assert_same_bits(found, expected):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         nan = np.isnan(x) & np.isnan(y) if x.dtype.kind == "f" else np.zeros(x.shape, bool)
         bits = f"u{x.dtype.itemsize}"
-        np.testing.assert_array_equal(
-            np.where(nan, 0, x.view(bits)), np.where(nan, 0, y.view(bits))
-        )
+        np.testing.assert_array_equal(*(np.where(nan, 0, one.view(bits)) for one in (x, y)))
 
 
 def magnitudes(rng, shape, *, tiny=False):
@@ -48,9 +44,8 @@ def row_numbers(rng, rows, n, dtype=np.int32):
     """Return n row ids, some of them outside of the table, a few far outside."""
     limits = np.iinfo(dtype)
     outside = [-1, rows, rows + 1, -rows, limits.min, limits.max]
-    outside += [2**32, 2**32 + 1, -(2**32)] * (
-        dtype == np.int64
-    )  # in range if they were truncated to 32 bits
+    if dtype == np.int64:
+        outside += [2**32, 2**32 + 1, -(2**32)]  # in range if they were truncated to 32 bits
     numbers = rng.integers(0, rows, n)
     return np.where(rng.random(n) < 0.2, rng.choice(outside, n), numbers).astype(dtype)
 

@@ -1,7 +1,5 @@
 """A table with keys in plain dictionaries, and the exports and deltas of it, without an engine."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,12 +27,10 @@ class Keyed:
         self.shared = self.row()
 
     def row(self):
-        values = self.rng.normal(size=self.config.dim)
-        return values.astype(jnp.dtype(self.config.dtype))
+        return self.rng.normal(size=self.config.dim).astype(jnp.dtype(self.config.dtype))
 
     @property
     def unseen(self):
-        assert self.config.vocabulary is not None
         return self.config.vocabulary.unseen
 
     def trained(self):
@@ -62,9 +58,8 @@ class Keyed:
             "shared": self._stored([self.shared] if shared else []),
         }
         config = self.config
-        return directory.Table(
-            config.vocabulary_size, config.dim, config.dtype, self.unseen, arrays
-        )
+        kind = config.vocabulary_size, config.dim, config.dtype, self.unseen
+        return directory.Table(*kind, arrays)
 
     def _stored(self, rows):
         dtype = jnp.dtype(self.config.dtype)
@@ -90,6 +85,12 @@ def write_delta(path, first, last, tables, ancestors=()):
     return path
 
 
+def as_trained(tables):
+    """Return tables and vocabularies by name."""
+    trained = {one.config.name: one.trained() for one in tables}
+    return ({name: pair[i] for name, pair in trained.items()} for i in range(2))
+
+
 def export_arrays(path, arrays, features, examples, **options):
     """Export the activations of arrays; return the model."""
     options = {"platforms": "cpu"} | options
@@ -99,14 +100,12 @@ def export_arrays(path, arrays, features, examples, **options):
 
 def export(path, tables, features, examples, *, arrays=(), **options):
     """Export the activations of tables with keys, and of other arrays; return the model."""
-    trained = {one.config.name: one.trained() for one in tables}
-    mine, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
+    mine, maps = as_trained(tables)
     options = {"version": version(0), "vocabularies": maps} | options
     return export_arrays(path, {**mine, **dict(arrays)}, features, examples, **options)
 
 
 def looked_up(tables, features, given, weights=None):
     """Return what `serving_lookup` finds in the tables as training has them."""
-    trained = {one.config.name: one.trained() for one in tables}
-    arrays, maps = ({n: pair[i] for n, pair in trained.items()} for i in range(2))
+    arrays, maps = as_trained(tables)
     return io.serving_lookup(arrays, given, features, weights, vocabularies=maps)

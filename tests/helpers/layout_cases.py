@@ -13,9 +13,6 @@ def resolved(name, size, shards, *, optimizer=None, placement="mod", **options):
 
 def make_stack(sizes, shards, placement="mod", **options):
     """Return one stack of tables of these sizes, named "0", "1", …"""
-    tables = [
-        resolved(str(i), size, shards, placement=placement, **options)
-        for i, size in enumerate(sizes)
-    ]
-    (stack,) = make_stacks(tables)
+    options["placement"] = placement
+    (stack,) = make_stacks([resolved(str(i), n, shards, **options) for i, n in enumerate(sizes)])
     return stack

@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import jax
 import numpy as np
+from facade_cases import assert_same as assert_same
 from facade_cases import mesh
 from oracle_vocabulary import VocabularyOracle
 
@@ -21,27 +22,21 @@ ITEMS, TAGS = 34, 6
 def configs(items=ITEMS, **options):
     """Return features of two living tables, and of an ordinary one that shares a stack."""
     living = DynamicVocabulary(**({"ttl": 2} | options))
-    tags = DynamicVocabulary(admit_after=2, evict="lfu", unseen="shared")
-    tables = {
-        "items": TableConfig(items, 4, name="items", vocabulary=living),
-        "tags": TableConfig(
-            TAGS, 2, name="tags", combiner="sum", optimizer=o.Adagrad(0.5), vocabulary=tags
-        ),
-        "users": TableConfig(9, 4, name="users", combiner="sum"),
-    }
+    of_tags = DynamicVocabulary(admit_after=2, evict="lfu", unseen="shared")
+    items = TableConfig(items, 4, name="items", vocabulary=living)
+    options = {"combiner": "sum", "optimizer": o.Adagrad(0.5), "vocabulary": of_tags}
     return {
-        "bags": FeatureConfig(tables["items"]),
-        "one": FeatureConfig(tables["tags"]),
-        "seen": FeatureConfig(tables["items"], max_sequence_length=2),
-        "user": FeatureConfig(tables["users"]),
+        "bags": FeatureConfig(items),
+        "one": FeatureConfig(TableConfig(TAGS, 2, name="tags", **options)),
+        "seen": FeatureConfig(items, max_sequence_length=2),
+        "user": FeatureConfig(TableConfig(9, 4, name="users", combiner="sum")),
     }
 
 
 def engine(devices=2, lookahead=0, features=None, **options):
     """Return an engine of these features."""
-    return tpu_embed.EmbeddingEngine(
-        features or configs(), o.Adam(0.125), mesh=mesh(devices), lookahead=lookahead, **options
-    )
+    options |= {"mesh": mesh(devices), "lookahead": lookahead}
+    return tpu_embed.EmbeddingEngine(features or configs(), o.Adam(0.125), **options)
 
 
 def draw(step, scale=1):
@@ -51,10 +46,10 @@ def draw(step, scale=1):
     lengths = rng.permutation(np.arange(bags) % 3)  # always as many in all: one spec
     splits = np.concatenate([[0], np.cumsum(lengths)])
     weights = rng.choice([0.5, 1, 2], splits[-1]).astype(np.float32)
-    keys = (rng.integers(0, spread, splits[-1]) + step).astype(np.uint64) * np.uint64(2**61 + 3)
-    shown = (rng.integers(0, spread, (seen, 3)) + step).astype(np.uint64)
-    shown = (shown * np.uint64(2**61 + 3)).view(np.int64)
-    one = rng.integers(0, 12, one) - 1
+    far = np.uint64(2**61 + 3)
+    keys = (rng.integers(0, spread, splits[-1]) + step).astype(np.uint64) * far
+    shown = (rng.integers(0, spread, (seen, 3)) + step).astype(np.uint64) * far
+    shown, one = shown.view(np.int64), rng.integers(0, 12, one) - 1
     return {
         "bags": RaggedIds(keys, splits, weights),
         "one": one,
@@ -65,28 +60,23 @@ def draw(step, scale=1):
 
 def keys_in_order(batch):
     """Return the keys of each living table in batch order, by loops."""
-    items, tags = [], []
-    bags = batch["bags"]
+    bags, items = batch["bags"], []
     for e in range(SIZES["bags"]):
         for at in range(bags.row_splits[e], bags.row_splits[e + 1]):
             items.append((Fraction(e, SIZES["bags"]), 0, at, int(bags.values[at])))
-    for e, row in enumerate(batch["seen"]):
-        for at, key in enumerate(row[:2].tolist()):
-            if key != -1:
-                items.append((Fraction(e, SIZES["seen"]), 1, at, key % 2**64))
-    for e, key in enumerate(batch["one"].tolist()):
+    for (e, at), key in np.ndenumerate(batch["seen"][:, :2]):
         if key != -1:
-            tags.append((Fraction(e, SIZES["one"]), 0, 0, key))
-    return {"items": [x[-1] for x in sorted(items)], "tags": [x[-1] for x in sorted(tags)]}
+            items.append((Fraction(e, SIZES["seen"]), 1, at, int(key) % 2**64))
+    tags = [key for key in batch["one"].tolist() if key != -1]
+    return {"items": [key for *_, key in sorted(items)], "tags": tags}
 
 
 def oracles(lookahead=0, items=ITEMS):
     """Return the plain Python maps of the two tables."""
+    of_tags = {"admit_after": 2, "evict": "lfu", "waiting": 4 * TAGS}
     return {
         "items": VocabularyOracle(items, ttl=2, waiting=4 * items, lookahead=lookahead),
-        "tags": VocabularyOracle(
-            TAGS - 1, admit_after=2, evict="lfu", waiting=4 * TAGS, lookahead=lookahead
-        ),
+        "tags": VocabularyOracle(TAGS - 1, lookahead=lookahead, **of_tags),
     }
 
 
@@ -135,13 +125,6 @@ def whole(made, state):
     for name, one in made.vocabularies.state().maps.items():
         found |= {f"map {name}/{field}": a for field, a in one._asdict().items()}
     return {name: np.asarray(array) for name, array in found.items()}
-
-
-def assert_same(found, expected, names=None):
-    """Compare arrays by name, bit for bit."""
-    assert found.keys() == expected.keys()
-    for name in names or found:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name, strict=True)
 
 
 def simple(capacity=3, lookahead=0, **options):

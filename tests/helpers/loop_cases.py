@@ -5,8 +5,8 @@ import functools
 import jax
 import numpy as np
 import optax
+from facade_cases import mesh
 from flax import nnx
-from living_cases import mesh
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
@@ -19,13 +19,12 @@ DENSE = optax.adam(0.05)
 def make_engine(devices=2):
     """Return an engine of a fixed table, a living one, and one on the host."""
     living = DynamicVocabulary(admit_after=2, ttl=4)
-    host = HostStorage(device_rows=24)
-    tables = {
-        "item": TableConfig(ROWS, DIM, name="item"),
-        "query": TableConfig(20, DIM, name="query", vocabulary=living),
-        "far": TableConfig(FAR, DIM, name="far", storage=host),
-    }
-    features = jax.tree.map(FeatureConfig, tables)
+    tables = [
+        TableConfig(ROWS, DIM, name="item"),
+        TableConfig(20, DIM, name="query", vocabulary=living),
+        TableConfig(FAR, DIM, name="far", storage=HostStorage(device_rows=24)),
+    ]
+    features = {table.name: FeatureConfig(table) for table in tables}
     return tpu_embed.EmbeddingEngine(features, o.Adagrad(0.5), mesh=mesh(devices))
 
 
@@ -70,10 +69,10 @@ of_items = functools.partial(batches, names=("item",))
 
 
 class Stateful:
-    """The same batches from an iterator that knows its position."""
+    """The same batches, or those that `make` yields, from an iterator that knows its position."""
 
-    def __init__(self, steps, **options):
-        self.items, self.at = list(batches(steps, **options)), 0
+    def __init__(self, steps, make=batches, **options):
+        self.items, self.at = list(make(steps, **options)), 0
 
     def __iter__(self):
         return self
@@ -102,8 +101,10 @@ def left_by(engine, report):
     model = getattr(report, "model", None)
     values = nnx.state(model) if isinstance(model, nnx.Module) else model
     leaves = jax.tree.leaves((rows, engine.vocabularies.held("query"), values, state.step))
-    is_key = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-    return [
-        np.asarray(jax.random.key_data(leaf) if keyed else leaf)
-        for leaf, keyed in zip(leaves, is_key, strict=True)
-    ]
+    return [on_host(leaf) for leaf in leaves]
+
+
+def on_host(leaf):
+    """Return an array on the host; of random keys their data."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)

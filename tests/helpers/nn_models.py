@@ -1,5 +1,7 @@
 """Models for tests of `tpu_embed.nn`: the same model with our layer and with `nnx.Embed`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,11 +54,10 @@ class TheirModel(nnx.Module):
 def dense_optimizer(table, rest):
     """Return an optax transform that has another optimizer for the table of `TheirModel`."""
 
-    def labels(params):
-        return jax.tree.map_with_path(
-            lambda path, _: "table" if "embed" in jax.tree_util.keystr(path) else "rest", params
-        )
+    def label(path, _):
+        return "table" if "embed" in jax.tree_util.keystr(path) else "rest"
 
+    labels = functools.partial(jax.tree.map_with_path, label)
     return optax.multi_transform({"table": table, "rest": rest}, labels)
 
 

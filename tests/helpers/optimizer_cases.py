@@ -19,6 +19,10 @@ DECAY = {"weight_decay_factor": 0.03}
 DECAY_BY_RATE = {"weight_decay_factor": 0.3, "multiply_weight_decay_factor_by_learning_rate": True}
 CLIPS = {"clipvalue": 0.7, "clip_weight_min": -0.8, "clip_weight_max": 0.9}
 ALL = {**DECAY_BY_RATE, **CLIPS}
+RIDGE = {"l2_regularization_strength": 0.2, "beta": 0.3}
+BY_RATE = {"multiply_linear_by_learning_rate": True}
+FROM_ZERO = {"initial_accumulator_value": 0.0, "allow_zero_accumulator": True}
+TRAIL = {"slot_initializers": {"trail": 0.4}}
 
 
 def centred_rule(gradient, row, slots, learning_rate, step):
@@ -55,21 +59,12 @@ CASES = {
     ],
     "FTRL": [
         o.FTRL(0.1),
-        o.FTRL(0.1, l1_regularization_strength=0.1, l2_regularization_strength=0.2, beta=0.3),
+        o.FTRL(0.1, l1_regularization_strength=0.1, **RIDGE),
         o.FTRL(0.1, learning_rate_power=-0.3, l1_regularization_strength=0.05, **ALL),
-        o.FTRL(
-            0.1,
-            l1_regularization_strength=0.5,
-            l2_regularization_strength=0.2,
-            beta=0.3,
-            multiply_linear_by_learning_rate=True,
-            initial_accumulator_value=0.0,
-            allow_zero_accumulator=True,
-            **DECAY,
-        ),
+        o.FTRL(0.1, l1_regularization_strength=0.5, **RIDGE, **BY_RATE, **FROM_ZERO, **DECAY),
         o.FTRL(0.1, learning_rate_power=0.0, slot_initializers={"linears": 0.2}),
         o.FTRL(0.0),
-        o.FTRL(0.0, multiply_linear_by_learning_rate=True),
+        o.FTRL(0.0, **BY_RATE),
     ],
     "Adam": [
         o.Adam(0.1),
@@ -97,29 +92,23 @@ CASES = {
     "Yogi": [o.Yogi(0.1), o.Yogi(0.1, beta_1=0.5, beta_2=0.9, epsilon=0.1, **ALL)],
     "CustomOptimizer": [
         o.CustomOptimizer(leaky_rule, {"trail": 0.0, "seen": 1.0}, 0.1),
-        o.CustomOptimizer(
-            leaky_rule, {"trail": 0.2, "seen": 0}, 0.1, slot_initializers={"trail": 0.4}, **ALL
-        ),
+        o.CustomOptimizer(leaky_rule, {"trail": 0.2, "seen": 0}, 0.1, **TRAIL, **ALL),
     ],
 }
 
+CHAIN = optax.clip(0.5), optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)
+MU_NU = ("mu", "nu")
 OPTAX_CASES = {
     "sgd": (optax.sgd(0.1), ()),
     "sgd with momentum": (optax.sgd(0.1, momentum=0.9, nesterov=True), ("trace",)),
     "schedule": (optax.sgd(optax.exponential_decay(0.1, 1, 0.5)), ()),
-    "adam": (optax.adam(0.1), ("mu", "nu")),
-    "adamw by schedule": (
-        optax.adamw(optax.linear_schedule(0.1, 0.0, 5), weight_decay=0.1),
-        ("mu", "nu"),
-    ),
+    "adam": (optax.adam(0.1), MU_NU),
+    "adamw by schedule": (optax.adamw(optax.linear_schedule(0.1, 0.0, 5), weight_decay=0.1), MU_NU),
     "adagrad": (optax.adagrad(0.1), ("sum_of_squares",)),
     "rmsprop": (optax.rmsprop(0.1, centered=True, momentum=0.9), ("mu", "nu", "trace")),
     "lion": (optax.lion(0.01), ("mu",)),
     "yogi": (optax.yogi(0.1), ("mu", "nu")),
-    "chain": (
-        optax.chain(optax.clip(0.5), optax.trace(0.9), optax.trace(0.5), optax.scale(-0.1)),
-        ("1_trace", "2_trace"),
-    ),
+    "chain": (optax.chain(*CHAIN), ("1_trace", "2_trace")),
     "schedule free": (optax.contrib.schedule_free_sgd(0.1), ("z",)),
     "hyperparameters": (optax.inject_hyperparams(optax.adam)(0.1), ("mu", "nu")),
 }

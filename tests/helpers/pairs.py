@@ -22,11 +22,10 @@ def parametrize_pairs(**factors):
     # By the numbers of the levels: 0.0 and -0.0 are equal, and two levels.
     numbers = {name: range(len(levels)) for name, levels in factors.items()}
     design = {tuple(row.values()) for row in all_pairs(**numbers)}
+    every = (itertools.product(*of.values()) for of in (numbers, factors))
     cases = [
         pytest.param(*case, marks=[] if number in design else [pytest.mark.whole])
-        for number, case in zip(
-            itertools.product(*numbers.values()), itertools.product(*factors.values()), strict=True
-        )
+        for number, case in zip(*every, strict=True)
     ]
     return pytest.mark.parametrize(tuple(factors), cases, ids=str)
 
@@ -44,10 +43,8 @@ def all_pairs(**factors):
     sizes = {name: len(levels) for name, levels in factors.items()}
     names = sorted(sizes, key=lambda name: -sizes[name])
     first, second = names[:2]
-    rows = [
-        {first: i, second: j}
-        for i, j in itertools.product(range(sizes[first]), range(sizes[second]))
-    ]
+    levels = itertools.product(range(sizes[first]), range(sizes[second]))
+    rows = [{first: i, second: j} for i, j in levels]
     for n in range(2, len(names)):
         rows = _grown(rows, names[:n], names[n], sizes)
     return [{name: factors[name][row[name]] for name in factors} for row in rows]
@@ -55,27 +52,22 @@ def all_pairs(**factors):
 
 def _grown(rows, old, new, sizes):
     """Return the rows with one more factor."""
-    counts = collections.Counter()
+    counts, levels = collections.Counter(), range(sizes[new])
 
     def seen(row, level):
         return [counts[name, row[name], level] for name in old]
 
     for row in rows:
-        row[new] = min(
-            range(sizes[new]), key=lambda level: (-seen(row, level).count(0), sum(seen(row, level)))
-        )
+        ranks = [(-seen(row, level).count(0), sum(seen(row, level))) for level in levels]
+        row[new] = ranks.index(min(ranks))
         counts.update((name, row[name], row[new]) for name in old)
     added = []
     for name in old:
-        for i, level in itertools.product(range(sizes[name]), range(sizes[new])):
+        for i, level in itertools.product(range(sizes[name]), levels):
             if not counts[name, i, level]:
-                added.append(_new_row(counts, old, (name, i), level, sizes) | {new: level})
+                # The other factors take the levels that have met the new one least often.
+                met = {x: [counts[x, j, level] for j in range(sizes[x])] for x in old}
+                row = {x: numbers.index(min(numbers)) for x, numbers in met.items()}
+                added.append(row | {name: i, new: level})
                 counts.update((other, added[-1][other], level) for other in old)
     return rows + added
-
-
-def _new_row(counts, old, fixed, level, sizes):
-    """Return a row of the old factors: one is fixed, the others met the new level least often."""
-    name, i = fixed
-    row = {other: min(range(sizes[other]), key=lambda j: counts[other, j, level]) for other in old}
-    return row | {name: i}

@@ -74,9 +74,9 @@ PLACES = {
     "dropped carry": _in_dropped_carry,
     "cond": _in_cond,
     "vmap": _in_vmap,
-    "jit of scan of remat": lambda step, kept, cut: jax.jit(
-        lambda kept, cut: _in_scan(jax.checkpoint(step), kept, cut)
-    )(kept, cut),
+    "jit of scan of remat": lambda step, *ids: jax.jit(_in_scan, static_argnums=0)(
+        jax.checkpoint(step), *ids
+    ),
 }
 """Where both lookups are made. Each is called with a step from both ids to a value and the rows."""
 

@@ -1,7 +1,5 @@
 """Tables with keys, their batches, and copies of all their rows, for tests of what has changed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig

@@ -2,6 +2,7 @@
 
 import numpy as np
 import oracle_rounding as oracle
+from facade_cases import assert_same as assert_same
 from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
@@ -36,16 +37,9 @@ def bits_of(made, state):
     return {name: np.asarray(x).view(np.uint16) for name, x in made.tables(state).items()}
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name])
-
-
 def seed_of(made, state):
     """Return the seed in a state, which is the same in each stack."""
-    seeds = {int(slots["rounding_seed"]) for slots in state.slots.values()}
-    (seed,) = seeds
+    (seed,) = {int(slots["rounding_seed"]) for slots in state.slots.values()}
     return seed
 
 

@@ -12,17 +12,12 @@ def expected(rows, queries, k, exclude=None, allowed=None):
     """Return scores and ids `[B, k]` by sorting all products in float64, one query at a time."""
     scores, ids = np.full((len(queries), k), -np.inf), np.full((len(queries), k), -1)
     for b, query in enumerate(queries):
-        products = [
-            (-float(sum(q * x for q, x in zip(query, row, strict=True))), i)
-            for i, row in enumerate(rows)
-        ]
-        hidden = set() if exclude is None else set(np.asarray(exclude)[b].tolist())
-        kept = [
-            (s, i)
-            for s, i in sorted(products)
-            if i not in hidden and (allowed is None or allowed[i]) and np.isfinite(s)
-        ]
-        for place, (falling, i) in enumerate(kept[:k]):
+        hidden, found = set() if exclude is None else set(np.asarray(exclude)[b].tolist()), []
+        for i, row in enumerate(rows):
+            score = float(sum(q * x for q, x in zip(query, row, strict=True)))
+            if i not in hidden and (allowed is None or allowed[i]) and np.isfinite(score):
+                found.append((-score, i))
+        for place, (falling, i) in enumerate(sorted(found)[:k]):
             scores[b, place], ids[b, place] = -falling, i
     return scores, ids
 

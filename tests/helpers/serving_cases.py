@@ -1,6 +1,6 @@
 """Features with every kind of input over every kind of table, with ids, for tests of serving."""
 
-from __future__ import annotations
+import itertools
 
 import numpy as np
 from bag_cases import draw_bags, draw_weights
@@ -19,71 +19,64 @@ def weights_of(lists):
     return draw_weights(RNG, lists)
 
 
+def ids(*shape, beyond=0):
+    return RNG.integers(-1 - beyond, ROWS + beyond, (BATCH, *shape))
+
+
+def numbers(*shape):
+    return RNG.normal(size=(BATCH, *shape)).astype(np.float32)
+
+
 SEVEN, MANY = bags(BATCH), bags(BATCH)
+SEQUENCE = {"max_sequence_length": 3}
 
 DENSE = {
-    "one id": (RNG.integers(-1, ROWS, BATCH), None, {}),
-    "dense": (RNG.integers(-1, ROWS, (BATCH, 4)), None, {}),
-    "dense weighted": (
-        RNG.integers(-1, ROWS, (BATCH, 4)),
-        RNG.normal(size=(BATCH, 4)).astype(np.float32),
-        {},
-    ),
-    "many bags": (RNG.integers(-1, ROWS, (BATCH, 2, 3, 2)), None, {}),
-    "sequence, longer": (RNG.integers(-1, ROWS, (BATCH, 5)), None, {"max_sequence_length": 3}),
-    "sequence, shorter": (RNG.integers(-1, ROWS, (BATCH, 2)), None, {"max_sequence_length": 3}),
-    "sequence, weighted": (
-        RNG.integers(-1, ROWS, (BATCH, 3)),
-        RNG.normal(size=(BATCH, 3)).astype(np.float32),
-        {"max_sequence_length": 3},
-    ),
-    "dropped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "drop"}),
-    "clipped": (RNG.integers(-3, ROWS + 3, (BATCH, 4)), None, {"on_bad_id": "clip"}),
+    "one id": (ids(), None, {}),
+    "dense": (ids(4), None, {}),
+    "dense weighted": (ids(4), numbers(4), {}),
+    "many bags": (ids(2, 3, 2), None, {}),
+    "sequence, longer": (ids(5), None, SEQUENCE),
+    "sequence, shorter": (ids(2), None, SEQUENCE),
+    "sequence, weighted": (ids(3), numbers(3), SEQUENCE),
+    "dropped": (ids(4, beyond=3), None, {"on_bad_id": "drop"}),
+    "clipped": (ids(4, beyond=3), None, {"on_bad_id": "clip"}),
     "no columns": (np.zeros((BATCH, 0), np.int32), None, {}),
     "no bags": (np.zeros((BATCH, 0, 3), np.int32), None, {}),
 }
 """Kind of input -> ids, weights, options of its `FeatureConfig`."""
 
+sparse, ragged = SparseIds.from_lists, RaggedIds.from_lists
 HOST = {
-    "sparse": (SparseIds.from_lists(SEVEN, weights=weights_of(SEVEN)), None, {}),
-    "sparse, weights beside": (
-        SparseIds.from_lists(SEVEN),
-        SparseIds.from_lists(weights_of(SEVEN)),
-        {},
-    ),
-    "sparse sequence": (SparseIds.from_lists(MANY), None, {"max_sequence_length": 2}),
-    "ragged": (RaggedIds.from_lists(MANY, weights=weights_of(MANY)), None, {}),
-    "ragged sequence": (RaggedIds.from_lists(bags(BATCH)), None, {"max_sequence_length": 2}),
-    "ragged, 3 rows": (RaggedIds.from_lists(bags(BATCH * 3)), None, {"output_shape": (BATCH, 3)}),
-    "ragged, first 2": (RaggedIds.from_lists(bags(BATCH)), None, {"output_shape": (BATCH, 2)}),
-    "ragged, dropped": (RaggedIds.from_lists([[ROWS, 1], [-1]] * 4), None, {"on_bad_id": "drop"}),
-    "no ids": (RaggedIds.from_lists([[]] * BATCH), None, {}),
+    "sparse": (sparse(SEVEN, weights=weights_of(SEVEN)), None, {}),
+    "sparse, weights beside": (sparse(SEVEN), sparse(weights_of(SEVEN)), {}),
+    "sparse sequence": (sparse(MANY), None, {"max_sequence_length": 2}),
+    "ragged": (ragged(MANY, weights=weights_of(MANY)), None, {}),
+    "ragged sequence": (ragged(bags(BATCH)), None, {"max_sequence_length": 2}),
+    "ragged, 3 rows": (ragged(bags(BATCH * 3)), None, {"output_shape": (BATCH, 3)}),
+    "ragged, first 2": (ragged(bags(BATCH)), None, {"output_shape": (BATCH, 2)}),
+    "ragged, dropped": (ragged([[ROWS, 1], [-1]] * 4), None, {"on_bad_id": "drop"}),
+    "no ids": (ragged([[]] * BATCH), None, {}),
 }
 """The same for kinds of input that only the host accepts."""
 
 
 def declared(forms):
     """Return features, ids and weights by path, for each combiner, plain and quantized."""
-    features, ids, weights = {}, {}, {}
-    for combiner in ("sum", "mean", "sqrtn"):
-        for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
-            kind = combiner if quantization is None else f"{combiner} quantized"
-            options = {"combiner": combiner, "quantization_config": quantization}
-            options["dtype"] = "bfloat16" if combiner == "mean" else "float32"
-            table = TableConfig(ROWS, DIM, name=kind, **options)
-            for name, (given, scales, rest) in forms.items():
-                path = f"{kind}: {name}"
-                features[path] = FeatureConfig(table, **rest)
-                ids[path], weights[path] = given, scales
-    return features, ids, weights
+    features, given, weights = {}, {}, {}
+    grids = {"": None, " quantized": QuantizationConfig(9, -0.5, 0.5)}
+    for combiner, (end, grid) in itertools.product(("sum", "mean", "sqrtn"), grids.items()):
+        options = {"combiner": combiner, "quantization_config": grid, "name": combiner + end}
+        options["dtype"] = "bfloat16" if combiner == "mean" else "float32"
+        table = TableConfig(ROWS, DIM, **options)
+        for name, (some, scales, rest) in forms.items():
+            path = f"{table.name}: {name}"
+            features[path] = FeatureConfig(table, **rest)
+            given[path], weights[path] = some, scales
+    return features, given, weights
 
 
 def as_numpy(tables):
     """Return tables as NumPy arrays that are not aligned in memory."""
-    found = {}
-    for name, table in tables.items():
-        table = np.asarray(table)
-        raw = np.empty(table.nbytes + 4, np.uint8)[4:]
-        raw[:] = table.reshape(-1).view(np.uint8)
-        found[name] = raw.view(table.dtype).reshape(table.shape)
-    return found
+    arrays = {name: np.asarray(table) for name, table in tables.items()}
+    raw = {name: np.frombuffer(b"four" + x.tobytes(), np.uint8)[4:] for name, x in arrays.items()}
+    return {name: raw[name].view(x.dtype).reshape(x.shape) for name, x in arrays.items()}

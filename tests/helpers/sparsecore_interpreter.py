@@ -57,17 +57,14 @@ class RowCopies:
     """A DMA for each row that is present."""
 
     def __init__(self, ids, pair, semaphore):
-        self.ids, self.pair, self.semaphore = ids, pair, semaphore
+        self.ids = ids
+        self.copy = lambda row, i: pltpu.make_async_copy(*pair(row, i), semaphore)
 
     def start(self):
-        over_rows(self.ids, lambda row, i: self._copy(row, i).start())
+        over_rows(self.ids, lambda row, i: self.copy(row, i).start())
 
     def wait(self):
-        over_rows(self.ids, lambda row, i: self._copy(row, i).wait())
-
-    def _copy(self, row, i):
-        source, target = self.pair(row, i)
-        return pltpu.make_async_copy(source, target, self.semaphore)
+        over_rows(self.ids, lambda row, i: self.copy(row, i).wait())
 
 
 def over_rows(ids, act):
@@ -98,14 +95,13 @@ def interpret(kernel, name, size, out_type, **options):
             return pl.pallas_call(kernel, out_shape=out_type, **options)(*operands)
         refs = [x for x in operands if hasattr(jax.typeof(x), "inner_aval")]
         arrays = operands[: len(operands) - len(refs)]
-        results = pl.pallas_call(
-            lambda *given: kernel(*given[: len(arrays)], *given[len(operands) :]),
-            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs],
-            input_output_aliases={len(arrays) + n: n for n in range(len(refs))},
-            in_specs=[here] * len(operands),
-            out_specs=[here] * len(refs),
-            **options,
-        )(*arrays, *[x[...] for x in refs])
+        options["out_shape"] = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs]
+        options["input_output_aliases"] = {len(arrays) + n: n for n in range(len(refs))}
+        options["in_specs"], options["out_specs"] = [here] * len(operands), [here] * len(refs)
+        run = pl.pallas_call(
+            lambda *given: kernel(*given[: len(arrays)], *given[len(operands) :]), **options
+        )
+        results = run(*arrays, *[x[...] for x in refs])
         for x, result in zip(refs, results, strict=True):
             x[...] = result
         return None
@@ -113,17 +109,11 @@ def interpret(kernel, name, size, out_type, **options):
     return call
 
 
-def on_cores(kernel, name, size, out_type):
+def on_cores(*given):
     """Return what runs the kernel in the interpreter, each worker on a core, to find races."""
-    return interpret(
-        kernel,
-        name,
-        size,
-        out_type,
-        grid=(WORKERS,),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
-        interpret=pltpu.InterpretParams(detect_races=True, num_cores_or_threads=WORKERS),
-    )
+    parameters = pltpu.CompilerParams(dimension_semantics=("parallel",))
+    finder = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=WORKERS)
+    return interpret(*given, grid=(WORKERS,), compiler_params=parameters, interpret=finder)
 
 
 def found_races():
@@ -132,6 +122,10 @@ def found_races():
 
     races = interpret_pallas_call.races
     return races is not None and races.races_found
+
+
+def over_vectors(vectors, carry, add):
+    return jax.lax.fori_loop(0, vectors, add, carry)
 
 
 def times(x, y):
@@ -206,18 +200,14 @@ def interpreted(late):
         patch.setattr(sparsecore_update, "_look_up", lambda ref, positions: ref[...][positions])
         on_each = (lambda run: run(pl.program_id(0))) if late == RACES else pl.loop(0, WORKERS)
         patch.setattr(sparsecore_subcore, "on_each_worker", on_each)
-        patch.setattr(
-            sparsecore_subcore,
-            "over_vectors",
-            lambda vectors, carry, add: jax.lax.fori_loop(0, vectors, add, carry),
-        )
+        patch.setattr(sparsecore_subcore, "over_vectors", over_vectors)
         patch.setattr(sparsecore_subcore, "_IN_REGISTERS", 32)  # two passes over 48 columns
         patch.setattr(sparsecore_rules, "times", times)
         patch.setattr(sparsecore_update, "_UNROLLED", 2)  # and a loop over the rest
         patch.setattr(sparsecore_update, "_AT_A_TIME", 2)
         patch.setattr(sparsecore, "_MOST_ROWS", CHUNK)
-        patch.setattr(sparsecore_sums, "_MOST_ENTRIES", CHUNK)
-        patch.setattr(sparsecore_rules, "_MOST_ENTRIES", CHUNK)
+        for module in (sparsecore_sums, sparsecore_rules):
+            patch.setattr(module, "_MOST_ENTRIES", CHUNK)
         patch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
         patch.setattr(sparsecore_sums, "on_subcores", on_cores if late == RACES else interpret)
         yield

@@ -5,25 +5,24 @@ layout. Batches and activation gradients are fixed, so that layouts can be compa
 """
 
 import dataclasses
-import functools
 import itertools
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import optimizer_cases
 import oracle
 import oracle_rules
 from facade_cases import mesh
+from oracle_bounds import stored
 
 import tpu_embed
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 
 B, D, STEPS = 16, 4, 20
 VOCABULARY = {"item": 37, "shop": 5}
-COMBINERS = {"item": "mean", "shop": "sqrtn"}
 # Multiples of a half add exactly: a bag's sum of weights is zero, or far from it, in every dtype.
 WEIGHTS = np.array([1.0, 0.5, -0.5, 0.0, 2.0], np.float32)
 
@@ -53,20 +52,12 @@ def all_optimizers():
     return dict(optimizer_cases.flat()) | optax_cases
 
 
-def make_features(placement="mod", dtype="float32", **options):
+def make_features(placement="mod", dtype="float32"):
     """Return features with every kind of input over two tables, one shared by three features."""
+    options = {"placement": placement, "dtype": dtype}
     item, shop = (
-        TableConfig(
-            size,
-            D,
-            name=name,
-            combiner=COMBINERS[name],
-            placement=placement,
-            dtype=dtype,
-            initializer=functools.partial(_initial, name=name),
-            **options,
-        )
-        for name, size in VOCABULARY.items()
+        TableConfig(size, D, partial(_initial, name), name=name, combiner=combiner, **options)
+        for (name, size), combiner in zip(VOCABULARY.items(), ("mean", "sqrtn"), strict=True)
     )
     return {
         "bag": FeatureConfig(item),
@@ -77,19 +68,19 @@ def make_features(placement="mod", dtype="float32", **options):
     }
 
 
-@functools.cache
+@cache
 def start(name):
     """Return the initial rows of a table, float32 [V, D]."""
     rng = np.random.default_rng(len(name) + VOCABULARY[name])
     return rng.normal(size=(VOCABULARY[name], D)).astype(np.float32)
 
 
-def _initial(key, shape, dtype, shard_info, *, name):
+def _initial(name, key, shape, dtype, shard_info):
     """Fill rows from `start`, which needs no compilation and is known to the oracle."""
     return jnp.asarray(start(name))[shard_info.rows].astype(dtype)
 
 
-@functools.cache
+@cache
 def batches():
     """Return the ids of every step: empty bags, duplicates, and weights of any sign."""
     rng = np.random.default_rng(5)
@@ -109,34 +100,27 @@ def _batch(rng):
     }
 
 
-@functools.cache
+@cache
 def gradients():
     """Return the activation gradients of all steps, one float32 [STEPS, B, …, D] per feature."""
     rng = np.random.default_rng(6)
-    shapes = {name: (B, 2) if name == "history" else (B,) for name in batches()[0]}
-    return {
-        name: rng.normal(size=(STEPS, *shape, D)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    shapes = {n: (B, 2) if n == "history" else (B,) for n in batches()[0]}
+    return {n: np.float32(rng.normal(size=(STEPS, *s, D))) for n, s in shapes.items()}
 
 
-def make_engine(optimizer, case, **options):
+def make_engine(optimizer, case):
     """Return an engine of the case's layout."""
-    options |= {"mesh": mesh(case.devices), "stack_tables": case.stacking}
+    options = {"mesh": mesh(case.devices), "stack_tables": case.stacking}
     features = make_features(case.placement, case.dtype)
     return tpu_embed.EmbeddingEngine(features, optimizer, **options)
-
-
-def place_all(engine, steps):
-    """Return batches of one spec, stacked along a new first axis."""
-    spec = tpu_embed.BatchSpec.union(*(engine.place(ids).spec for ids in steps))
-    placed = [engine.place(ids, spec=spec) for ids in steps]
-    return jax.tree.map(lambda *arrays: np.stack(arrays), *placed)
 
 
 def run(optimizer, case):
     """Return (tables, slots) by name after all steps, which one program scans over."""
     engine = make_engine(optimizer, case)
+    spec = tpu_embed.BatchSpec.union(*(engine.place(ids).spec for ids in batches()))
+    placed = [engine.place(ids, spec=spec) for ids in batches()]
+    stacked = jax.tree.map(lambda *arrays: np.stack(arrays), *placed)
 
     @jax.jit
     def steps(key, placed, gradients):
@@ -146,16 +130,9 @@ def run(optimizer, case):
         state = jax.lax.scan(one, engine.init(key), (placed, gradients))[0]
         return engine.tables(state), engine.slots(state)
 
-    done = steps(jax.random.key(0), place_all(engine, batches()), gradients())
+    done = steps(jax.random.key(0), stacked, gradients())
     assert engine.compilations["update"] == 1
     return jax.device_get(done)
-
-
-def rounded(dtype):
-    """Return a function that rounds a row as a table of this dtype stores it, to float64."""
-    if dtype == "float32":
-        return lambda row: row
-    return lambda row: np.asarray(row, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def of_step(features, t):
@@ -165,7 +142,7 @@ def of_step(features, t):
     return ids, [gradients()[name][t] for name in order]
 
 
-@functools.cache
+@cache
 def occurrences():
     """Return for each step the oracle's lookups in order, by table name."""
     features = make_features()
@@ -176,18 +153,18 @@ def occurrences():
 def expected(optimizer, dtype):
     """Return the oracle's (tables, slots) after all steps: float64, rows rounded as stored."""
     name, hyper = type(optimizer).__name__, optimizer_cases.hyper(optimizer)
-    stored, features = rounded(dtype), make_features()
+    features = make_features()
     configs = {feature.table.name: feature.table for feature in features.values()}
     first = oracle_rules.initial_slots(name, hyper, D)
-    tables = {c: stored(start(table).astype(np.float64)) for table, c in configs.items()}
+    tables = {c: stored(np.float64(start(table)), dtype) for table, c in configs.items()}
     slots = {
-        config: {slot: np.stack([value] * size) for slot, value in first.items()}
-        for config, size in zip(configs.values(), map(VOCABULARY.get, configs), strict=True)
+        c: {slot: np.stack([value] * c.vocabulary_size) for slot, value in first.items()}
+        for c in configs.values()
     }
 
     def apply(*given):
         row, own = oracle_rules.apply(*given)
-        return stored(row), own
+        return stored(row, dtype), own
 
     for t in range(STEPS):
         rate = optimizer.learning_rate
@@ -204,7 +181,7 @@ def expected_by_optax(transform, dtype):
 
     After each update, untouched rows and their state are restored.
     """
-    tables, leaves, stored = {}, {}, rounded(dtype)
+    tables, leaves = {}, {}
 
     @jax.jit
     def step(gradient, state, rows):
@@ -213,7 +190,7 @@ def expected_by_optax(transform, dtype):
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         for table, size in VOCABULARY.items():
-            rows = stored(start(table).astype(np.float64))
+            rows = stored(np.float64(start(table)), dtype)
             state = transform.init(jnp.asarray(rows))
             for t in range(STEPS):
                 dense, touched = np.zeros((size, D)), np.zeros((size, 1), bool)
@@ -221,12 +198,9 @@ def expected_by_optax(transform, dtype):
                     dense[one.row] += one.gradient
                     touched[one.row] = True
                 after, new = step(dense, state, rows)
-                rows = np.where(touched, stored(np.asarray(after)), rows)
-                state = jax.tree.map(
-                    lambda a, b, touched=touched: np.where(touched, a, b) if np.ndim(a) else a,
-                    new,
-                    state,
-                )
+                rows = np.where(touched, stored(np.asarray(after), dtype), rows)
+                where = partial(np.where, touched)
+                state = jax.tree.map(lambda a, b, f=where: f(a, b) if np.ndim(a) else a, new, state)
             tables[table] = rows
             leaves[table] = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     return tables, leaves

@@ -1,23 +1,17 @@
 """Operands for the compiled update kernel, and what it has to return, by a float32 NumPy loop."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optimizer_cases
 from kernel_cases import magnitudes, row_numbers, stored, update_of, widened
 
 from tpu_embed import optimizers as o
 
-ALL = {
-    "weight_decay_factor": 0.3,
-    "multiply_weight_decay_factor_by_learning_rate": True,
-    "clipvalue": (-40.0, None),
-    "clip_weight_min": -0.8,
-    "clip_weight_max": 0.9,
-}
+ALL = optimizer_cases.ALL | {"clipvalue": (-40.0, None)}
+BY_RATE = {"multiply_linear_by_learning_rate": True}
 RULES = {
     "sgd": o.SGD(0.1),
     "sgd, all options": o.SGD(0.1, **ALL),
@@ -30,9 +24,7 @@ RULES = {
     "adam": o.Adam(0.1),
     "adam, outside": o.Adam(0.1, epsilon=0.1, sum_inside_sqrt=False, **ALL),
     "ftrl": o.FTRL(0.1, l1_regularization_strength=3.0, l2_regularization_strength=0.2, beta=0.3),
-    "ftrl, times the rate": o.FTRL(
-        0.1, l1_regularization_strength=9.0, multiply_linear_by_learning_rate=True, **ALL
-    ),
+    "ftrl, times the rate": o.FTRL(0.1, l1_regularization_strength=9.0, **BY_RATE, **ALL),
     "ftrl, no rate": o.FTRL(0.0, **ALL),
 }
 R = 60
@@ -93,25 +85,19 @@ def sums_in_order(given, blocks, rounds=False, size=R):
     With `rounds` the sum of each block is rounded to bfloat16 before these are added up.
     """
     rows, bags, weights, gradients = given
-    dim = gradients[0].shape[1]
     joined, ends = np.concatenate(gradients), np.cumsum([len(g) for g in gradients])
-    found = {}
-    for i in range(len(rows)):
-        if not 0 <= rows[i] < size:
-            continue
+    found, zero = {}, np.zeros(joined.shape[1], np.float32)
+    for i in np.flatnonzero((rows >= 0) & (rows < size)):
         bag = i if bags is None else bags[i]
-        gradient, zero = joined[bag], np.zeros(dim, np.float32)
+        gradient = joined[bag]
         if weights is not None:
             gradient = gradient * weights[i] if weights[i] else zero
-        of_row = found.setdefault(int(rows[i]), {})
         feature = int(np.searchsorted(ends, bag, side="right"))
         block = sum(bag >= start for start in blocks[feature]) if blocks else 0
+        of_row = found.setdefault(int(rows[i]), {})
         of_row[block] = of_row.get(block, zero) + gradient
     added = to_bfloat16 if rounds else np.asarray
-    return {
-        row: functools.reduce(np.add, [added(of[b]) for b in sorted(of)], zero)
-        for row, of in found.items()
-    }
+    return {row: sum((added(of[b]) for b in sorted(of)), zero) for row, of in found.items()}
 
 
 def expected_update(table, slots, given, rule, blocks, rounds=False):

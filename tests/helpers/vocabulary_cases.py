@@ -48,8 +48,7 @@ def check_taken(taken, rows_after, oracle, keys, at_once=False):
     """Compare what a map did with a batch, and the rows it then finds, with the oracle."""
     rows, new, freed = oracle.take(keys, at_once)
     assert rows_after.tolist() == [rows[key] for key in keys]
-    new_pairs = list(zip(taken.new_keys.tolist(), taken.new_rows.tolist(), strict=True))
-    assert new_pairs == new
+    assert [*zip(taken.new_keys.tolist(), taken.new_rows.tolist(), strict=True)] == new
     assert taken.evicted_rows.tolist() == freed
     assert taken.unseen == list(rows.values()).count(-1)
 
@@ -71,21 +70,17 @@ def assert_same(one, two):
 
 def check_random_map(rng, steps=60):
     """Compare the maps of all kernels on a random stream with all kinds of calls; return them."""
-    options = {
-        "admit_after": int(rng.integers(1, 4)),
-        "evict": str(rng.choice(["lru", "lfu", "none"])),
-        "ttl": int(rng.integers(1, 9)) if rng.random() < 0.5 else None,
-        "waiting": int(rng.integers(1, 200)),
-    }
+    admit_after, evict = int(rng.integers(1, 4)), str(rng.choice(["lru", "lfu", "none"]))
+    options = {"ttl": int(rng.integers(1, 9)) if rng.random() < 0.5 else None}
+    options |= {"waiting": int(rng.integers(1, 200)), "admit_after": admit_after, "evict": evict}
     capacity, lookahead = int(rng.integers(1, 300)), int(rng.integers(0, 3))
     maps = [make_map(name, capacity, lookahead, **options) for name in KERNELS]
     spread = int(rng.choice([20, 500, 5000]))
     for _ in range(steps):
         first = maps[0].step * spread // 20  # the keys of a stream come and go
         batch = rng.integers(first, first + spread, rng.integers(0, 200)).astype(np.uint64)
-        batch = np.append(
-            batch * np.uint64(2**63 + 2**31 + 1), rng.choice(np.array(ODD_KEYS, np.uint64), 2)
-        )
+        odd = rng.choice(np.array(ODD_KEYS, np.uint64), 2)
+        batch = np.append(batch * np.uint64(2**63 + 2**31 + 1), odd)
         at_once = bool(rng.random() < 0.2)
         same([take(found, batch, at_once) for found in maps])
         same([(found.find(batch), *found.counters.values(), len(found)) for found in maps])
@@ -95,12 +90,10 @@ def check_random_map(rng, steps=60):
         for found in maps:
             if kind == "state":
                 assert_same(found.state(step), state)
-            elif kind == "rewind":
-                found.rewind(step)
-            elif kind == "forget":
-                found.forget(step)
             elif kind == "load":
                 found.load_state(state)
+            elif kind != "nothing":
+                getattr(found, kind)(step)
     same([found.state() for found in maps])
     return maps
 

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hstu_cases import attention_by_loops, log2_bucket
 from jax.sharding import AxisType
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
@@ -22,7 +21,7 @@ CASES = {  # lengths, how many of them are candidates, N, W
     "nothing at all": ([0, 0], [0] * 2, 6, 4),
 }
 BUCKETS = {  # of times: of JAX's integers, and of Python's
-    "log₂": (time_bucket, log2_bucket),
+    "log₂": (time_bucket, lambda x: max(x, 1).bit_length() - 1),
     "sevens": (lambda x: jnp.maximum(x, 0) // 7, lambda x: max(x, 0) // 7),
 }
 
@@ -56,6 +55,48 @@ def attend(inputs, block, bucket, times, asked, splits, flags):
     )
 
 
+def pairs(lengths, candidates):
+    """Yield query, key and their distance: candidates are the last events of their example."""
+    begin = 0
+    for length, count in zip(lengths, candidates, strict=True):
+        history = begin + length - count
+        for query in range(begin, begin + length):
+            for key in range(begin, query + 1):
+                if key < history or key == query:
+                    yield query, key, min(query, history) - min(key, history)
+        begin += length
+
+
+def attention_by_loops(inputs, given, lengths, candidates, asked, times, bucket_of):
+    """Return results and gradients, by a loop over pairs of events.
+
+    Args:
+      inputs: `q`, `k`, `v` [N, heads, d], `position` [heads, P], `time` [heads, T], float64.
+      given: the gradient of the results, [N, heads, d].
+      lengths, candidates: of each example, how many events it has, and how many are candidates.
+      asked, times: integers [N], when a query attends, and when a key happened.
+      bucket_of: the bucket of the time between key and query, before the last one takes the rest.
+    """
+    q, k, v, position, time = (inputs[name] for name in ("q", "k", "v", "position", "time"))
+    out = np.zeros_like(v)
+    gradients = {name: np.zeros_like(x) for name, x in inputs.items()}
+    for i, j, distance in pairs(lengths, candidates):
+        place = min(distance, P - 1)
+        bucket = min(bucket_of(int(asked[i]) - int(times[j])), T - 1)
+        score = (q[i] * k[j]).sum(-1) + position[:, place] + time[:, bucket]  # [heads]
+        sigmoid = 1 / (1 + np.exp(-score))
+        weight = (score * sigmoid / LONGEST)[:, None]  # SiLU
+        out[i] += weight * v[j]
+        gradients["v"][j] += weight * given[i]
+        slope = sigmoid * (1 + score * (1 - sigmoid)) / LONGEST
+        of_score = slope * (given[i] * v[j]).sum(-1)
+        gradients["q"][i] += of_score[:, None] * k[j]
+        gradients["k"][j] += of_score[:, None] * q[i]
+        gradients["position"][:, place] += of_score
+        gradients["time"][:, bucket] += of_score
+    return out, gradients
+
+
 @pytest.mark.parametrize(
     ("name", "buckets"), [*((name, "log₂") for name in CASES), ("several blocks", "sevens")]
 )
@@ -72,7 +113,7 @@ def test_attention_is_that_of_loops(name, buckets):
 
     out, gradients = both(inputs, given, times, asked, splits, flags)
     wide = {key: x.astype(np.float64) for key, x in inputs.items()}
-    about = lengths, candidates, asked, times, LONGEST, bucket_of
+    about = lengths, candidates, asked, times, bucket_of
     expected, wanted = attention_by_loops(wide, given, *about)
     # Sums of at most 14 · 29 products of 3 in float32.
     np.testing.assert_allclose(out, expected, atol=3e-6)

@@ -6,11 +6,9 @@ Everything starts from one interpretation of the inputs, `read`: which rows are 
 which order, with which weight. Neither file shares code with the library.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import itertools
 import math
+from collections import namedtuple
 
 import numpy as np
 
@@ -21,17 +19,11 @@ from tpu_embed.check.oracle import row_gradients as bag_gradients
 __all__ = ["gains", "lookup", "read", "row_gradients", "summed", "terms", "train_step"]
 
 
-@dataclasses.dataclass
-class Occurrence:
-    """One lookup of one row: its gradient [D], and the example that it belongs to."""
-
-    table: object
-    row: int
-    gradient: np.ndarray
-    example: int
+Occurrence = namedtuple("Occurrence", "table row gradient example")
+"""One lookup of one row: its gradient [D], and the example that it belongs to."""
 
 
-def read(feature, ids, weights=None) -> Bags:
+def read(feature, ids, weights=None):
     """Return the bags of one feature; a bad id raises under "error"."""
     ids = ids if hasattr(ids, "values") else np.asarray(ids)
     shape, entries = _entries(ids, weights)
@@ -42,7 +34,7 @@ def read(feature, ids, weights=None) -> Bags:
         # Rows that do not fill the declared shape one by one give their first ids each.
         first = 0 if math.prod(declared) == shape[0] else math.prod(declared) // shape[0]
         shape = tuple(declared)
-    bags: list[list[tuple[int, float]]] = [[] for _ in range(math.prod(shape))]
+    bags = [[] for _ in range(math.prod(shape))]
     for bag, position, number, weight in entries:
         row = _resolve(feature, number)
         if row is not None and (not first or position < first):
@@ -75,18 +67,14 @@ def _entries(ids, weights):
     return shape, [(*at, int(n), float(weight)) for at, n, weight in every if n != padding]
 
 
-def _resolve(feature, number: int) -> int | None:
-    size = feature.table.vocabulary_size
-    if 0 <= number < size:
-        return number
-    if feature.on_bad_id == "error":
+def _resolve(feature, number):
+    inside = min(max(number, 0), feature.table.vocabulary_size - 1)
+    if inside != number and feature.on_bad_id == "error":
         raise ValueError(f"bad id {number}")
-    if feature.on_bad_id == "drop":
-        return None
-    return 0 if number < 0 else size - 1
+    return inside if inside == number or feature.on_bad_id == "clip" else None
 
 
-def quantize(row: np.ndarray, config) -> np.ndarray:
+def quantize(row, config):
     """Return rows on their grid of `num_buckets` values."""
     if config is None:
         return row
@@ -95,7 +83,7 @@ def quantize(row: np.ndarray, config) -> np.ndarray:
     return np.floor((clipped - config.lower) * steps + 0.5) / steps + config.lower
 
 
-def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
+def lookup(table, feature, ids, weights=None):
     """Return the activation of one feature, float64.
 
     `table` [V, D]; the result is [B, D], [B, K, …, D] or [B, L, D].
@@ -104,7 +92,7 @@ def lookup(table: np.ndarray, feature, ids, weights=None) -> np.ndarray:
     return bag_sums(rows, read(feature, ids, weights))
 
 
-def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]:
+def row_gradients(features, gradients, blocks=8, replicas=1):
     """Return every lookup of every row with its gradient, in the order of sums.
 
     The order is by block ⌊e · blocks / B⌋ for example e of a feature of B examples, then feature,
@@ -113,7 +101,7 @@ def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]
     weights). `gradients` has the gradients of the activations in the same order, None for zeros.
     Untrainable tables are left out.
     """
-    found: list[tuple[tuple[int, int], Occurrence]] = []
+    found = []
     for item, gradient in zip(features, gradients, strict=True):
         feature, ids, weights = (*item, None)[:3]
         if not feature.table.trainable:
@@ -130,9 +118,7 @@ def row_gradients(features, gradients, blocks=8, replicas=1) -> list[Occurrence]
     return [occurrence for _, occurrence in found]
 
 
-def train_step(
-    tables, slots, features, gradients, *, optimizers, step, apply, blocks=8, replicas=1
-):
+def train_step(tables, slots, features, gradients, *, optimizers, step, apply, **order):
     """Return (tables, slots) after one update.
 
     Args:
@@ -144,27 +130,20 @@ def train_step(
       step: t, which is 1 for the first update.
       apply: `(name, hyper, row, slots, gradient, t, lr) -> (row, slots)`, for
         example `oracle_rules.apply`.
-      blocks, replicas: as for `row_gradients`.
+      order: blocks and replicas, as for `row_gradients`.
     """
-    occurrences = row_gradients(features, gradients, blocks, replicas)
+    occurrences = row_gradients(features, gradients, **order)
     new_tables, new_slots = dict(tables), dict(slots)
     for config, (name, hyper, rate) in optimizers.items():
 
         def rule(row, own, gradient, t, name=name, hyper=hyper, rate=rate):
             return apply(name, hyper, row, own, gradient, t, rate)
 
-        found = _row_updates(config, hyper, occurrences)
+        found = [(o.row, o.gradient) for o in occurrences if o.table is config]
+        if not hyper.get("lazy_adam", True):
+            found += [(row, np.zeros(config.dim)) for row in range(config.vocabulary_size)]
+        if hyper.get("use_gradient_accumulation", True):
+            found = summed(found).items()
         updated = update(tables[config], slots[config], found, rule, step)
         new_tables[config], new_slots[config] = updated
     return new_tables, new_slots
-
-
-def _row_updates(config, hyper, occurrences: list[Occurrence]) -> list[tuple[int, np.ndarray]]:
-    mine = [(o.row, o.gradient) for o in occurrences if o.table is config]
-    if not hyper.get("use_gradient_accumulation", True):
-        return mine
-    sums = summed(mine)
-    if not hyper.get("lazy_adam", True):
-        zero = np.zeros(config.dim)
-        return [(row, sums.get(row, zero)) for row in range(config.vocabulary_size)]
-    return list(sums.items())

@@ -7,10 +7,8 @@ sign in Lion, or at Adam's first step with a gradient that cancels) the interval
 it is a few units in the last place. Nothing here calls the library but the oracle of its check.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import random
+from collections import namedtuple
 from unittest import mock
 
 import jax
@@ -33,12 +31,8 @@ OF_OPTAX = UNIT / (1 - 0.999)
 """optax computes 1 - 0.999ᵗ in float32, which loses three digits."""
 
 
-@dataclasses.dataclass
-class Interval:
+class Interval(namedtuple("Interval", "low high")):
     """Numbers `low <= x <= high`: arrays of one shape, or NumPy scalars for one number."""
-
-    low: np.ndarray
-    high: np.ndarray
 
     @classmethod
     def around(cls, center, width):
@@ -60,7 +54,7 @@ def stored(values, dtype):
     return np.asarray(values, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def activation(table, feature, ids, weights=None) -> Interval:
+def activation(table, feature, ids, weights=None):
     """Return the interval of the activation of one feature, [B, …, D].
 
     `table` [V, D] holds exactly the numbers of the library's table.
@@ -86,36 +80,28 @@ def _looked_up(row, quantization):
     return abs(low) + abs(high), ends[1] - ends[0]
 
 
-@dataclasses.dataclass
-class Updates:
-    """The updates of one row in order: gradients [D], each with its error bound [D]."""
-
-    gradients: list[np.ndarray]
-    errors: list[np.ndarray]
+Updates = namedtuple("Updates", "gradients errors")
+"""The updates of one row in order: gradients [D], each with its error bound [D]."""
 
 
-def updates(config, hyper, occurrences) -> dict[int, Updates]:
+def updates(config, hyper, occurrences):
     """Return row -> its updates in one step, as `oracle.train_step` makes them."""
-    found: dict[int, Updates] = {}
-    every_row = not hyper.get("lazy_adam", True)
-    accumulates = hyper.get("use_gradient_accumulation", True)
-    rows: dict[int, list[np.ndarray]] = {
-        row: [] for row in range(config.vocabulary_size if every_row else 0)
-    }
+    found, lazy = {}, hyper.get("lazy_adam", True)
+    rows = {} if lazy else {row: [] for row in range(config.vocabulary_size)}
     for occurrence in occurrences:
         if occurrence.table is config:
             rows.setdefault(occurrence.row, []).append(occurrence.gradient)
     for row, each in rows.items():
-        sums = [each] if accumulates else [[gradient] for gradient in each]
-        found[row] = Updates(
-            [np.sum(terms, axis=0) + np.zeros(config.dim) for terms in sums],
-            # A gain takes one or two divisions, and a sum of at most a few dozen weights.
-            [UNIT * (len(terms) + 64) * np.sum(np.abs(terms), axis=0) + TINY for terms in sums],
-        )
+        terms = np.reshape(each, (1, -1, config.dim))
+        if not hyper.get("use_gradient_accumulation", True):
+            terms = terms.swapaxes(0, 1)
+        # A gain takes one or two divisions, and a sum of at most a few dozen weights.
+        errors = UNIT * (terms.shape[1] + 64) * np.abs(terms).sum(1) + TINY
+        found[row] = Updates(terms.sum(1), errors)
     return found
 
 
-def updated_row(name, hyper, dtype, row, slots, given: Updates, t, lr):
+def updated_row(name, hyper, dtype, row, slots, given, t, lr):
     """Return the intervals of a row as it is stored, and of its slots by name.
 
     Args:
@@ -143,7 +129,7 @@ def updated_row(name, hyper, dtype, row, slots, given: Updates, t, lr):
     return bounds.pop("").rounded(dtype), bounds
 
 
-def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
+def updated_by_optax(transform, dtype, rows, slots, given):
     """Return the intervals of rows [U, D] as they are stored, and of the transform's leaves.
 
     The transform itself runs in float64 on all rows at once, because it treats every number by
@@ -156,8 +142,7 @@ def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
       slots: one array per leaf of the transform's state, in order: [U, D], or one number for all.
       given: one update per row.
     """
-    gradients = np.stack([one.gradients[0] for one in given])
-    errors = np.stack([one.errors[0] for one in given])
+    gradients, errors = (np.stack([one[0] for one in x]) for x in zip(*given, strict=True))
 
     def follow(nudge):
         now = nudge(rows)
@@ -180,7 +165,7 @@ def updated_by_optax(transform, dtype, rows, slots, given: list[Updates]):
 class _Nudge:
     """Move numbers by a few units in the last place: none, all up, all down, or at random."""
 
-    def __init__(self, run: int) -> None:
+    def __init__(self, run):
         self._run, self._rng = run, np.random.default_rng(run)
 
     def sign(self, values):
@@ -232,12 +217,10 @@ def _bounds(follow):
         for run in range(1, 8):
             for name, value in follow(_Nudge(run)).items():
                 spread[name] = np.maximum(spread[name], np.abs(value - center[name]))
-    return {
-        name: Interval.around(value, SAFETY * spread[name] + TINY) for name, value in center.items()
-    }
+    return {n: Interval.around(value, SAFETY * spread[n] + TINY) for n, value in center.items()}
 
 
-def outside(values, bounds: Interval) -> np.ndarray:
+def outside(values, bounds):
     """Return the indices [n, rank] of the values outside of their intervals; NaN is outside."""
     values = np.asarray(values).astype(np.float64)
     return np.argwhere(~((values >= bounds.low) & (values <= bounds.high)))

@@ -1,7 +1,5 @@
 """Rounding to bfloat16 at random, in NumPy, written from the definition of its random bits."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

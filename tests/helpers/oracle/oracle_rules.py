@@ -10,43 +10,21 @@ import numpy as np
 
 from tpu_embed.check.oracle import FORMULAS, update_row
 
-COMMON = {
-    "clipvalue": None,
-    "weight_decay_factor": None,
-    "multiply_weight_decay_factor_by_learning_rate": False,
-    "clip_weight_min": None,
-    "clip_weight_max": None,
-    "slot_initializers": (),
-}
+NONE = ("clipvalue", "weight_decay_factor", "clip_weight_min", "clip_weight_max")
+COMMON = dict.fromkeys(NONE) | {"slot_initializers": ()}
+COMMON |= {"multiply_weight_decay_factor_by_learning_rate": False}
 DEFAULTS = {
     "SGD": {},
     "Momentum": {"momentum": 0.9, "use_nesterov": False},
     "Adagrad": {"initial_accumulator_value": 0.1, "epsilon": 0.0},
     "RowWiseAdagrad": {"initial_accumulator_value": 0.1, "epsilon": 1e-8},
-    "AdagradMomentum": {
-        "momentum": 0.0,
-        "use_nesterov": False,
-        "exponent": 2.0,
-        "beta2": 1.0,
-        "epsilon": 1e-10,
-    },
-    "FTRL": {
-        "learning_rate_power": -0.5,
-        "l1_regularization_strength": 0.0,
-        "l2_regularization_strength": 0.0,
-        "beta": 0.0,
-        "initial_accumulator_value": 0.1,
-        "multiply_linear_by_learning_rate": False,
-        "allow_zero_accumulator": False,
-    },
-    "Adam": {
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-7,
-        "lazy_adam": True,
-        "sum_inside_sqrt": True,
-        "bias_correction": True,
-    },
+    "AdagradMomentum": {"momentum": 0.0, "use_nesterov": False, "exponent": 2.0}
+    | {"beta2": 1.0, "epsilon": 1e-10},
+    "FTRL": {"learning_rate_power": -0.5, "beta": 0.0, "initial_accumulator_value": 0.1}
+    | {"l1_regularization_strength": 0.0, "l2_regularization_strength": 0.0}
+    | {"multiply_linear_by_learning_rate": False, "allow_zero_accumulator": False},
+    "Adam": {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+    | {"lazy_adam": True, "sum_inside_sqrt": True, "bias_correction": True},
     "LAMB": {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-6},
     "Lion": {"beta_1": 0.9, "beta_2": 0.99},
     "RMSProp": {"rho": 0.9, "momentum": 0.0, "epsilon": 1e-7},
@@ -74,27 +52,20 @@ SLOTS = {
 }
 
 
-def _complete(name, hyper):
-    return {**COMMON, **DEFAULTS[name], **hyper}
-
-
 def initial_slots(name, hyper, D):
     """Return the slots of a new row of D numbers; function initializers are refused."""
-    hyper = _complete(name, hyper)
+    hyper = COMMON | DEFAULTS[name] | hyper
     declared = dict(hyper["slots"]) if name == "CustomOptimizer" else SLOTS[name]
-    given = dict(hyper["slot_initializers"])
-    slots = {}
-    for slot, initial in declared.items():
-        value = given.get(slot, hyper[initial] if isinstance(initial, str) else initial)
-        assert not callable(value), "the oracle knows numbers only"
-        one_number = name == "RowWiseAdagrad"
-        slots[slot] = float(value) if one_number else np.full(D, value, np.float64)
-    return slots
+    slots = {slot: hyper.get(initial, initial) for slot, initial in declared.items()}
+    slots |= dict(hyper["slot_initializers"])
+    assert not any(map(callable, slots.values())), "the oracle knows numbers only"
+    shape = () if name == "RowWiseAdagrad" else (D,)
+    return {slot: np.full(shape, value, np.float64) for slot, value in slots.items()}
 
 
 def apply(name, hyper, row, slots, gradient, t, lr):
     """Return (row, slots) after update t (the first is 1), as new objects."""
-    hyper = _complete(name, hyper)
+    hyper = COMMON | DEFAULTS[name] | hyper
     by_mean = getattr(hyper.get("rule"), "__name__", "") == "centred_rule"
     formula = _centred if by_mean else FORMULAS[name]
     row, gradient = as_numbers(row), as_numbers(gradient)

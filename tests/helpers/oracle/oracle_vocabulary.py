@@ -36,17 +36,15 @@ class VocabularyOracle:
         freed = self._expire()
         self.counters["expired"] += len(freed)
         new = []
-        for key in distinct:
-            if key in self.row_of:
-                continue
+        for key in [key for key in distinct if key not in self.row_of]:
             self.waiting[key] = self.waiting.get(key, 0) + 1
-            if at_once or self.waiting[key] >= self.admit_after:
-                row = self._find_room(freed)
-                if row is not None:
-                    del self.waiting[key]
-                    self.row_of[key], self.key_of[row], self.seen[row] = row, key, 0
-                    self._see(row)
-                    new.append((key, row))
+            due = at_once or self.waiting[key] >= self.admit_after
+            row = self._find_room(freed) if due else None
+            if row is not None:
+                del self.waiting[key]
+                self.row_of[key], self.key_of[row], self.seen[row] = row, key, 0
+                self._see(row)
+                new.append((key, row))
         rows = [self.row_of.get(key, -1) for key in distinct]
         self.counters["admitted"] += len(new)
         self.counters["unseen"] += rows.count(-1)
@@ -94,23 +92,17 @@ class VocabularyOracle:
         return self.last[row] >= self.step - self.lookahead
 
     def _victim(self):
-        return min(
-            (r for r in self.last if not self._is_protected(r)), key=self._score, default=None
-        )
+        rows = [row for row in self.last if not self._is_protected(row)]
+        return min(rows, key=self._score, default=None)
 
     def state(self):
         """Return everything that a map knows, as lists."""
         rows = sorted(self.key_of)
-        return {
-            "keys": [self.key_of[row] for row in rows],
-            "rows": rows,
-            "last_seen": [self.last[row] for row in rows],
-            "batches_seen": [self.seen[row] for row in rows],
-            "waiting_keys": list(self.waiting),
-            "waiting_counts": list(self.waiting.values()),
-            "step": self.step,
-            "counters": list(self.counters.values()),
-        }
+        by_row = {"keys": self.key_of, "last_seen": self.last, "batches_seen": self.seen}
+        found = {name: [numbers[row] for row in rows] for name, numbers in by_row.items()}
+        waiting = {"waiting_keys": [*self.waiting], "waiting_counts": [*self.waiting.values()]}
+        rest = {"rows": rows, "step": self.step, "counters": [*self.counters.values()]}
+        return found | waiting | rest
 
 
 class HeapOracle(VocabularyOracle):

@@ -9,18 +9,9 @@ from jax.sharding import Mesh
 from process_cases import told
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, TableConfig, io
 from tpu_embed import optimizers as o
-from tpu_embed.io import (
-    CheckpointManager,
-    TouchedRows,
-    commits,
-    export_model,
-    follow,
-    publish,
-    restore,
-    save,
-)
+from tpu_embed.io import commits
 
 
 def features(placement):
@@ -40,39 +31,39 @@ def saved_and_restored(url):
     whole = np.arange(32, dtype=np.float32).reshape(16, 2)
     kernel = jax.make_array_from_callback(whole.shape, sharding, whole.__getitem__)
     model = {"kernel": kernel, "n": 3}
-    with CheckpointManager(url, made, keep=2) as manager:
+    with io.CheckpointManager(url, made, keep=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, state, model=model, position=step)
         manager.wait()
         steps = manager.all_steps()
-    found = restore(f"{url}/3", other, model=model)
+    found = io.restore(f"{url}/3", other, model=model)
     shards = found.model["kernel"].addressable_shards
     pieces = [np.array_equal(one.data, whole[one.index]) for one in shards]
     ids = np.arange(50)
     rows = [e.rows(s, n, ids) for e, s in ((made, state), (other, found.state)) for n in "ab"]
     full, real = mock.Mock(side_effect=OSError("no space left")), commits._InBucket.finish
     with mock.patch.object(commits._InBucket, "finish", real if jax.process_index() else full):
-        _, text = told(save, f"{url}/4", made, state)
+        _, text = told(io.save, f"{url}/4", made, state)
     return rows, all(pieces), found.position, steps, text
 
 
 def published(url, cache):
     """Publish a whole model and a delta; return rows, and what a server of each process answers."""
     made, ids = engine("mod"), np.arange(50)
-    state, touched = made.init(jax.random.key(0)), TouchedRows(made)
+    state, touched = made.init(jax.random.key(0)), io.TouchedRows(made)
     asked = dict.fromkeys("ab", ids)
 
     def export(path, version):
         tables = multihost_utils.process_allgather(made.tables(state), tiled=True)
         if jax.process_index() == 0:
             options = {"version": version, "platforms": "cpu"}
-            export_model(path, lambda rows: rows, tables, features("mod"), asked, **options)
+            io.export_model(path, lambda rows: rows, tables, features("mod"), asked, **options)
 
-    publish(url, made, state, touched, export)
-    served = follow(url, cache=f"{cache}/{jax.process_index()}")
+    io.publish(url, made, state, touched, export)
+    served = io.follow(url, cache=f"{cache}/{jax.process_index()}")
     mine = 1 + 4 * jax.process_index() + np.arange(4)  # other ids in each process
     touched.record(batch := made.place(dict.fromkeys("ab", mine)), 1)
     state = made.update(state, batch, made.lookup(state, batch))
-    publish(url, made, state, touched, export)
+    io.publish(url, made, state, touched, export)
     served.poll()
     return [made.rows(state, name, ids) for name in "ab"], jax.tree.map(np.asarray, served(asked))

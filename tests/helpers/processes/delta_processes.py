@@ -26,13 +26,13 @@ def start(kind):
     return *host_table_processes.begin(0), host_table_processes.draw_part
 
 
-def train(made, state, touched, draw_part):
-    """Train one step, and record it as features or as a placed batch."""
-    step = int(state.step)
-    features = draw_part(step)
-    batch = made.place(features)
-    state = living_processes.train_step(made, state, batch)
-    touched.record(features if step % 2 else batch, step + 1)
+def train(made, state, touched, draw_part, steps=STEPS):
+    """Train some steps, and record each as features or as a placed batch."""
+    for step in range(int(state.step), int(state.step) + steps):
+        features = draw_part(step)
+        batch = made.place(features)
+        state = living_processes.train_step(made, state, batch)
+        touched.record(features if step % 2 else batch, step + 1)
     return state
 
 
@@ -62,12 +62,10 @@ def publish(kind, directory):
     """
     made, state, draw_part = start(kind)
     touched = io.TouchedRows(made)
-    state = train(made, state, touched, draw_part)
+    state = train(made, state, touched, draw_part, steps=1)
     versions = [touched.version(state)]
     for n in range(2):
-        for _ in range(STEPS):
-            state = train(made, state, touched, draw_part)
-        state = edit(made, state, touched)
+        state = edit(made, train(made, state, touched, draw_part), touched)
         path = f"{directory}/{kind} delta {n}"
         # A version of the first process serves all of them.
         since = io.Version(*gather_from_all("versions of a test", versions[-1])[0])
@@ -93,9 +91,7 @@ def go_on(kind, directory, name):
     touched = io.TouchedRows(made)
     state = io.restore(f"{directory}/{kind} recorded", made, touched=touched).state
     first = delta_files.read(Path(directory) / f"{kind} delta 0").since
-    for _ in range(STEPS):
-        state = train(made, state, touched, draw_part)
-    state = edit(made, state, touched)
+    state = edit(made, train(made, state, touched, draw_part), touched)
     io.export_delta(f"{directory}/{name}", made, state, touched, first)
     return contents(f"{directory}/{name}")
 

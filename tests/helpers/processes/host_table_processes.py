@@ -36,13 +36,9 @@ def configs(*, hosted, rows):
     items = TableConfig(ITEMS, 4, name="items", **drawn)
     living = DynamicVocabulary(ttl=3, unseen="shared")
     tags = TableConfig(TAGS, 4, name="tags", vocabulary=living, combiner="sum", **drawn)
-    users = TableConfig(9, 4, name="users", shard_axes="d")
-    return {
-        "bags": FeatureConfig(items),
-        "seen": FeatureConfig(items, max_sequence_length=2),
-        "tags": FeatureConfig(tags),
-        "user": FeatureConfig(users),
-    }
+    found = {"bags": items, "tags": tags, "user": TableConfig(9, 4, name="users", shard_axes="d")}
+    found = {name: FeatureConfig(table) for name, table in found.items()}
+    return found | {"seen": FeatureConfig(items, max_sequence_length=2)}
 
 
 def engine(*, hosted=True, rows=64, shape=(DEVICES,)):
@@ -55,11 +51,9 @@ def engine(*, hosted=True, rows=64, shape=(DEVICES,)):
 def draw_part(step):
     """Return this process's part of a batch."""
     rng = np.random.default_rng(step)
-    often = rng.random((BATCH, 2)) < 0.5
+    few, all_ = rng.integers(0, 9, (BATCH, 2)), rng.integers(0, ITEMS, (BATCH, 2))
     batch = {
-        "bags": np.where(
-            often, rng.integers(0, 9, often.shape), rng.integers(0, ITEMS, often.shape)
-        ),
+        "bags": np.where(rng.random(few.shape) < 0.5, few, all_),
         "seen": rng.integers(-1, 15, (BATCH, 2)),
         "tags": (rng.integers(0, 30, (BATCH, 2)) + step // 2) * (2**40 + 7),
         "user": rng.integers(0, 9, BATCH),
@@ -108,10 +102,10 @@ def disk_of_the_first_is_full():
         yield
 
 
-def train(*, hosted=True, steps=STEPS):
+def train(*, hosted=True):
     """Train with batches placed ahead, and lookups in between; return all that was found."""
     (made, state), seen = begin(0, hosted=hosted), []
-    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
+    with Prefetcher(made, map(draw_part, range(STEPS)), depth=2) as batches:
         for step, batch in enumerate(batches):
             state = train_step(made, state, batch)
             if step % 3 == 1:
@@ -170,7 +164,7 @@ def with_all_shards(directory):
 
     Also return how many rows a checkpoint has.
     """
-    made, state = begin(STEPS, shape=(2, DEVICES // 2))
+    made, state = begin(STEPS, **SPLIT)
     found = everything(made, state)
     io.save(f"{directory}/all shards", made, state)
     tables, processes = Path(directory) / "all shards" / "tables", range(jax.process_count())
@@ -224,12 +218,8 @@ def shapes_sent():
     return shapes
 
 
-MOVES = [
-    {},
-    {"hosted": False},
-    {"rows": 56, "shape": (2, DEVICES // 2)},
-    {"hosted": False, "shape": (2, DEVICES // 2)},
-]
+SPLIT = {"shape": (2, DEVICES // 2)}
+MOVES = [{}, {"hosted": False}, {"rows": 56, **SPLIT}, {"hosted": False, **SPLIT}]
 """Engines that adopt the state of the one before, to and fro between host and devices."""
 
 
@@ -271,8 +261,7 @@ def restore(directory, *, hosted=True):
     if hosted:
         ids = made.storage["items"].ids()
         assert made.storage.tables["items"].row_groups.at_home(ids).all()
-    restored = everything(made, state)
-    state = go_on(made, state, [3, 4])
+    restored, state = everything(made, state), go_on(made, state, [3, 4])
     again, later = f"{directory}/{jax.process_count()} {hosted}", everything(made, state)
     io.save(again, made, state)
     assert_same(later, everything(other, io.restore(again, other).state))

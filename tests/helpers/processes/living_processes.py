@@ -11,7 +11,7 @@ from living_cases import ITEMS, KEY, SIZES, configs, draw
 from process_cases import mesh, part, told
 
 import tpu_embed
-from tpu_embed import RaggedIds, io, nn
+from tpu_embed import DynamicVocabulary, RaggedIds, TableConfig, io, nn
 from tpu_embed import optimizers as o
 from tpu_embed.core.rows import host_arrays
 from tpu_embed.data import Prefetcher
@@ -45,12 +45,11 @@ def draw_part(step):
 
 def bits(made, state):
     """Return all of a state and its maps, on this host."""
-    tables, slots = host_arrays(state, made.layout)
     maps = {n: one._asdict() for n, one in made.vocabularies.state().maps.items()}
     step, history, *taken = np.asarray(state.vocabulary["map_version"]).tolist()
     assert history == made.vocabularies.at(step)[1]  # a number of this run
-    steps = [step, *taken]
-    return tables, slots, maps, steps, made.vocabularies.counters
+    steps, counters = [step, *taken], made.vocabularies.counters
+    return *host_arrays(state, made.layout), maps, steps, counters
 
 
 @jax.jit
@@ -63,15 +62,14 @@ def train_step(made, state, batch):
     return made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
 
 
-def train(steps=STEPS):
+def train():
     """Train with batches placed ahead, with a lookup in between; return the bits."""
     made, state = start()
-    with Prefetcher(made, (draw_part(step) for step in range(steps)), depth=2) as batches:
+    with Prefetcher(made, map(draw_part, range(STEPS)), depth=2) as batches:
         for batch in batches:
             state = train_step(made, state, batch)
     looked = made.lookup(state, made.place(draw_part(50), training=False))
-    shares = [np.asarray(shard.data) for shard in looked["user"].addressable_shards]
-    return bits(made, state), len(shares)
+    return bits(made, state), len(looked["user"].addressable_shards)
 
 
 def train_embedding():
@@ -88,14 +86,14 @@ def train_embedding():
 
 def model():
     """Return one layer of two tables of keys, and of one of row numbers on the host."""
-    living, home = tpu_embed.DynamicVocabulary(), tpu_embed.HostStorage(device_rows=48)
-    late = tpu_embed.DynamicVocabulary(admit_after=2, unseen="shared")
-    tables = {
-        "films": tpu_embed.TableConfig(20, 4, name="films", vocabulary=living),
-        "tags": tpu_embed.TableConfig(12, 2, name="tags", vocabulary=late),
-        "users": tpu_embed.TableConfig(USERS, 2, name="users", storage=home),
-    }
-    features = {name: tpu_embed.FeatureConfig(table) for name, table in tables.items()}
+    living, home = DynamicVocabulary(), tpu_embed.HostStorage(device_rows=48)
+    late = DynamicVocabulary(admit_after=2, unseen="shared")
+    tables = [
+        TableConfig(20, 4, name="films", vocabulary=living),
+        TableConfig(12, 2, name="tags", vocabulary=late),
+        TableConfig(USERS, 2, name="users", storage=home),
+    ]
+    features = {table.name: tpu_embed.FeatureConfig(table) for table in tables}
     return nn.Embeddings(features, o.Adagrad(0.5), mesh=mesh(DEVICES), rngs=nnx.Rngs(3))
 
 
@@ -124,18 +122,14 @@ def train_layers(directory):
       Rows, slots and maps; the errors of bad batches, and how many batches were placed then.
     """
     rows, other = model(), model()
-    source = (draw_for_layers(step) for step in range(4))
-    with Prefetcher(rows.engine, source, depth=2) as ahead:
+    with Prefetcher(rows.engine, map(draw_for_layers, range(4)), depth=2) as ahead:
         for number, batch in enumerate(ahead):
             train_layers_step(rows, rows.admit(batch))
             if number == 2:  # a batch that is placed ahead is trained on later
                 evaluated = evaluate_layers(rows, range(50, 54))
     good, first = draw_for_layers(4), jax.process_index() == 0
-    bad = [
-        good | {"tags": good["tags"] + 0.5},
-        good | {"films": [[1, 2], [3]]},
-        {name: good[name] for name in ("tags", "users")},
-    ]
+    bad = [good | {"tags": good["tags"] + 0.5}, good | {"films": [[1, 2], [3]]}]
+    bad.append({name: good[name] for name in ("tags", "users")})
     many = jax.process_count() > 1
     errors = [told(rows.place, some if first else good)[1] for some in bad if many]
     maps = rows.engine.vocabularies
@@ -149,7 +143,7 @@ def train_layers(directory):
 
 def evaluate_layers(rows, steps):
     """Return the largest and the smallest activation of each table, in batches placed ahead."""
-    source, found = (draw_for_layers(step) for step in steps), []
+    source, found = map(draw_for_layers, steps), []
     with Prefetcher(rows.engine, source, depth=2, training=False) as ahead:
         for batch in ahead:
             looked = rows(rows.admit(batch))
@@ -162,36 +156,28 @@ def layer_bits(rows):
     maps = rows.engine.vocabularies
     keys = {name: (maps.keys(name), maps.counters[name]) for name in ("films", "tags")}
     ids = {"users": np.arange(USERS), **{name: keys[name][0][1] for name in keys}}
-    found = [
-        rows.engine.rows(rows.state, name, some, slot=slot)
-        for name, some in ids.items()
-        for slot in (None, "accumulators")
-    ]
+    of = functools.partial(rows.engine.rows, rows.state)
+    found = [of(n, x, slot=s) for n, x in ids.items() for s in (None, "accumulators")]
     return found, int(rows.state.step), keys, maps.placed, maps.admitted
 
 
 def refusals():
     """Return the errors of batches that one process or both refuse, and what the maps are then."""
     made, state = start()
-    state = train_step(made, state, made.place(draw_part(0)))
+    state = go_on(made, state, [0])
     before, good = bits(made, state), draw_part(1)
     ragged = good["bags"]
+    spoilt = dataclasses.replace(ragged, weights=ragged.weights * np.nan)
     size = SIZES["one"] if jax.process_count() > 1 else 10
-    bad = [
-        {**good, "one": good["one"] + 0.5},
-        {**good, "bags": dataclasses.replace(ragged, weights=ragged.weights * np.nan)},
-        {**good, "one": np.arange(10)},
-        {**good, "one": np.arange(size)},
-    ]
+    bad = [{"one": good["one"] + 0.5}, {"bags": spoilt}]
+    bad += [{"one": np.arange(n)} for n in (10, size)]
     # Only the first process has a bad part; the sizes of both must agree.
     first = jax.process_index() == 0
-    errors = [told(made.place, batch if first else good) for batch in bad]
+    errors = [told(made.place, good | some if first else good) for some in bad]
     spec = made.place(draw_part(0), training=False).spec
     more = RaggedIds(np.repeat(ragged.values, 3), 3 * ragged.row_splits)  # more than fit
     errors.append(told(made.place, {**good, "bags": more}, None, spec))
-    after = bits(made, state)
-    state = train_step(made, state, made.place(good))
-    return errors, before, after, bits(made, state)
+    return errors, before, bits(made, state), bits(made, go_on(made, state, [1]))
 
 
 def unlike():
@@ -203,23 +189,24 @@ def unlike():
     return told(made.place, draw_part(1), training=False)
 
 
+def go_on(made, state, steps):
+    for step in steps:
+        state = train_step(made, state, made.place(draw_part(step)))
+    return state
+
+
 def save(path):
     """Train and save; return the bits at the save and some steps later."""
     made, state = start()
-    for step in range(3):
-        state = train_step(made, state, made.place(draw_part(step)))
+    state = go_on(made, state, range(3))
     ahead = made.place(draw_part(3))
     io.save(path, made, state)
     at_save = bits(made, state)
-    state = train_step(made, state, ahead)
-    return at_save, bits(made, train_step(made, state, made.place(draw_part(4))))
+    return at_save, bits(made, go_on(made, train_step(made, state, ahead), [4]))
 
 
 def restore(path, items=ITEMS):
     """Restore and train on; return the bits at once and some steps later."""
     made = engine(items)
     state = io.restore(path, made).state
-    at_once = bits(made, state)
-    for step in (3, 4):
-        state = train_step(made, state, made.place(draw_part(step)))
-    return at_once, bits(made, state)
+    return bits(made, state), bits(made, go_on(made, state, [3, 4]))

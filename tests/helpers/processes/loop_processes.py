@@ -53,13 +53,16 @@ def train(devices, directory):
     except Exception as raised:
         error = str(raised), raised.__notes__[-1]
     report = call(engine, parts(STEPS), directory)
-    return arrays(engine, report.state), np.asarray(report.model["scale"]), report.loss, error
+    return *left_by(engine, report), report.loss, error
+
+
+def left_by(engine, report):
+    return arrays(engine, report.state), np.asarray(report.model["scale"])
 
 
 def small(directory, source, **options):
     """Train a living table by `fit`; return its keys and their rows."""
-    rules = tpu_embed.DynamicVocabulary()
-    table = tpu_embed.TableConfig(64, 2, name="t", vocabulary=rules)
+    table = tpu_embed.TableConfig(64, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
     engine = tpu_embed.EmbeddingEngine(tpu_embed.FeatureConfig(table), o.SGD(0.1), mesh=mesh(2))
     options |= {"directory": directory, "save_every": 1_000, "progress": False}
     report = tpu_embed.fit(engine, lambda found: (found**2).mean(), source, **options)
@@ -92,8 +95,7 @@ def stop(steps, directory):
 def undisturbed(devices):
     """Return what is trained without an error."""
     engine = make_engine(devices, "mod")
-    report = call(engine, parts(STEPS), None)
-    return arrays(engine, report.state), np.asarray(report.model["scale"])
+    return left_by(engine, call(engine, parts(STEPS), None))
 
 
 def with_times(count):
@@ -122,5 +124,4 @@ def in_parts(devices, directory):
     options = {"measure": measure, "evaluate_every": 2, "best": Best("score", "min", patience=2)}
     options |= {"loss": loss_of_events, "micro_batches": 2}
     report = call(engine, with_times(12), directory, **options)
-    left = arrays(engine, report.state), np.asarray(report.model["scale"])
-    return left, (report.step, report.evaluation, seen)
+    return left_by(engine, report), (report.step, report.evaluation, seen)

@@ -29,8 +29,7 @@ def train(devices):
     state = engine.init(jax.random.key(0))
     for batch, label in Prefetcher(engine, parts(STEPS), depth=2):
         engine.lookup(state, engine.place(draw(STEPS + int(state.step)), training=False))
-        activations = engine.lookup(state, batch)
-        state = engine.update_in_place(state, batch, gradients(activations))
+        state = engine.update_in_place(state, batch, gradients(engine.lookup(state, batch)))
         labels.append(list(label))
     return arrays(engine, state), labels
 
@@ -41,8 +40,7 @@ def left_half_way(devices, how):
     state = engine.init(jax.random.key(0))
     for depth in (1, 3):
         batches = Prefetcher(engine, parts(20), depth)
-        for _ in batches:
-            break
+        next(iter(batches))
         time.sleep(0.1 * jax.process_index())
         if how == "closed":
             batches.close()

@@ -38,13 +38,10 @@ def features(placement):
     users = TableConfig(7, 4, drawn, name="users", optimizer=o.Adam(0.125), placement=placement)
     stochastic = {"dtype": "bfloat16", "rounding": "stochastic"}
     genres = TableConfig(5, 2, name="genres", placement="replicated", **stochastic)
-    return {
-        "film": FeatureConfig(films, output_shape=(BATCH,)),
-        "seen": FeatureConfig(films, max_sequence_length=2),
-        "user": FeatureConfig(users),
-        "genres": FeatureConfig(genres),
-        "path": FeatureConfig(films, jagged=True),
-    }
+    found = {"film": FeatureConfig(films, output_shape=(BATCH,))}
+    found |= {"user": FeatureConfig(users), "genres": FeatureConfig(genres)}
+    found["seen"] = FeatureConfig(films, max_sequence_length=2)
+    return found | {"path": FeatureConfig(films, jagged=True)}
 
 
 def mesh(devices):
@@ -117,8 +114,7 @@ def train(devices):
     state = engine.init(jax.random.key(0))
     for step in range(STEPS):
         batch = engine.place(draw(step))
-        activations = engine.lookup(state, batch)
-        state = engine.update_in_place(state, batch, gradients(activations))
+        state = engine.update_in_place(state, batch, gradients(engine.lookup(state, batch)))
     return arrays(engine, state), engine.compilations["update"]
 
 
@@ -128,7 +124,7 @@ def train_rounded(devices):
     engine = exchange_cases.make_engine(case, devices, mesh=mesh(devices))
     state = engine.init(jax.random.key(0))
     for step in case.steps:
-        ids, weights, gradients = jax.tree.map(part, exchange_cases.arrays(step))
+        ids, weights, gradients = jax.tree.map(part, step)
         gradients = jax.tree.map(functools.partial(of_all, engine), gradients)
         state = engine.update_in_place(state, engine.place(ids, weights), gradients)
     return arrays(engine, state)
@@ -154,10 +150,9 @@ def train_weighted(devices):
     for step in range(1, STEPS + 1):
         ids, weights = draw_weighted(tables, step)
         batch = engine.place(ids, weights)
-        for touched, given in zip(seen, (batch, ids), strict=True):
-            touched.record(given, step)
-        activations = engine.lookup(state, batch)
-        state = engine.update_in_place(state, batch, gradients(activations))
+        seen[0].record(batch, step)
+        seen[1].record(ids, step)
+        state = engine.update_in_place(state, batch, gradients(engine.lookup(state, batch)))
     rows = [{t: ids.tolist() for t, ids in touched.since(0).items()} for touched in seen]
     return arrays(engine, state), rows
 
@@ -171,13 +166,10 @@ def draw_weighted(tables, step):
         ids[name], weights[name] = part(bags), part(scales.astype(np.float32))
         ids[f"{name} once"] = part(rng.integers(0, min(3, size), BATCH))
         weights[f"{name} once"] = None
-    lengths = part(rng.integers(0, 6, BATCH))
-    lists, scales = (
-        [row[:n].tolist() for row, n in zip(rows, lengths, strict=True)]
-        for rows in (np.abs(ids["mean"]), weights["mean"])
-    )
-    ids["mean"], weights["mean"] = RaggedIds.from_lists(lists, weights=scales), None
-    return ids, weights
+    here = np.arange(5) < part(rng.integers(0, 6, BATCH))[:, None]
+    splits = np.append(0, np.cumsum(here.sum(1)))
+    ids["mean"] = RaggedIds(np.abs(ids["mean"])[here], splits, weights["mean"][here])
+    return ids, weights | {"mean": None}
 
 
 def train_embedding(devices):
@@ -244,9 +236,8 @@ def leave(leaver, how, where, directory):
     state = engine.init(jax.random.key(0))
     living = TableConfig(16, 2, name="t", vocabulary=tpu_embed.DynamicVocabulary())
     made = tpu_embed.EmbeddingEngine(FeatureConfig(living), o.SGD(0.5), mesh=mesh(8))
-    first = made.init(jax.random.key(0))
     keys = np.arange(8 // jax.process_count())
-    first, _ = made.admit(first, made.place(keys))
+    first, _ = made.admit(made.init(jax.random.key(0)), made.place(keys))
     engine.place(draw(0))
     jax.block_until_ready((state, first))
     if jax.process_index() == leaver:
@@ -289,9 +280,8 @@ def guarded(devices):
 
     Returns tables and slots after each of the two, and the counters.
     """
-    engine = tpu_embed.EmbeddingEngine(
-        features("mod"), o.Adagrad(0.5), mesh=mesh(devices), on_bad_gradient="skip"
-    )
+    options = {"mesh": mesh(devices), "on_bad_gradient": "skip"}
+    engine = tpu_embed.EmbeddingEngine(features("mod"), o.Adagrad(0.5), **options)
     state = engine.init(jax.random.key(0))
     batch = engine.place(draw(0))
     good = fixed(engine, jax.eval_shape(engine.lookup, state, batch), 0)
@@ -327,15 +317,13 @@ def of_all(engine, array):
 
 def fixed(engine, shapes, step):
     """Return activation gradients that depend only on the step, as global arrays."""
-    rng = np.random.default_rng(step)
-
-    def one(shape):
+    rng, found = np.random.default_rng(step), {}
+    for name, shape in sorted(shapes.items()):
         jagged = isinstance(shape, Jagged)  # its C may differ: all places get one number
         like = shape.values if jagged else shape
         whole = np.broadcast_to(rng.normal(size=() if jagged else like.shape), like.shape)
-        return of_all(engine, np.float32(part(whole)))
-
-    return jax.tree.map(one, shapes, is_leaf=lambda x: isinstance(x, Jagged))
+        found[name] = of_all(engine, np.float32(part(whole)))
+    return found
 
 
 def faults(directory):
@@ -378,11 +366,9 @@ def faults(directory):
 
 def unequal(directory):
     """Save where the last process has fewer shards; return what 8 devices restore, and this."""
-    config = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}
-    six, eight = (
-        tpu_embed.EmbeddingEngine(config, o.Adagrad(0.5), mesh=Mesh(jax.devices()[:n], ("d",)))
-        for n in (6, 8)
-    )
+    config, rule = {"x": FeatureConfig(TableConfig(19, 4, name="films"))}, o.Adagrad(0.5)
+    meshes = [Mesh(jax.devices()[:n], ("d",)) for n in (6, 8)]
+    six, eight = (tpu_embed.EmbeddingEngine(config, rule, mesh=one) for one in meshes)
     state = six.init(jax.random.key(0))
     io.save(f"{directory}/six", six, state)
     return arrays(eight, io.restore(f"{directory}/six", eight).state), arrays(six, state)
@@ -398,3 +384,32 @@ def restore_all(directory, names, devices, placements, steps=10):
         later = arrays(engine, trained(engine, state, steps=steps))
         found[name, n, placement] = at_once, later
     return found
+
+
+# -- small trainings whose rows move between steps -------------------------------------------------
+
+
+def train_living():
+    """Train keys of which some lose their rows; return keys, rows and values."""
+    made, state = _train_small(2**40 + 3, 12, vocabulary=tpu_embed.DynamicVocabulary())
+    keys, rows = made.vocabularies.keys("t")
+    return keys, rows, made.rows(state, "t", keys=keys), made.vocabularies.counters
+
+
+def train_hosted():
+    """Train more ids than the devices hold; return all rows, and how many came from home."""
+    made, state = _train_small(1, 30, storage=tpu_embed.HostStorage(device_rows=16, groups=2))
+    made.storage.flush()
+    return made.rows(state, "t", np.arange(30)), made.storage.counters["t"]["brought"]
+
+
+def _train_small(factor, size, **options):
+    """Train a table on ids that drift with the step; return the engine and the state."""
+    table = FeatureConfig(TableConfig(size, 2, name="t", **options))
+    made = tpu_embed.EmbeddingEngine(table, o.SGD(0.5), mesh=mesh(2))
+    state = made.init(jax.random.key(3))
+    for step in range(5):
+        ids = (np.arange(8) + 5 * step) % 23 * factor
+        state, batch = made.admit(state, made.place(part(ids)))
+        state = made.update_in_place(state, batch, gradients(made.lookup(state, batch)))
+    return made, state

@@ -4,11 +4,9 @@
 one step: lists of leaves in the flattening order of the features.
 """
 
-from __future__ import annotations
-
-import dataclasses
+import functools
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import ml_dtypes
 import numpy as np
@@ -25,8 +23,7 @@ EXTREMES = (1e-30, 1e-21, 1e-3, 1.0, 5e19, 1e30)
 """Weights for mean and sqrtn whose squares or quotients overflow in float32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
+class Form(namedtuple("Form", "kind rows inner width shape length output_shape weights values")):
     """How the ids of a feature are given.
 
     Attributes:
@@ -41,33 +38,16 @@ class Form:
       values: which weights there are; see `_draw_weights`.
     """
 
-    kind: str
-    rows: int
-    inner: tuple[int, ...]
-    width: int
-    shape: tuple[int, ...]
-    length: int
-    output_shape: tuple[int, ...] | None
-    weights: str
-    values: str
 
-
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(namedtuple("Step", "ids weights gradients spoilt")):
     """One batch: leaves in flattening order.
 
-    `weights` is None if no feature has weights beside its ids; a gradient is None for zeros.
+    `weights` is None if no feature has weights beside its ids; a gradient is None for zeros;
+    `spoilt` is the number of a feature whose gradient is not finite.
     """
 
-    forms: list[Form]
-    ids: list[Any]
-    weights: list[Any] | None
-    gradients: list[Any]
-    spoilt: int | None
-    """The number of a feature whose gradient is not finite."""
 
-
-def draw_form(rng, batch: int, dense: bool) -> Form:
+def draw_form(rng, batch, dense):
     """Return a random form for `batch` examples."""
     kind = choose(rng, DENSE if dense else KINDS)
     inner, rows, length, width = (), batch, 0, choose(rng, WIDTHS)
@@ -92,16 +72,16 @@ def draw_form(rng, batch: int, dense: bool) -> Form:
     return Form(kind, rows, inner, width, shape, length, output_shape, weights, values)
 
 
-class BadIds(NamedTuple):
-    """Which ids outside of [0, V) may occur."""
+class BadIds(namedtuple("BadIds", "under_error wide")):
+    """Which ids outside of [0, V) may occur.
 
-    under_error: bool
-    """Also where `on_bad_id="error"`: inside a jit they are dropped and counted."""
-    wide: bool
-    """Also those beyond int32, which JAX itself cuts to 32 bits on their way into a jit."""
+    Attributes:
+      under_error: also where `on_bad_id="error"`: inside a jit they are dropped and counted.
+      wide: also those beyond int32, which JAX itself cuts to 32 bits on their way into a jit.
+    """
 
 
-def draw_step(rng, features, bad: BadIds, may_skip: bool) -> Step:
+def draw_step(rng, features, bad, may_skip):
     """Return a random step.
 
     Args:
@@ -110,7 +90,7 @@ def draw_step(rng, features, bad: BadIds, may_skip: bool) -> Step:
       bad: which ids outside of the vocabulary may occur.
       may_skip: whether a gradient may be NaN or infinite.
     """
-    drawn = [_draw_ids(rng, feature, form, bad) for feature, form in features]
+    ids, weights = zip(*(_draw_ids(rng, *pair, bad) for pair in features), strict=True)
     gradients = [_draw_gradient(rng, form.shape, feature.table.dim) for feature, form in features]
     spoilt = None
     if may_skip and rng.random() < 0.3:
@@ -118,11 +98,9 @@ def draw_step(rng, features, bad: BadIds, may_skip: bool) -> Step:
     if spoilt is not None:
         place = tuple(int(rng.integers(n)) for n in gradients[spoilt].shape)
         gradients[spoilt][place] = choose(rng, (np.nan, np.inf))
-    weights = [beside for _, beside in drawn]
     if all(leaf is None for leaf in weights) and rng.random() < 0.5:
         weights = None
-    forms = [form for _, form in features]
-    return Step(forms, [ids for ids, _ in drawn], weights, gradients, spoilt)
+    return Step(list(ids), weights and list(weights), gradients, spoilt)
 
 
 def _laid_out(rng, array):
@@ -148,11 +126,8 @@ def _draw_gradient(rng, shape, dim):
 
 def _draw_ids(rng, feature, form, bad):
     """Return the ids of a feature, and the weights beside them."""
-    if form.kind in DENSE:
-        return _draw_dense(rng, feature, form, bad)
-    if form.kind.startswith("sparse"):
-        return _draw_sparse(rng, feature, form, bad)
-    return _draw_ragged(rng, feature, form, bad)
+    sparse = _draw_sparse if form.kind.startswith("sparse") else _draw_ragged
+    return (_draw_dense if form.kind in DENSE else sparse)(rng, feature, form, bad)
 
 
 def _draw_numbers(rng, feature, count, bad, *, padding):
@@ -201,14 +176,8 @@ def _draw_sparse(rng, feature, form, bad):
     shape = (form.rows, *form.inner, form.width)
     filled = rng.random(shape) < choose(rng, (0.0, 0.3, 0.7, 1.0))
     indices = _laid_out(rng, np.argwhere(filled).astype(choose(rng, ("int32", "int64", "uint16"))))
-    values = _laid_out(rng, _draw_numbers(rng, feature, len(indices), bad, padding=False))
-
-    def ids(values, weights=None):
-        return SparseIds(indices, values, shape, weights)
-
-    return _weighted(
-        form, ids, values, _laid_out(rng, _draw_weights(rng, feature, form, values.shape))
-    )
+    ids = functools.partial(SparseIds, indices, dense_shape=shape)
+    return _weighted(rng, feature, form, bad, len(indices), ids)
 
 
 def _draw_ragged(rng, feature, form, bad):
@@ -216,18 +185,14 @@ def _draw_ragged(rng, feature, form, bad):
     lengths = np.where(rng.random(form.rows) < choose(rng, (0.0, 0.3, 1.0, 0.3)), 0, lengths)
     splits = np.concatenate([[0], np.cumsum(lengths)])
     splits = _laid_out(rng, splits.astype(choose(rng, ("int32", "int64", "uint16"))))
-    values = _laid_out(rng, _draw_numbers(rng, feature, int(splits[-1]), bad, padding=False))
-
-    def ids(values, weights=None):
-        return RaggedIds(values, splits, weights)
-
-    return _weighted(
-        form, ids, values, _laid_out(rng, _draw_weights(rng, feature, form, values.shape))
-    )
+    ids = functools.partial(RaggedIds, row_splits=splits)
+    return _weighted(rng, feature, form, bad, int(splits[-1]), ids)
 
 
-def _weighted(form, ids, values, weights):
-    """Return the ids, with their weights if the form says so, and the weights beside them."""
+def _weighted(rng, feature, form, bad, count, ids):
+    """Return `ids(values)`, with weights if the form says so, and the weights beside them."""
+    values = _laid_out(rng, _draw_numbers(rng, feature, count, bad, padding=False))
+    weights = _laid_out(rng, _draw_weights(rng, feature, form, values.shape))
     if form.weights == "inside":
-        return ids(values, weights), None
+        return ids(values, weights=weights), None
     return ids(values), {"none": None, "array": weights, "container": ids(weights)}[form.weights]

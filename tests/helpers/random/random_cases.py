@@ -7,19 +7,18 @@ meshes and ways of running the same steps, which must not change a bit.
 Each part has its own generator, so that a new choice in one part does not change the others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import random_optimizers
 from jax.sharding import AxisType, Mesh
-from random_batches import BadIds, Step, draw_form, draw_step
+from random_batches import BadIds, draw_form, draw_step
 from random_optimizers import choose
 
 import tpu_embed
@@ -31,20 +30,13 @@ FACTORS = (1, 1, 2, 3, 5)
 """By what the batch sizes of features may differ."""
 VOCABULARIES = (1, 2, 3, 5, 7, 8, 9, 20, 64, 100, 300)
 DIMS = (1, 1, 2, 2, 3, 3, 5, 5, 8, 8, 16, 16, 17, 17, 128)
-QUANTIZATIONS = (
-    QuantizationConfig(16, -1.0, 1.0),
-    QuantizationConfig(2, 0.0, 1.0),
-    QuantizationConfig(256, -2.0, 3.0),
-)
+GRIDS = ((16, -1.0, 1.0), (2, 0.0, 1.0), (256, -2.0, 3.0))
+QUANTIZATIONS = [QuantizationConfig(*grid) for grid in GRIDS]
 INSIDE = "ids in jit"
 WAYS = ("eager", "in jit", INSIDE, "stateful")
 
 
-class Pair(NamedTuple):
-    """A nesting of two branches."""
-
-    left: Any
-    right: Any
+Pair = namedtuple("Pair", "left right")
 
 
 @jax.tree_util.register_dataclass
@@ -77,11 +69,11 @@ def _nested(rng, items):
     return kind(*parts) if kind in (Pair, Trio) else kind(parts)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Known:
     """An initializer whose values the oracle knows, because NumPy draws them."""
 
-    seed: int
+    def __init__(self, seed):
+        self.seed = seed
 
     def values(self, size, dim):
         """Return a whole table, float32 [V, D], in which some rows are zeros."""
@@ -93,8 +85,9 @@ class Known:
         return jnp.asarray(self.values(*shard_info.table_shape))[shard_info.rows].astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class Arrangement:
+class Arrangement(
+    namedtuple("Arrangement", "mesh_shape way explicit stack_tables ahead pipelined kernels")
+):
     """Devices, and a way of running the steps on them.
 
     Attributes:
@@ -106,14 +99,6 @@ class Arrangement:
       pipelined: the option of `TPUEmbedding`.
       kernels: the value of `TPU_EMBED_KERNELS`.
     """
-
-    mesh_shape: tuple[int, ...]
-    way: str
-    explicit: tuple[bool, ...]
-    stack_tables: bool
-    ahead: bool
-    pipelined: bool
-    kernels: str
 
     @property
     def devices(self):
@@ -127,8 +112,10 @@ class Arrangement:
         return Mesh(devices, names, axis_types=kinds)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
+FIELDS = "seed nest optimizer batch batch_axes sum_blocks on_bad_gradient inside steps arrangements"
+
+
+class Case(namedtuple("Case", FIELDS)):
     """What is trained, and its arrangements, of which the first is on one device.
 
     Attributes:
@@ -138,17 +125,6 @@ class Case:
       inside: whether all arrangements give ids inside a jit, where bad ids are dropped even under
         "error".
     """
-
-    seed: int
-    nest: Any
-    optimizer: Any
-    batch: int
-    batch_axes: tuple[str, ...] | None
-    sum_blocks: int
-    on_bad_gradient: str
-    inside: bool
-    steps: tuple[Step, ...]
-    arrangements: tuple[Arrangement, ...]
 
     @property
     def features(self):
@@ -181,7 +157,7 @@ class Case:
         return self.sum_blocks % self.replicas(arrangement) == 0
 
 
-def draw_case(seed: int) -> Case:
+def draw_case(seed):
     """Return the case of a seed."""
 
     def part(number):
@@ -205,13 +181,14 @@ def draw_case(seed: int) -> Case:
     batches, bad = part(4), BadIds(inside, wide=INSIDE not in ways)
     steps = tuple(draw_step(batches, pairs, bad, policy == "skip") for _ in range(STEPS))
     case = Case(seed, nest, optimizer, batch, axes, blocks, policy, inside, steps, ())
-    return dataclasses.replace(case, arrangements=_arrangements(part(5), case, two_axes, ways))
+    return case._replace(arrangements=_arrangements(part(5), case, two_axes, ways))
 
 
 def _arrangements(rng, case, two_axes, ways):
     """Return arrangements on one device, and on up to three other counts that B allows."""
     found, turn = [], int(rng.integers(len(ways)))
-    for devices in _device_counts(rng, two_axes):
+    counts = [2, 4, 8] if two_axes or rng.random() < 0.7 else list(range(2, 9))
+    for devices in (1, *rng.permutation(counts).tolist()):
         rows = int(choose(rng, [n for n in range(1, devices + 1) if devices % n == 0]))
         arrangement = Arrangement(
             mesh_shape=(rows, devices // rows) if two_axes else (devices,),
@@ -227,30 +204,18 @@ def _arrangements(rng, case, two_axes, ways):
     return tuple(sorted(found, key=lambda arrangement: arrangement.devices))
 
 
-def _device_counts(rng, two_axes):
-    """Return 1, then others in random order; in most cases they divide 8."""
-    some = [2, 4, 8] if two_axes or rng.random() < 0.7 else list(range(2, 9))
-    return [1, *rng.permutation(some).tolist()]
-
-
 def _draw_tables(rng, two_axes):
     """Return the engine's optimizer and one to four tables; some are alike and may be stacked."""
     default, kinds, tables = random_optimizers.draw(rng), [], []
     for i in range(rng.integers(1, 5)):
         if not kinds or rng.random() < 0.7:
             kinds.append(_draw_kind(rng, default, two_axes))
-        kind = choose(rng, kinds)
+        kind = dict(choose(rng, kinds))
         size = int(choose(rng, (*VOCABULARIES, rng.integers(1, 301))))
-        tables.append(
-            TableConfig(
-                size,
-                initializer=_draw_initializer(rng),
-                combiner=choose(rng, ("mean", "sum", "sqrtn")),
-                name=choose(rng, (f"t{i}", f"t/{i} é", None)),
-                trainable=rng.random() < 0.9,
-                **kind,
-            )
-        )
+        kind |= {"initializer": _draw_initializer(rng)}
+        kind |= {"combiner": choose(rng, ("mean", "sum", "sqrtn"))}
+        kind |= {"name": choose(rng, (f"t{i}", f"t/{i} é", None)), "trainable": rng.random() < 0.9}
+        tables.append(TableConfig(size, **kind))
     return default, tables
 
 
@@ -259,23 +224,25 @@ def _draw_initializer(rng):
     chance, seed = rng.random(), int(rng.integers(2**31))
     if chance < 0.1:
         return None
-    rows = tpu_embed.initializers.RowIdInitializer
-    return rows(seed % 7 - 3) if chance < 0.25 else Known(seed)
+    return tpu_embed.RowIdInitializer(seed % 7 - 3) if chance < 0.25 else Known(seed)
 
 
 def _draw_kind(rng, default, two_axes):
     """Return the options that stacked tables have in common."""
     optimizer = random_optimizers.draw(rng) if rng.random() < 0.7 else None
     used = default if optimizer is None else optimizer
-    accumulates = getattr(used, "use_gradient_accumulation", True)
-    placements = ("mod", "div", "replicated") if accumulates else ("mod", "div")
+    placements = ("mod", "div", "replicated")
+    if not getattr(used, "use_gradient_accumulation", True):
+        placements = placements[:2]
     return {
         "dim": int(choose(rng, DIMS)),
         "dtype": choose(rng, ("float32", "float32", "bfloat16")),
         "optimizer": optimizer,
         "placement": choose(rng, placements),
         "shard_axes": choose(rng, (None, "p", "q", ("q", "p"))) if two_axes else None,
-        "quantization_config": choose(rng, QUANTIZATIONS) if rng.random() < 0.15 else None,
+        "quantization_config": QuantizationConfig(*choose(rng, GRIDS))
+        if rng.random() < 0.15
+        else None,
     }
 
 
@@ -286,12 +253,8 @@ def _draw_features(rng, tables, sizes, dense):
     forms = {}
     for number in rng.permutation(numbers).tolist():
         form = draw_form(rng, sizes[len(forms)], dense)
-        feature = FeatureConfig(
-            tables[number],
-            max_sequence_length=form.length,
-            output_shape=form.output_shape,
-            on_bad_id=choose(rng, ("error", "drop", "clip")),
-            name=f"feature {len(forms)}" if rng.random() < 0.5 else None,
-        )
-        forms[feature] = form
+        policy = choose(rng, ("error", "drop", "clip"))
+        options = {"output_shape": form.output_shape, "on_bad_id": policy}
+        options["name"] = f"feature {len(forms)}" if rng.random() < 0.5 else None
+        forms[FeatureConfig(tables[number], form.length, **options)] = form
     return forms

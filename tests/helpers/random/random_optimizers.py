@@ -32,13 +32,8 @@ OPTIONS = {
     "Momentum": {"momentum": (0.0, 0.5, 0.9), "use_nesterov": FLAGS},
     "Adagrad": {**ACCUMULATOR, "epsilon": (0.0, 1e-8, 0.1)},
     "RowWiseAdagrad": {**ACCUMULATOR, "epsilon": (0.0, 1e-8, 0.1)},
-    "AdagradMomentum": {
-        "momentum": (0.0, 0.5, 0.9),
-        "use_nesterov": FLAGS,
-        "exponent": (1.5, 2.0, 3.0),
-        "beta2": (0.5, 0.9, 1.0),
-        "epsilon": (1e-10, 1e-3, 0.1),
-    },
+    "AdagradMomentum": {"momentum": (0.0, 0.5, 0.9), "use_nesterov": FLAGS}
+    | {"exponent": (1.5, 2.0, 3.0), "beta2": (0.5, 0.9, 1.0), "epsilon": (1e-10, 1e-3, 0.1)},
     "FTRL": {
         **ACCUMULATOR,
         "learning_rate_power": (-0.5, -0.5, -0.3, -1.0, 0.0),
@@ -47,13 +42,8 @@ OPTIONS = {
         "beta": (0.0, 0.3),
         "multiply_linear_by_learning_rate": FLAGS,
     },
-    "Adam": {
-        **ADAM_BETAS,
-        **EPSILON,
-        "lazy_adam": (True, True, False),
-        "sum_inside_sqrt": FLAGS,
-        "bias_correction": FLAGS,
-    },
+    "Adam": {**ADAM_BETAS, **EPSILON, "lazy_adam": (True, True, False)}
+    | dict.fromkeys(("sum_inside_sqrt", "bias_correction"), FLAGS),
     "LAMB": {**ADAM_BETAS, "epsilon": (1e-6, 1e-3, 0.1)},
     "Lion": ADAM_BETAS,
     "RMSProp": RMS,

@@ -5,35 +5,21 @@ number of requests is then asked of it, each of other ids. An id may be valid, b
 unseen, or missing; the last id of a row is more often than others.
 """
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from random_optimizers import choose
 
-from tpu_embed import (
-    DynamicVocabulary,
-    EmbeddingEngine,
-    FeatureConfig,
-    HostStorage,
-    QuantizationConfig,
-    RaggedIds,
-    SparseIds,
-    TableConfig,
-    hash_ids,
-    io,
-    optimizers,
-)
+import tpu_embed
+from tpu_embed import DynamicVocabulary, EmbeddingEngine, FeatureConfig, TableConfig, io
 
 BATCH, INNER, ROWS, DIM = 5, 2, 7, 2
 """Examples of a batch, bags of each example where it has several, rows of small tables, and D."""
 NAMES = [f"item {n}" for n in range(6)]
-KEYS = [int(key) for key in hash_ids(NAMES, None)]
+KEYS = [int(key) for key in tpu_embed.hash_ids(NAMES, None)]
 KNOWN = KEYS[:3]
 """The keys that have a row; those of the other names are unseen."""
 PLAIN, KEYED = ("rows",), ("home", "living", "living home")
@@ -41,7 +27,7 @@ PLAIN, KEYED = ("rows",), ("home", "living", "living home")
 KINDS = ("one", "bag", "bags", "sequence", "jagged")
 
 
-class Form(NamedTuple):
+class Form(namedtuple("Form", "kind width longest given weights")):
     """How the ids of a feature are given.
 
     Attributes:
@@ -52,38 +38,25 @@ class Form(NamedTuple):
       weights: "none", "beside" or "inside".
     """
 
-    kind: str
-    width: int
-    longest: int
-    given: str
-    weights: str
-
     @property
-    def rows(self) -> int:
+    def rows(self):
         """How many bags or sequences a batch has."""
         return BATCH * (INNER if self.kind == "bags" else 1)
 
     @property
-    def is_flat(self) -> bool:
+    def is_flat(self):
         """Whether a missing id has a place at the end of its row, and -1 is not padding."""
         return self.kind != "one" and self.given not in ("dense", "masked")
 
 
-class Rows(NamedTuple):
-    """The ids of each row of a feature, None for a missing one, and a weight for each."""
-
-    ids: list[list[int | None]]
-    weights: list[list[float]]
+Rows = namedtuple("Rows", "ids weights")
+"""The ids of each row of a feature, None for a missing one, and a weight for each."""
 
 
-class Drawn(NamedTuple):
+class Drawn(namedtuple("Drawn", "features forms has_fixed_batch")):
     """What a world is made of: features and their forms, by path."""
 
-    features: dict[str, FeatureConfig]
-    forms: dict[str, Form]
-    has_fixed_batch: bool
-
-    def of(self, names: tuple[str, ...]) -> dict[str, FeatureConfig]:
+    def of(self, names):
         """Return the features of some tables by path."""
         return {path: one for path, one in self.features.items() if one.table.name in names}
 
@@ -97,7 +70,7 @@ def first_row(key, shape, dtype):
     return jnp.full(shape, number.astype(dtype) / np.asarray(2**24, dtype))
 
 
-def draw(seed: int) -> Drawn:
+def draw(seed):
     """Return what a world is made of."""
     rng = np.random.default_rng(seed)
     drawn = Drawn({}, {}, bool(rng.random() < 0.5))
@@ -110,16 +83,17 @@ def draw(seed: int) -> Drawn:
     return drawn
 
 
-def _draw_tables(rng) -> list[TableConfig]:
+def _draw_tables(rng):
     """Return a table of each kind; one of those with keys has a row that unseen keys share."""
+    grid = tpu_embed.QuantizationConfig(9, -0.5, 0.5)
 
-    def table(name: str, size: int, **options: Any) -> TableConfig:
+    def table(name, size, **options):
         options["combiner"] = choose(rng, ("sum", "mean", "sqrtn"))
-        options["quantization_config"] = choose(rng, (None, None, QuantizationConfig(9, -0.5, 0.5)))
+        options["quantization_config"] = choose(rng, (None, None, grid))
         return TableConfig(size, DIM, first_row, name=name, **options)
 
     one, other = (DynamicVocabulary(unseen=u) for u in rng.permutation(["zero", "shared"]))
-    home = HostStorage(device_rows=4)
+    home = tpu_embed.HostStorage(device_rows=4)
     return [
         table("rows", ROWS, dtype=choose(rng, ("float32", "bfloat16"))),
         table("home", 2**40, storage=home),
@@ -128,7 +102,7 @@ def _draw_tables(rng) -> list[TableConfig]:
     ]
 
 
-def _draw_form(rng, table: TableConfig, kind: str) -> Form:
+def _draw_form(rng, table, kind):
     """Return how a feature of this table is given."""
     several = {"one": ["lists"], "bags": ["sparse"]}.get(kind, ["sparse", "ragged", "lists"])
     strings = ["strings"] if table.vocabulary is not None and kind != "bags" else []
@@ -139,10 +113,9 @@ def _draw_form(rng, table: TableConfig, kind: str) -> Form:
     return Form(kind, width, width - int(rng.integers(2)), given, choose(rng, weights))
 
 
-def _draw_feature(rng, table: TableConfig, kind: str, has_fixed_batch: bool) -> FeatureConfig:
+def _draw_feature(rng, table, kind, has_fixed_batch):
     """Return the configuration of a feature."""
-    options: dict[str, Any] = {"on_bad_id": choose(rng, ("error", "drop", "clip"))}
-    length = 0
+    options, length = {"on_bad_id": choose(rng, ("error", "drop", "clip"))}, 0
     if kind in ("sequence", "jagged"):
         length = choose(rng, (1, 1, 2, 2, 4) if kind == "sequence" else (0, 1, 1, 2, 2, 4))
     if length:
@@ -152,13 +125,11 @@ def _draw_feature(rng, table: TableConfig, kind: str, has_fixed_batch: bool) -> 
     return FeatureConfig(table, length, jagged=kind == "jagged", **options)
 
 
-def draw_rows(rng, feature: FeatureConfig, form: Form) -> Rows:
+def draw_rows(rng, feature, form):
     """Return the ids of a feature, with weights."""
     found, scale = Rows([], []), choose(rng, (1.0, 2.0**-70))  # whose square is no float32
     # Rows of the same lengths in another order, so that few programs compile.
-    lengths = (
-        np.ones(BATCH, int) if form.kind == "one" else np.arange(form.rows) % (form.longest + 1)
-    )
+    lengths = [1] * BATCH if form.kind == "one" else np.arange(form.rows) % (form.longest + 1)
     for length in rng.permutation(lengths):
         row = [_draw_id(rng, feature, form, 0.2) for _ in range(length)]
         if row and rng.random() < 0.5:
@@ -171,7 +142,7 @@ def draw_rows(rng, feature: FeatureConfig, form: Form) -> Rows:
     return found
 
 
-def _draw_id(rng, feature: FeatureConfig, form: Form, odd: float) -> int | None:
+def _draw_id(rng, feature, form, odd):
     """Return an id, which is missing, unseen or bad with some odds."""
     table = feature.table
     if table.storage is not None and table.vocabulary is None and form.kind == "one":
@@ -190,10 +161,9 @@ def _draw_id(rng, feature: FeatureConfig, form: Form, odd: float) -> int | None:
 # -- how users write it --------------------------------------------------------------------------
 
 
-def written(rows: Rows, form: Form) -> tuple[Any, Any]:
+def written(rows, form):
     """Return ids and weights as a user gives them."""
-    ids: Any = rows.ids
-    scales: Any = None if form.weights == "none" else rows.weights
+    ids, scales = rows.ids, None if form.weights == "none" else rows.weights
     if form.given in ("dense", "masked"):
         ids = dense(ids, form, form.longest)
         if form.given == "masked":
@@ -205,23 +175,24 @@ def written(rows: Rows, form: Form) -> tuple[Any, Any]:
         return [row[0] for row in ids], None
     if form.given in ("lists", "strings"):
         return ids, scales
-    make = RaggedIds.from_lists if form.given == "ragged" else functools.partial(_sparse, form=form)
+    sparse = functools.partial(_sparse, form)
+    make = tpu_embed.RaggedIds.from_lists if form.given == "ragged" else sparse
     if form.weights == "inside":
         return make(ids, weights=scales), None
     return make(ids), None if scales is None else make(scales)
 
 
-def _sparse(rows: Any, weights: Any = None, *, form: Form) -> SparseIds:
+def _sparse(form, rows, weights=None):
     """Return rows as `SparseIds`."""
-    one = SparseIds.from_lists(rows, width=form.longest, weights=weights)
+    one = tpu_embed.SparseIds.from_lists(rows, width=form.longest, weights=weights)
     if form.kind != "bags":
         return one
     row, column = one.indices.T
     indices = np.stack([*np.divmod(row, INNER), column], axis=1)
-    return SparseIds(indices, one.values, (BATCH, INNER, form.longest), one.weights)
+    return tpu_embed.SparseIds(indices, one.values, (BATCH, INNER, form.longest), one.weights)
 
 
-def dense(rows: Any, form: Form, width: int, fill: float = -1) -> np.ndarray:
+def dense(rows, form, width, fill=-1):
     """Return rows as an array `[B]`, `[B, H]` or `[B, K, H]`, padded; what is missing is -1."""
     dtype = np.int64 if fill == -1 else np.float32
     found = np.full((len(rows), 1 if form.kind == "one" else width), fill, dtype)
@@ -246,17 +217,15 @@ class World:
       traced, traced_serving: look up row numbers inside a jit, in the engine or for serving.
     """
 
-    def __init__(self, drawn: Drawn, root: Path) -> None:
+    def __init__(self, drawn, root):
         self.drawn = drawn
         mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
-        plain, keyed = (
-            EmbeddingEngine(drawn.of(names), optimizers.SGD(0.5), mesh=mesh)
-            for names in (PLAIN, KEYED)
-        )
+        rule = tpu_embed.optimizers.SGD(0.5)
+        plain, keyed = (EmbeddingEngine(drawn.of(n), rule, mesh=mesh) for n in (PLAIN, KEYED))
         state, homes = plain.init(jax.random.key(0)), _filled(keyed)
         self.engines = (PLAIN, plain, state), (KEYED, keyed, homes)
         self.maps = keyed.vocabularies
-        self.tables: dict[str, Any] = {
+        self.tables = {
             "rows": np.asarray(plain.tables(state)["rows"]),
             "home": io.host_table(keyed, homes, "home"),
             "living": keyed.rows(homes, "living", np.arange(ROWS)),
@@ -265,32 +234,28 @@ class World:
         self.model = self._exported(root / "model")
         self.traced = jax.jit(lambda *given: plain.lookup(state, *given))
         plain_tables = {name: self.tables[name] for name in PLAIN}
-        lookup = jax.jit(
-            lambda tables, *given: io.serving_lookup(tables, given[0], drawn.of(PLAIN), given[1])
-        )
+        lookup = jax.jit(lambda tables, *x: io.serving_lookup(tables, x[0], drawn.of(PLAIN), x[1]))
         self.traced_serving = functools.partial(lookup, plain_tables)
 
-    def served(self, ids: Any, weights: Any) -> Any:
+    def served(self, ids, weights):
         """Return what `serving_lookup` finds for features of any tables."""
-        return io.serving_lookup(
-            self.tables, ids, self.drawn.features, weights, vocabularies=self.maps
-        )
+        given = self.tables, ids, self.drawn.features, weights
+        return io.serving_lookup(*given, vocabularies=self.maps)
 
-    def _exported(self, path: Path) -> io.ServedModel:
+    def _exported(self, path):
         """Return a model of all features, which was exported."""
         examples, weights = {}, {}
         for label, form in self.drawn.forms.items():
             examples[label] = dense([[0]] * form.rows, form, form.width)
             scales = dense([[1.0]] * form.rows, form, form.width, 1.0)
             weights[label] = None if form.weights == "none" else scales
-        io.export_model(
-            path, lambda found: found, self.tables, self.drawn.features, examples, weights=weights,
-            vocabularies=self.maps, batch=BATCH if self.drawn.has_fixed_batch else None,
-            platforms="cpu",
-        )  # fmt: skip
+        options = {"vocabularies": self.maps, "platforms": "cpu", "weights": weights}
+        options["batch"] = BATCH if self.drawn.has_fixed_batch else None
+        given = self.tables, self.drawn.features, examples
+        io.export_model(path, lambda found: found, *given, **options)
         return io.load_model(path)
 
-    def program(self, ids: Any, weights: Any) -> Any:
+    def program(self, ids, weights):
         """Return what the program itself makes of row numbers; other features are empty."""
         given, scales, model = {}, {}, self.model
         for path, one in model.metadata["features"].items():
@@ -303,7 +268,7 @@ class World:
         return model._program(tables, given, scales)
 
 
-def _filled(engine: EmbeddingEngine) -> Any:
+def _filled(engine):
     """Return a state in which some keys, and some ids of the table on the host, have a row."""
     rng = np.random.default_rng(0)
     state = engine.init(jax.random.key(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bucket_servers import environment, fake_gcs
+from bucket_servers import fake_gcs, set_environment
 
 from tpu_embed.io.commits import committer
 from tpu_embed.io.store import place_of
@@ -88,8 +88,7 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path, kills, steps):
 @pytest.mark.parametrize("kills", [4, 50])
 def test_kills_leave_whole_checkpoints_in_a_bucket(tmp_path, kills, monkeypatch):
     with fake_gcs() as server:
-        for name, value in environment("gs", server.server_address).items():
-            monkeypatch.setenv(name, value)
+        set_environment(monkeypatch, "gs", server.server_address)
         check_kills(tmp_path, kills, steps=7 * kills + 10, url="gs://bucket/run")
         run = place_of("gs://bucket/run")
         said = [committer(run / step)._said() for step in committer(run).names()]

@@ -66,16 +66,16 @@ def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
         path = tmp_path / f"{number}"
         io.save(path, run.hosted, run.states[0], position=number)
         linked += sum(file.stat().st_nlink > 1 for file in path.rglob("c.*"))
-        expected = every_row(run.resident, run.states[1])
-        assert_equal(every_row(run.hosted, run.states[0]), expected)
-        assert_equal(every_row(resident, io.restore(path, resident).state), expected)
+        expected = every_row(*run.both[1])
+        check_equal(every_row(run.hosted, run.states[0]), expected)
+        check_equal(every_row(resident, io.restore(path, resident).state), expected)
         if number % 2:
             # The restored engine takes the place of the one that was saved.
             last = run.hosted
             storage = {1: {"device_rows": 110}, 3: {"device_rows": 96, "evict": "lfu"}}[number]
             again = declared(RULES[rule], HostStorage(**storage, path=tmp_path), **made)
-            ahead = last.vocabularies.lookahead
-            run.hosted = tpu_embed.EmbeddingEngine(again, mesh=mesh(restored_on), lookahead=ahead)
+            where = {"mesh": mesh(restored_on), "lookahead": last.vocabularies.lookahead}
+            run.engines[0] = tpu_embed.EmbeddingEngine(again, **where)
             restored = io.restore(path, run.hosted)
             assert restored.position == number
             run.states[0], run.kept = restored.state, []
