@@ -71,6 +71,6 @@ def test_rows_in_their_places_are_written_around_absent_ones(words, first, absen
 @pytest.mark.quick(1)
 def test_the_other_rows_of_a_line_keep_their_bits(value):
     table = jnp.full((8, 128), value)
-    new = lanes.set_rows(table, jnp.array([3]), jnp.ones((1, 32)))
+    new = jax.jit(lanes.set_rows)(table, jnp.array([3]), jnp.ones((1, 32)))
     bits = np.asarray(new).reshape(32, 32).view(np.uint32)
     assert np.all(np.delete(bits, 3, axis=0) == np.float32(value).view(np.uint32))

@@ -45,13 +45,14 @@ def _loss(activations):
 @pytest.mark.parametrize(
     ("options", "placement"),
     [
-        pytest.param({"combiner": "sqrtn"}, "replicated", marks=pytest.mark.whole),
-        pytest.param({"combiner": "sqrtn"}, "mod", marks=pytest.mark.whole),
+        ({"combiner": "sqrtn"}, "replicated"),
+        ({"combiner": "sqrtn"}, "mod"),
+        ({"dtype": "bfloat16"}, "mod"),
         ({"layer": {"max_sequence_length": 2}}, "div"),
-        pytest.param({"dtype": "bfloat16"}, "mod", marks=pytest.mark.whole),
     ],
     ids=str,
 )
+@pytest.mark.quick(1)
 def test_a_layer_has_the_engines_bits(options, placement):
     bag = bag_of(o.Adam(0.1), devices=8, placement=placement, **options)
     (table,) = bag.engine.table_configs.values()

@@ -72,13 +72,11 @@ def trained(dims, devices, placement, stacked):
         features[name] = FeatureConfig(TableConfig(size, dim, name=name, **options))
     engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(devices), stack_tables=stacked)
     state, rng = engine.init(jax.random.key(0)), np.random.default_rng(0)
-    tables = {name: feature.table for name, feature in features.items()}
     for _ in range(2):
-        ids = {name: rng.integers(0, one.vocabulary_size, (B, H)) for name, one in tables.items()}
-        gradients = {
-            name: rng.standard_normal((B, one.dim)).astype(np.float32)
-            for name, one in tables.items()
-        }
+        ids, gradients = {}, {}
+        for name, feature in features.items():
+            ids[name] = rng.integers(0, feature.table.vocabulary_size, (B, H))
+            gradients[name] = rng.standard_normal((B, feature.table.dim)).astype(np.float32)
         state = engine.update(state, engine.place(ids), gradients)
     return jax.device_get((engine.tables(state), engine.slots(state)))
 

@@ -29,11 +29,7 @@ def initial(key, shape, dtype, shard_info):
 
 
 TABLE = TableConfig(V, D, name="t", initializer=initial)
-FEATURES = {
-    "bag": FeatureConfig(TABLE),
-    "one": FeatureConfig(TABLE),
-    "seen": FeatureConfig(TABLE, jagged=True),
-}
+FEATURES = {name: FeatureConfig(TABLE, jagged=name == "seen") for name in ("bag", "one", "seen")}
 IDS = {
     "bag": RNG.integers(-1, V, (B, 3)).astype(np.int32),
     "one": RNG.integers(0, V, B).astype(np.int32),

@@ -24,6 +24,11 @@ def apply(pairs, optimizer=OPTIMIZER, tree=PARAMS, **options):
     return optimizer.apply_gradients(pairs, params, optimizer.init(params), **options)
 
 
+def of(tx, pairs, **options):
+    """Apply gradients with an optimizer of a rule or transform."""
+    return apply(pairs, Optimizer(tx, "opt"), **options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "axis", "words"),
     [
@@ -69,6 +74,7 @@ def test_compute_gradients(kind, given, words):
 
 VECTOR = IndexedSlices(jnp.ones(1), jnp.array([0]), (2,))
 UNEVEN = IndexedSlices(jnp.ones((2, 2)), jnp.array([0]), (3, 2))
+CUBE = IndexedSlices(jnp.ones((1, 2, 2)), jnp.array([0]), (3, 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -95,38 +101,39 @@ def test_apply_gradients(kind, pairs, words):
 
 
 def fail(*_):
-    raise AssertionError
+    raise AssertionError("mine")
+
+
+FAILS = optax.GradientTransformation(lambda params: (), fail)
 
 
 def test_shapes_are_judged_before_anything_is_computed():
-    tx = optax.GradientTransformation(lambda params: (), fail)
     with pytest.raises(ValueError, match="the parameter's shape"):
-        apply([(jnp.ones((3, 2)), "['kernel']"), (jnp.ones(3), "['w']")], Optimizer(tx, "opt"))
+        of(FAILS, [(jnp.ones((3, 2)), "['kernel']"), (jnp.ones(3), "['w']")])
+
+
+def of_rank_two(tree):
+    return jax.tree.map(lambda x: x.ndim < 3, tree)
 
 
 @pytest.mark.parametrize(
-    ("tx", "sparse", "words"),
+    ("tx", "pair", "tree", "words"),
     [
-        (o.SGD(0.1), (VECTOR, "['w']"), r"opt: gradient of \['w'\]: .* one of shape \(2,\)"),
-        (optax.flatten(optax.trace(0.9)), (SLICES, "['kernel']"), r"slot trace: .* got shape \(9"),
+        (o.SGD(0.1), (VECTOR, "['w']"), PARAMS, r"gradient of \['w'\]: .* one of shape \(2,\)"),
+        (optax.flatten(optax.trace(0.9)), (SLICES, "['kernel']"), PARAMS, r"trace: .* shape \(9"),
+        (optax.masked(optax.trace(0.9), of_rank_two), (CUBE, ""), np.ones((3, 2, 2)), "got none"),
     ],
-    ids=["rank", "slots not by row"],
+    ids=["rank", "slots not by row", "no slot"],
 )
-def test_rows_are_judged_before_anything_is_summed_or_computed(tx, sparse, words, monkeypatch):
+def test_rows_are_judged_before_anything_is_summed(tx, pair, tree, words, monkeypatch):
     monkeypatch.setattr("tpu_embed.training.replicas.Replicas.summed", fail)
     with pytest.raises(ValueError, match=words):
-        apply([sparse], Optimizer(tx, "opt"))
-    flat = optax.masked(optax.trace(0.9), lambda tree: jax.tree.map(lambda x: x.ndim < 3, tree))
-    gradient = IndexedSlices(jnp.ones((1, 2, 2)), jnp.array([0]), (3, 2, 2))
-    with pytest.raises(ValueError, match=r"slot trace: expected shape \(3, 2, 2\), got none"):
-        apply([(gradient, "")], Optimizer(flat, "opt"), jnp.ones((3, 2, 2)))
+        of(tx, [pair], tree=tree)
 
 
 def test_a_table_of_rank_one_is_whole_where_every_row_is_updated():
-    whole, sparse = (
-        apply([(gradient, "['w']")], Optimizer(o.Adam(0.1, lazy_adam=False), "opt"))[0]["w"]
-        for gradient in (VECTOR.to_dense(), VECTOR)
-    )
+    rule = o.Adam(0.1, lazy_adam=False)
+    whole, sparse = (of(rule, [(g, "['w']")])[0]["w"] for g in (VECTOR.to_dense(), VECTOR))
     assert np.array_equal(whole, sparse)
 
 
@@ -142,12 +149,8 @@ def test_transforms_that_read_the_loss(tx):
 
 
 def test_other_errors_of_a_transform_stay_its_own():
-    def update(updates, state, params=None):
-        raise TypeError("mine")
-
-    optimizer = Optimizer(optax.GradientTransformation(lambda params: (), update), "opt")
-    with pytest.raises(TypeError, match=r"^mine$"):
-        apply([(jnp.ones(2), "['w']")], optimizer)
+    with pytest.raises(AssertionError, match=r"^mine$"):
+        of(FAILS, [(jnp.ones(2), "['w']")])
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -157,21 +160,19 @@ CROSSED = CrossShardOptimizer(optax.sgd(0.1), axis_name="r", name="opt")
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZER, CROSSED], ids=["alone", "crossed"])
 @pytest.mark.parametrize(
-    "verb",
+    ("verb", "before", "after"),
     [
-        lambda opt, state: opt.minimize(loss, PARAMS, state),
-        lambda opt, state: opt.apply_gradients([(jnp.ones(2), "['w']")], PARAMS, state),
-        lambda opt, state: opt.get_slot(state, "['w']", "momenta"),
-        lambda opt, state: opt.get_slot_names(state),
-        lambda opt, state: opt.get_non_slot(state),
-        lambda opt, state: opt.variables(state),
+        ("minimize", [loss, PARAMS], []),
+        ("apply_gradients", [[(jnp.ones(2), "['w']")], PARAMS], []),
+        ("get_slot", [], ["['w']", "momenta"]),
+        *((verb, [], []) for verb in ("get_slot_names", "get_non_slot", "variables")),
     ],
 )
-def test_a_state_of_another_type(verb, optimizer):
+def test_a_state_of_another_type(verb, before, after, optimizer):
     for state in (None, optax.sgd(0.1).init(PARAMS), PARAMS):
         words = rf"opt: state: expected an OptState, got {type(state).__name__}; init\(params\)"
         with pytest.raises(TypeError, match=words):
-            verb(optimizer, state)
+            getattr(optimizer, verb)(*before, state, *after)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_a_state_of_another_type(verb, optimizer):
 @pytest.mark.quick(1)
 def test_slices_want_a_row_separable_transform(tx):
     with pytest.raises(ValueError, match=r"expected a (row-separable transform|transform that)"):
-        apply([(SLICES, "['kernel']")], Optimizer(tx, "opt"))
+        of(tx, [(SLICES, "['kernel']")])
 
 
 @pytest.mark.parametrize(
@@ -213,19 +214,14 @@ def test_another_tree_than_the_state_s():
 
 def test_learning_rates():
     with pytest.raises(ValueError, match="an optax transform holds its own"):
-        apply([(jnp.ones(2), "['w']")], Optimizer(optax.sgd(0.1), "opt"), learning_rate=0.1)
-    optimizer = Optimizer(o.SGD(lambda: 0.1), "opt")
+        of(optax.sgd(0.1), [(jnp.ones(2), "['w']")], learning_rate=0.1)
     with pytest.raises(ValueError, match=r"apply_gradients\(..., learning_rate=value\)"):
-        jax.jit(lambda g: apply([(g, "['w']")], optimizer))(jnp.ones(2))
+        jax.jit(lambda g: of(o.SGD(lambda: 0.1), [(g, "['w']")]))(jnp.ones(2))
 
 
 def test_a_transform_that_mixes_parameters_wants_a_gradient_for_each():
-    tx = optax.flatten(optax.adam(0.1))
-    params = {"a": jnp.ones(2), "b": jnp.ones(3)}
-    optimizer = Optimizer(tx, "opt")
-    state = optimizer.init(params)
+    tx, tree = optax.flatten(optax.adam(0.1)), {"a": np.ones(2), "b": np.ones(3)}
     gradients = [(jnp.ones(2), "['a']"), (jnp.ones(3), "['b']")]
-    now, _ = optimizer.apply_gradients(gradients, params, state)
-    np.testing.assert_allclose(now["b"], 0.9, rtol=1e-5)
+    np.testing.assert_allclose(of(tx, gradients, tree=tree)[0]["b"], 0.9, rtol=1e-5)
     with pytest.raises(ValueError, match="give a gradient for every parameter"):
-        optimizer.apply_gradients(gradients[:1], params, state)
+        of(tx, gradients[:1], tree=tree)
