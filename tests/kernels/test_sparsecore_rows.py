@@ -37,9 +37,24 @@ def test_every_upper_half_is_rounded_as_xla_rounds():
     expected = bfloat16_cases.rounded(x)
     np.testing.assert_array_equal(words & 0xFFFF, expected)
     np.testing.assert_array_equal(words >> 16, expected[:, ::-1])
-    np.testing.assert_array_equal(jax.jit(storage.narrowed)(x), expected)
     alone = np.asarray(jax.jit(sparsecore_subcore.pack_words, static_argnums=1)(x, None))
     np.testing.assert_array_equal(alone, expected)
+
+    @jax.jit
+    def stored(x):
+        """Round there and back, which XLA must not drop."""
+        narrow, encoded = storage.narrowed(x), storage.encode(x, "bfloat16")
+        return (narrow, encoded), (storage.widened(narrow), storage.decode(encoded, "bfloat16"))
+
+    (narrow, encoded), wide = stored(x)
+    assert narrow.dtype == encoded.dtype == storage.stored_dtype("bfloat16") == np.uint16
+    np.testing.assert_array_equal(narrow, expected)
+    kept = ~np.isnan(x)
+    np.testing.assert_array_equal(np.asarray(encoded)[kept], expected[kept])
+    assert [one.dtype for one in wide] == [jnp.float32, jnp.bfloat16]
+    for one in wide:
+        wanted = (expected.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(np.asarray(one).astype(np.float32), wanted)
 
 
 @st.composite

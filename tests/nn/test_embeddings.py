@@ -230,11 +230,8 @@ def test_a_batch_that_is_refused_changes_nothing():
     """`test_random_calls_equal_a_plain_loop` has batches of other ids and of another's turn."""
     rows, hosted = layer_of("keys", 2), layer_of("host", 2)
     maps = rows.engine.vocabularies
-    for layer, words in (
-        (rows, r"'films', .*got keys; .*layer\.place"),
-        (hosted, "'films': expect"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for layer in (rows, hosted):
+        with pytest.raises(ValueError, match=r"table 'films', .*got keys; .*layer\.place"):
             layer(draw(0))
     many = {"seen": RaggedIds.from_lists(np.arange(56).reshape(8, 7).tolist())}
     model = nnx.Dict(keys=rows, host=hosted)

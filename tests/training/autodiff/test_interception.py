@@ -14,13 +14,9 @@ from jagged_cases import make as make_jagged
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
-from tpu_embed.training import (
-    Optimizer,
-    create_dummy_table_variables,
-    get_gradients_through_compute_gradients,
-    get_gradients_through_dummy_table_variables,
-    hook,
-)
+from tpu_embed.training import Optimizer, create_dummy_table_variables, hook
+from tpu_embed.training import get_gradients_through_compute_gradients as get_through_compute
+from tpu_embed.training import get_gradients_through_dummy_table_variables as get_through_dummies
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -56,15 +52,12 @@ def loss_of(x, factor=1.0):
     return factor * (pair + sequence + (x["user"] ** 3).sum())
 
 
-through_dummies = functools.partial(
-    get_gradients_through_dummy_table_variables, feature_config=FEATURES
-)
+through_dummies = functools.partial(get_through_dummies, feature_config=FEATURES)
 
 
 def equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(f, e, rtol=1e-6)
+    """Assert equal structures and numbers."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
 # -- dummies and the hook --------------------------------------------------------------------------
@@ -141,14 +134,14 @@ def test_gradients_are_those_by_the_activations(optimizer, make, config):
 
     @make
     def run(activations, factor):
-        return get_gradients_through_dummy_table_variables(loss_of, activations, factor, **options)
+        return get_through_dummies(loss_of, activations, factor, **options)
 
     for factor in (1.0, 3.0):
         value, found = run(activations, jnp.float32(factor))
         np.testing.assert_allclose(value, loss_of(activations, factor), rtol=1e-6)  # never scaled
         equal(found, jax.grad(loss_of)(activations, factor * (0.5 if optimizer else 1.0)))
     if optimizer is not None:
-        through = make(lambda a: get_gradients_through_compute_gradients(optimizer, loss_of, a))
+        through = make(lambda a: get_through_compute(optimizer, loss_of, a))
         equal(through(activations), jax.grad(loss_of)(activations, 0.5))
 
 
@@ -189,7 +182,7 @@ def test_a_loss_is_float_and_uses_every_table(loss, config, words):
 
 def test_errors_of_arguments():
     with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
-        get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), draw())
+        get_through_compute(Halved(), lambda x: jnp.int32(1), draw())
     with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
         through_dummies(loss_of, [1])
 
@@ -211,7 +204,7 @@ def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
 
 
 def test_through_compute_gradients_an_unused_feature_has_none():
-    found = get_gradients_through_compute_gradients(Halved(), lambda x: x["user"].sum(), draw())
+    found = get_through_compute(Halved(), lambda x: x["user"].sum(), draw())
     assert np.array_equal(found.pop("user"), np.full((5, 3), 0.5))
     assert found == {"seen": [None, None], "pair": Pair(None, None)}
 
@@ -244,8 +237,8 @@ def in_both_ways(loss, activations, reduction):
     """Return the gradients of a replica's loss in both ways, on 8 replicas."""
     optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction=reduction)
     how = {"feature_config": FeatureConfig(USER), "optimizer": optimizer}
-    _, first = get_gradients_through_dummy_table_variables(loss, activations, **how)
-    return first, get_gradients_through_compute_gradients(optimizer, loss, activations)
+    _, first = get_through_dummies(loss, activations, **how)
+    return first, get_through_compute(optimizer, loss, activations)
 
 
 def on_replicas(local, in_specs, check_vma):
@@ -306,9 +299,7 @@ def expected_of_jagged(factor=1.0):
 
 
 through_jagged = functools.partial(through_dummies, feature_config=JAGGED)
-through_compute_gradients = functools.partial(
-    get_gradients_through_compute_gradients, Optimizer(optax.sgd(0.1), "sgd")
-)
+through_compute = functools.partial(get_through_compute, Optimizer(optax.sgd(0.1), "sgd"))
 
 
 def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
@@ -336,7 +327,7 @@ def test_gradients_are_those_by_the_values(make):
     @make
     def intercepted(given, factor):
         first = through_jagged(loss_of_jagged, given, factor)
-        return first, through_compute_gradients(lambda x: loss_of_jagged(x, factor), given)
+        return first, through_compute(lambda x: loss_of_jagged(x, factor), given)
 
     (value, first), second = intercepted(jagged(), 2.0)
     np.testing.assert_allclose(value, loss_of_jagged(jagged(), 2.0), rtol=1e-6)
@@ -355,5 +346,5 @@ def test_a_jagged_that_the_loss_does_not_use():
     def of_lengths(found):  # the row splits alone, integers through which no gradient flows
         return (found["seen"][1] * found["user"].lengths.reshape(-1, 1).astype(float)).sum()
 
-    found = through_compute_gradients(of_lengths, given)
+    found = through_compute(of_lengths, given)
     assert found["seen"][0] is found["user"] is None

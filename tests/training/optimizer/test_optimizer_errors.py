@@ -148,9 +148,25 @@ def test_transforms_that_read_the_loss(tx):
         Optimizer(tx, "opt").minimize(loss, PARAMS, Optimizer(tx, "opt").init(PARAMS))
 
 
-def test_other_errors_of_a_transform_stay_its_own():
-    with pytest.raises(AssertionError, match=r"^mine$"):
-        of(FAILS, [(jnp.ones(2), "['w']")])
+KERNEL, W = (SLICES, "['kernel']"), (jnp.ones(2), "['w']")
+MULTI_STEPS = optax.MultiSteps(optax.sgd(0.1), 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tx", "pair", "options", "words"),
+    [
+        (AssertionError, FAILS, W, {}, r"^mine$"),  # another error of a transform stays its own
+        (ValueError, optax.clip_by_global_norm(1.0), KERNEL, {}, "expected a row-separable trans"),
+        (ValueError, MULTI_STEPS, KERNEL, {}, r"expected a (row-separable transform|transform th)"),
+        (RuntimeError, o.SGD(0.1), KERNEL, {"constraints": {"['kernel']": jnp.abs}}, r"l'\]: exp"),
+        (ValueError, o.SGD(0.1), W, {"constraints": {"w": jnp.abs}}, "constraints: expected the p"),
+        (ValueError, o.SGD(0.1), W, {"constraints": {"['w']": jnp.sum}}, r"expected shape \(2,\)"),
+        (ValueError, optax.sgd(0.1), W, {"learning_rate": 0.1}, "optax transform holds its own"),
+    ],
+)
+def test_what_an_optimizer_refuses(kind, tx, pair, options, words):
+    with pytest.raises(kind, match=words):
+        of(tx, [pair], **options)
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -175,30 +191,6 @@ def test_a_state_of_another_type(verb, before, after, optimizer):
             getattr(optimizer, verb)(*before, state, *after)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [optax.clip_by_global_norm(1.0), optax.adafactor(0.1), optax.MultiSteps(optax.sgd(0.1), 2)],
-    ids=["global norm", "adafactor", "multi steps"],
-)
-@pytest.mark.quick(1)
-def test_slices_want_a_row_separable_transform(tx):
-    with pytest.raises(ValueError, match=r"expected a (row-separable transform|transform that)"):
-        of(tx, [(SLICES, "['kernel']")])
-
-
-@pytest.mark.parametrize(
-    ("kind", "pair", "constraint", "words"),
-    [
-        (RuntimeError, (SLICES, "['kernel']"), ("['kernel']", jnp.abs), r"on \['kernel'\]: exp"),
-        (ValueError, (jnp.ones(2), "['w']"), ("w", jnp.abs), "constraints: expected the path"),
-        (ValueError, (jnp.ones(2), "['w']"), ("['w']", jnp.sum), r"result: expected shape \(2,\)"),
-    ],
-)
-def test_constraints(kind, pair, constraint, words):
-    with pytest.raises(kind, match=words):
-        apply([pair], constraints=dict([constraint]))
-
-
 def test_minimize_lists_the_variables_that_have_no_gradient():
     with pytest.raises(ValueError, match=r"no gradient for any of \['kernel'\], \['n'\]"):
         OPTIMIZER.minimize(loss, PARAMS, OPTIMIZER.init(PARAMS), var_list=["['kernel']", "['n']"])
@@ -212,9 +204,7 @@ def test_another_tree_than_the_state_s():
         OPTIMIZER.get_slot(state, "['v']", "momenta")
 
 
-def test_learning_rates():
-    with pytest.raises(ValueError, match="an optax transform holds its own"):
-        of(optax.sgd(0.1), [(jnp.ones(2), "['w']")], learning_rate=0.1)
+def test_a_rate_of_the_host_is_needed_inside_a_jit():
     with pytest.raises(ValueError, match=r"apply_gradients\(..., learning_rate=value\)"):
         jax.jit(lambda g: of(o.SGD(lambda: 0.1), [(g, "['w']")]))(jnp.ones(2))
 
