@@ -68,7 +68,7 @@ def row_ids(draw):
 
 
 @pytest.mark.parametrize(("dim", "late"), [(40, False), (40, True), (16, True), (40, "rows")])
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 def test_rows_are_rounded_and_packed(dim, late):
     """40 numbers are 48 words, or 32 rounded; 16 are 16, of which the upper halves are zeros."""
     form, sent = (RowFormat((dim,), np.dtype(x), "words") for x in (np.float32, jnp.bfloat16))

@@ -13,6 +13,7 @@ from cross_shard_cases import GROUPS, IDS, PARAMS, D, S, V, X, expected, loss_of
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import optimizers as o
+from tpu_embed.kernels.tracing import as_varying
 from tpu_embed.sparse import IndexedSlices, embedding_lookup
 from tpu_embed.training import CrossShardOptimizer, Optimizer, cross_shard
 
@@ -243,7 +244,7 @@ def by_transform(transform, reduction, tree, ids, x):
     """Return two steps by an optax transform, with local gradients of unscaled losses."""
     state = transform.init(tree)
     for _ in range(2):
-        local = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "r", to="varying"), tree)
+        local = jax.tree.map(lambda leaf: as_varying(leaf, frozenset({"r"})), tree)
         gradients = jax.grad(loss_of(reduction, ids, x))(local)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = transform.update(gradients, state, tree)
@@ -310,7 +311,6 @@ def test_an_unbound_axis_is_one_replica_and_one_warning():
         ([[0, 1], [2]], r"got lists of \[1, 2\] ids"),
         ([[0, 2], [3, 4]], r"got \[1\] in none"),
         ([[False, True]], "got ids that are no integers"),
-        ([0, 1], "got ids that are no integers"),
         ([[]], "got lists without ids"),
     ],
 )

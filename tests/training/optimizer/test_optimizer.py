@@ -34,8 +34,8 @@ def slices(step=0, size=V):
     return IndexedSlices(jnp.asarray(VALUES[step]), jnp.asarray(ROWS), (size, D))
 
 
-def pairs(step=0):
-    return [(slices(step), "['table']"), (jnp.asarray(DENSE[step]), "['kernel']")]
+def pairs():
+    return [(gradient, path(name)) for name, gradient in both(0).items()]
 
 
 def applied(optimizer, *steps):
