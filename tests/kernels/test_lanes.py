@@ -37,10 +37,8 @@ def check_written(write, words, rows):
     rows = np.asarray(rows, np.int32)
     values = np.arange(12 * words, dtype=np.float32).reshape(12, words)
     found = write(lines(words), jnp.asarray(rows), jnp.asarray(values), row_format=FORMS[words])
-    wanted = TABLES[words].copy()
-    for row, value in zip(rows, values, strict=True):
-        if 0 <= row < ROWS:
-            wanted[row] = value
+    wanted, present = TABLES[words].copy(), (rows >= 0) & (rows < ROWS)
+    wanted[rows[present]] = values[present]
     np.testing.assert_array_equal(np.asarray(found).reshape(ROWS, words), wanted)
 
 

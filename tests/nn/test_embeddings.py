@@ -1,7 +1,7 @@
 """`Embeddings`, all tables of a model in one engine: the engine's bits, however it is trained."""
 
+import dataclasses
 import signal
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from tpu_embed.data import Prefetcher
 from tpu_embed.io import restore_modules, save_modules
 
 B, ROWS = 8, {"users": 20, "films": 60, "tags": 30}
+SLOTS = {"users": "velocities", "films": "accumulators", "tags": "accumulators"}
 KEYS, HOST = {"vocabulary": DynamicVocabulary(ttl=8)}, {"storage": HostStorage(device_rows=48)}
 OPTIONS = {"plain": ({}, {}), "keys": (KEYS, KEYS), "tags": ({}, KEYS), "host": (HOST, HOST | KEYS)}
 """Of the tables of films and of tags, by kind."""
@@ -52,14 +53,16 @@ def engine_of(kind, devices):
     return engine, engine.init(nnx.Rngs(0).params()), update
 
 
-def assert_same_rows(rows, engine, state, names=ROWS):
-    """Assert that a layer has the keys and the rows of an engine's state."""
+def assert_same_rows(rows, engine, state, names=ROWS, slots=SLOTS):
+    """Assert that a layer has the keys, the rows and a slot of an engine's state."""
     for name in names:
         ids = np.arange(ROWS[name])
         if engine.table_configs[name].vocabulary is not None:
             keys, ids = rows.engine.vocabularies.keys(name)
             assert_same(engine.vocabularies.keys(name), (keys, ids))
-        assert_same(rows.engine.rows(rows.state, name, ids), engine.rows(state, name, ids))
+        for slot in {None, slots.get(name)}:
+            held = (rows.engine, rows.state), (engine, state)
+            assert_same(*(own.rows(has, name, ids, slot=slot) for own, has in held))
 
 
 def draw(step):
@@ -293,7 +296,7 @@ def test_random_calls_equal_a_plain_loop(kind, seed, devices, tmp_path):
             restore_modules(tmp_path / f"{number}", {"rows": rows})
         mine = rows.engine.vocabularies
         assert (mine.admitted, mine.placed) == (plain.admitted, plain.placed + len(waiting))
-        assert_same_rows(rows, engine, state, ["users"] if waiting else ROWS)
+        assert_same_rows(rows, engine, state, ["users"] if waiting else ROWS, slots={})
         if kind == "host":
             counters = rows.engine.storage.counters["films"]
             moved = max(moved, min(counters["sent"], counters["brought"]))
@@ -417,11 +420,9 @@ def test_a_lookup_whose_gradient_would_be_lost_is_an_error(way, jitted):
 
 
 def test_features_are_in_containers_that_a_program_can_take():
-    features = SimpleNamespace(a=FeatureConfig(TableConfig(8, 2)))
-    with pytest.raises(
-        ValueError, match=r"features: .*containers.*got SimpleNamespace; .*register"
-    ):
-        nn.Embeddings(features, mesh=mesh_of(1), rngs=nnx.Rngs(0))
+    pair = dataclasses.make_dataclass("Pair", ["a"])(FeatureConfig(TableConfig(8, 2)))
+    with pytest.raises(ValueError, match=r"features: expected containers.*got Pair; .*register"):
+        nn.Embeddings(pair, mesh=mesh_of(1), rngs=nnx.Rngs(0))
 
 
 def test_members_of_an_ensemble_are_mapped():

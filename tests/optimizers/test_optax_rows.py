@@ -53,7 +53,7 @@ def test_transform_keeps_float64():
     with jax.enable_x64(True):
         rows = jnp.asarray(ROWS, jnp.float64)
         slots = optimizer.init_slots(rows, KEYS)
-        rows, slots = optimizer.update_rows(rows, slots, rows, 1, 0.0)
+        rows, slots = jax.jit(optimizer.update_rows)(rows, slots, rows, 1, 0.0)
         assert rows.dtype == slots["mu"].dtype == jnp.float64
         assert slots["count"].dtype == jnp.int32
 
