@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from facade_cases import mesh
 from host_cases import check_host_kernels
 from jax.sharding import PartitionSpec
 from kernel_cases import stored as stored_rows
@@ -35,12 +36,14 @@ done = Counter()
 # -- operands, valid and invalid -------------------------------------------------------------------
 
 RULES = [
-    lambda **o: SGD(0.1, **o),
-    lambda **o: Momentum(0.1, use_nesterov=bool(o.get("clipvalue")), **o),
-    lambda **o: Adagrad(0.1, **o),
-    lambda **o: RowWiseAdagrad(0.1, **o),
-    lambda **o: Adam(0.1, sum_inside_sqrt=bool(o.get("clipvalue")), **o),
-    lambda **o: FTRL(0.1, l1_regularization_strength=0.1, l2_regularization_strength=0.1, **o),
+    SGD,
+    Momentum,
+    functools.partial(Momentum, use_nesterov=True),
+    Adagrad,
+    RowWiseAdagrad,
+    Adam,
+    functools.partial(Adam, sum_inside_sqrt=False),
+    functools.partial(FTRL, l1_regularization_strength=0.1, l2_regularization_strength=0.1),
 ]
 OPTIONS = [
     {},
@@ -73,9 +76,8 @@ def draw_numbers(rng, shape, *, tame, zeros=0.0):
 
 def draw_bags(rng, n, bags, *, tame):
     """Return bags in ascending order; unless tame, in any order and far outside."""
-    drawn = draw_ids(rng, n, bags, np.int32) if not tame else rng.integers(0, bags + 1, n)
-    drawn = drawn.astype(np.int32)
-    return np.sort(drawn) if tame or rng.random() < 0.5 else drawn
+    drawn = rng.integers(0, bags + 1, n) if tame else draw_ids(rng, n, bags, np.int32)
+    return (np.sort(drawn) if tame or rng.random() < 0.5 else drawn).astype(np.int32)
 
 
 def draw_places(rng, rows):
@@ -150,9 +152,8 @@ def update_judge(optimizer, options):
 
 def on_all_devices(call):
     """Return `call` on operands that every device gets at once, and one device's results."""
-    mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("d",))
-    spec = PartitionSpec("d")
-    mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    specs = {"in_specs": PartitionSpec("d"), "out_specs": PartitionSpec("d"), "check_vma": False}
+    mapped = jax.jit(jax.shard_map(call, mesh=mesh(DEVICES), **specs))
 
     def run(*operands):
         results = mapped(*jax.tree.map(lambda x: np.concatenate([x] * DEVICES), operands))
@@ -240,7 +241,7 @@ def update(rng, dtype):
     has_bags, has_weights = rng.random(2) < 0.6
     n = draw_size(rng) if has_bags else int(rng.integers(0, sum(counts) + 1))
     dim = int(rng.integers(1, 141 if n < 16_384 else 9))
-    optimizer = RULES[rng.integers(len(RULES))](**OPTIONS[rng.integers(len(OPTIONS))])
+    optimizer = RULES[rng.integers(len(RULES))](0.1, **OPTIONS[rng.integers(len(OPTIONS))])
     slots = optimizer.slot_shapes(dim, np.float32)
     later, starts = int(rng.integers(0, 5)), np.cumsum((0, *counts))
     of_features = [np.sort(rng.integers(a, b + 1, later)) for a, b in itertools.pairwise(starts)]

@@ -45,11 +45,9 @@ LINE = st.lists(st.integers(-2, 5) | st.integers(-(2**31), 2**31 - 1), max_size=
 def test_sort_few_ids(kernels, dtype, apart, lines, seed):
     lines = [[row + apart * (row % 3) if row >= 0 else row for row in line] for line in lines]
     rows = [np.array(line, dtype) for line in lines]
-    blocks = draw_blocks(np.random.default_rng(seed), rows, 3)
-    for given_blocks in (None, blocks):
-        found = kernels.sort_ids(rows, given_blocks)
-        of_lines = [None] * len(rows) if given_blocks is None else given_blocks
-        for one, line, block in zip(found, rows, of_lines, strict=True):
+    for blocks in (None, draw_blocks(np.random.default_rng(seed), rows, 3)):
+        found = kernels.sort_ids(rows, blocks)
+        for one, line, block in zip(found, rows, blocks or [None] * len(rows), strict=True):
             assert_same_ids(one, line, block)
 
 
@@ -120,18 +118,15 @@ def test_put_pieces(kernels, dtype):
 def test_lines_that_do_not_fit_are_refused():
     """Before C++ reads or writes anything beyond their end."""
     out, two, one = np.zeros(1, np.int32), np.arange(2, dtype=np.int32), np.array([[1]])
-
-    def put_pieces(ends):
-        host_native.put_pieces(out[None, None], [two], Pieces(one - 1, one - 1, ends, one), 0)
-
-    for call in (
-        lambda: host_native.take([Take(out, two, None, 0)]),
-        lambda: host_native.take([Take(out, np.zeros(2), two[:1], 0)]),
-        lambda: put_pieces(one + 1),
-        lambda: put_pieces(one - 2),
-        lambda: host_native.put([Put(out, two, two, two[:1], 0)]),
-        lambda: host_native.sort_ids([two], [two[:1]]),
+    beyond, before = (Pieces(one - 1, one - 1, one + end, one) for end in (1, -2))
+    for call, operands in (
+        (host_native.take, ([Take(out, two, None, 0)],)),
+        (host_native.take, ([Take(out, np.zeros(2), two[:1], 0)],)),
+        (host_native.put_pieces, (out[None, None], [two], beyond, 0)),
+        (host_native.put_pieces, (out[None, None], [two], before, 0)),
+        (host_native.put, ([Put(out, two, two, two[:1], 0)],)),
+        (host_native.sort_ids, ([two], [two[:1]])),
     ):
         with pytest.raises(AssertionError):
-            call()
+            call(*operands)
     assert out.tolist() == [0]

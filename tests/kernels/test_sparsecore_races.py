@@ -32,9 +32,9 @@ def test_sums(name):
     run = functools.partial(sparsecore_sums.gather_sum, num_segments=SUMS)
     found = np.asarray(compiled(run, source, index, segments, late=RACES)(source, index, segments))
     assert not found_races()
-    for segment in set(segments):
-        wanted = source[index[segments == segment]].astype(np.float64).sum(0)
-        np.testing.assert_allclose(found[segment], wanted, atol=1e-5)
+    expected = np.zeros((segments.max() + 1, DIM))
+    np.add.at(expected, segments, source[index])
+    np.testing.assert_allclose(found[: len(expected)], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
@@ -53,8 +53,7 @@ def test_updates(name):
     found, (moved,) = compiled(run, *operands, late=RACES)(*operands)
     assert not found_races()
     expected = np.zeros((ROWS, DIM))
-    for entry, segment in enumerate(segments):
-        expected[rows[segment]] += sums[entry]
+    np.add.at(expected, rows[segments], sums)
     np.testing.assert_allclose(moved, expected, atol=1e-5)
     np.testing.assert_allclose(found, table - 0.5 * expected, atol=1e-5)
 

@@ -30,10 +30,12 @@ def numbers(seed):
 
 def loops(source, index, segments, weights):
     """Return the sums in float64."""
-    sums = np.zeros((SUMS, source.shape[1]))
-    for row, segment, weight in zip(index, segments, weights, strict=True):
-        if segment < SUMS and 0 <= row < ROWS:
-            sums[segment] += float(weight) * source[row].astype(np.float64)
+    sums, kept = (
+        np.zeros((SUMS, source.shape[1])),
+        (segments < SUMS) & (index >= 0) & (index < ROWS),
+    )
+    products = weights[kept, None].astype(np.float64) * source[index[kept]]
+    np.add.at(sums, segments[kept], products)
     return sums
 
 
@@ -58,38 +60,28 @@ def entries(draw):
 
 
 FILL = np.arange(ENTRIES, dtype=np.int32)
-CASES = {
-    "one segment has everything": (FILL % ROWS, 0 * FILL + 5),
-    "segments end with chunks": (FILL % ROWS, FILL // CHUNK),
-    "segments end with shares": (FILL % ROWS, FILL // (ENTRIES // WORKERS)),
-    "segments of one entry": (FILL % ROWS, FILL),
-    "a segment over three workers": (FILL % ROWS, np.digitize(FILL, [20, 170])),
-    "all absent": (0 * FILL - 1, FILL // 7),
-    "all left out": (FILL % ROWS, 0 * FILL + SUMS),
-}
-CASES = {
-    "one segment has everything": (FILL % ROWS, 0 * FILL + 5),
-    "segments end with chunks": (FILL % ROWS, FILL // CHUNK),
-    "segments end with shares": (FILL % ROWS, FILL // (ENTRIES // WORKERS)),
-    "segments of one entry": (FILL % ROWS, FILL),
-    "a segment over three workers": (FILL % ROWS, np.digitize(FILL, [20, 170]).astype(np.int32)),
-    "all absent": (0 * FILL - 1, FILL // 7),
-    "all left out": (FILL % ROWS, 0 * FILL + SUMS),
-}
+CASES = [
+    (FILL % ROWS, 0 * FILL + 5),  # one segment has everything
+    (FILL % ROWS, FILL // CHUNK),  # segments end with chunks
+    (FILL % ROWS, FILL // (ENTRIES // WORKERS)),  # segments end with shares
+    (FILL % ROWS, FILL),
+    (FILL % ROWS, np.digitize(FILL, [20, 170]).astype(np.int32)),  # a segment over three workers
+    (0 * FILL - 1, FILL // 7),  # all absent
+    (FILL % ROWS, 0 * FILL + SUMS),  # all left out
+]
 
 
 def with_cases(test):
     """Run a property test with every named case too."""
-    for case in CASES.values():
+    for case in CASES:
         test = example(case)(test)
     return test
 
 
 @pytest.mark.parametrize(
-    ("late", "filled"),
-    [(False, False), pytest.param(True, True, marks=pytest.mark.whole)],
-    ids=["early, only sums of entries", "late, all sums"],
+    ("late", "filled"), [(True, True), (False, False)], ids=["late, all sums", "early, of entries"]
 )
+@pytest.mark.quick(1)
 def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
     source, _ = numbers(0)
     run = functools.partial(sparsecore_sums.gather_sum, num_segments=SUMS, filled=filled)
@@ -108,12 +100,9 @@ def test_unweighted_sums_have_the_bits_of_the_reference(late, filled):
 
 @pytest.mark.parametrize(
     ("dim", "late", "filled", "weighted"),
-    [
-        (40, True, False, False),
-        pytest.param(5, False, True, False, marks=pytest.mark.whole),
-        pytest.param(COLUMNS, True, True, True, marks=pytest.mark.whole),
-    ],
+    [(5, False, True, False), (COLUMNS, True, True, True), (40, True, False, False)],
 )
+@pytest.mark.quick(1)
 def test_rounded_sums_are_those_of_the_reference_rounded_once(dim, late, filled, weighted):
     """Whatever stands behind the columns that count: 40 of 48 here, packed in 32 words.
 
@@ -125,27 +114,26 @@ def test_rounded_sums_are_those_of_the_reference_rounded_once(dim, late, filled,
     source[:, dim:] = np.nan
     source[:2, :dim] = [[np.inf], [np.nan]]
     weights = (2.0 ** np.random.default_rng(5).integers(-2, 3, ENTRIES)).astype(np.float32)
-    weights = (weights,) if weighted else ()
+    weights = {"weights": weights} if weighted else {}
+    options = {"row_format": sent, "num_segments": SUMS, "filled": filled}
 
-    def run(source, index, segments, *weights):
-        options = {"row_format": sent, "num_segments": SUMS, "filled": filled}
-        given = {"weights": weights[0]} if weights else {}
-        return sparsecore_sums.rounded_gather_sum(source, index, segments, **options, **given)
+    def run(source, index, segments, weights):
+        return sparsecore_sums.rounded_gather_sum(source, index, segments, **options, **weights)
 
-    sums = compiled(run, source, FILL, FILL, *weights, late=late)
+    sums = compiled(run, source, FILL, FILL, weights, late=late)
 
     @with_cases
     @given(entries())
     def test(case):
-        found = np.asarray(sums(source, *case, *weights))
-        expected = bfloat16_cases.packed(in_order(source[:, :dim], *case, *weights), sent.words)
+        found = np.asarray(sums(source, *case, weights))
+        expected = bfloat16_cases.packed(in_order(source[:, :dim], *case, **weights), sent.words)
         read = np.full(SUMS, True) if filled else np.isin(np.arange(SUMS), case[1])
         np.testing.assert_array_equal(found[read], expected[read])
 
     test()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.whole
 def test_weighted_sums(dtype):
     """Of both kinds of rows; rows of float32 also have weights where they are padded, below."""
@@ -191,7 +179,7 @@ def test_long_rows_are_cut_and_joined(monkeypatch):
     monkeypatch.setattr(sparsecore_sums, "_sum_pieces", sum_pieces)
     monkeypatch.setattr(sparsecore_sums, "_workers_here", lambda: WORKERS)
     monkeypatch.setattr(sparsecore_sums, "MOST_WORDS", 32 * 16)
-    index, segments = (jnp.asarray(x) for x in CASES["segments end with chunks"])
+    index, segments = (jnp.asarray(x) for x in CASES[1])
     index = index.at[::5].set(-1).at[1::5].set(ROWS)
     for halves in (1, 2):
         source = np.arange(ROWS * COLUMNS * halves).reshape(ROWS, -1)
@@ -218,28 +206,26 @@ def test_nothing_to_sum_is_no_kernel():
 @pytest.mark.whole
 def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
     """20 columns are padded, stored bfloat16 is packed, and features come after."""
-    rng = np.random.default_rng(2)
-    bags = SUMS // 4, SUMS // 4 * 3
-    source, weights = (x[:, :20] if x.ndim == 2 else x for x in numbers(2))
+    rng, bags = np.random.default_rng(2), (SUMS // 4, SUMS // 4 * 3)
+    source, weights = numbers(2)
+    source = source[:, :20]
     bits = source.astype(jnp.bfloat16).view(np.uint16)
     index = rng.integers(-3, ROWS + 3, ENTRIES)  # int64
     segments = np.sort(rng.integers(0, SUMS + 3, ENTRIES)).astype(np.int32)
     gains = [rng.normal(size=(b, 20)).astype(np.float32) for b in bags]
 
     def outcome(kernel, source, bits, index, segments, weights):
-        options = {"bags": bags}
-
         def loss(source, weights):
-            sums = sums_of(kernel, source, index, segments, weights, **options)
+            sums = sums_of(kernel, source, index, segments, weights, bags=bags)
             return sum(jnp.vdot(x, gain) for x, gain in zip(sums, gains, strict=True)), sums
 
         gradients, sums = jax.grad(loss, (0, 1), has_aux=True)(source, weights)
-        plain = sums_of(kernel, bits, index, segments, **options)
+        plain = sums_of(kernel, bits, index, segments, bags=bags)
         # Packed already, as an exchange in bfloat16 brings them: what is packed is summed.
         words = RowFormat((20,), jnp.dtype(jnp.bfloat16), "words").pack(bits)
         other = bits if kernel is reference.gather_sum else jnp.zeros_like(bits)
         given = RowsToSum(other, index, segments, packed=words)
-        return sums, gradients, (*plain, *kernel(given, SumLayout(**options)))
+        return sums, gradients, (*plain, *kernel(given, SumLayout(bags=bags)))
 
     with jax.enable_x64(True):
         operands = source, bits, index, segments, weights
@@ -247,8 +233,7 @@ def test_rows_of_any_width_sum_and_differentiate_through_the_dispatch():
         found = compiled(sparse, *operands, late=False)(*operands)
         expected = jax.jit(functools.partial(outcome, reference.gather_sum))(*operands)
     # The products may be joined with additions, as in `test_weighted_sums`.
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, found, expected)
     assert [x.shape for x in found[0]] == [(b, 20) for b in bags]
-    for one, other in zip(found[2], expected[2], strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, found[2], expected[2])

@@ -38,19 +38,21 @@ RULES = EXACT | {
 }
 
 
-def held(optimizer, seed=0):
+def held(optimizer):
     """Return a table and slots as a SparseCore has them."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shapes = optimizer.slot_shapes(DIM, jnp.float32).values()
     slots = [rng.uniform(0.1, 2, (ROWS, *one.shape)).astype(np.float32) for one in shapes]
-    wide = ((0, 0), (0, WORDS - DIM))
     table = rng.normal(size=(ROWS, DIM)).astype(np.float32)
-    return np.pad(table, wide), [np.pad(x, wide) if x.ndim == 2 else x for x in slots]
+    return padded(table), [padded(x) if x.ndim == 2 else x for x in slots]
 
 
-def sums_of(seed):
-    sums = np.random.default_rng(seed).normal(size=(ENTRIES, DIM)).astype(np.float32)
-    return np.pad(sums, ((0, 0), (0, WORDS - DIM)))
+def padded(rows):
+    return np.pad(rows, ((0, 0), (0, WORDS - DIM)))
+
+
+def drawn_sums():
+    return padded(np.random.default_rng(1).normal(size=(ENTRIES, DIM)).astype(np.float32))
 
 
 @st.composite
@@ -84,14 +86,22 @@ CASES = {
     "a row over three workers": np.digitize(NUMBERS, [20, 170]),
     "rows of seven": NUMBERS // 7,
 }
-CASES = {
-    name: route_of(np.random.default_rng(0), segments.tolist()) for name, segments in CASES.items()
-}
+CASES = [
+    route_of(np.random.default_rng(0), segments.tolist())
+    for segments in (
+        0 * NUMBERS,  # one row has everything
+        NUMBERS,  # one by one
+        NUMBERS // CHUNK,  # rows end with chunks
+        NUMBERS // (ENTRIES // WORKERS),  # rows end with shares
+        np.digitize(NUMBERS, [20, 170]),  # a row over three workers
+        NUMBERS // 7,
+    )
+]
 
 
 def with_cases(test):
     """Run a property test with every named case too."""
-    for route in CASES.values():
+    for route in CASES:
         test = example(route)(test)
     return test
 
@@ -113,10 +123,8 @@ def expected(optimizer, route, sums, table, slots, rate):
     if sums.dtype == np.uint32:
         halves = np.concatenate([sums << 16, sums & 0xFFFF0000], axis=1)
         sums = halves.astype(np.uint32).view(np.float32)
-    merged = np.zeros((MERGED, DIM), np.float32)
-    for i, segment in zip(index, segments, strict=True):
-        if segment < MERGED:
-            merged[segment] += sums[i, :DIM]
+    merged, kept = np.zeros((MERGED, DIM), np.float32), segments < MERGED
+    np.add.at(merged, segments[kept], sums[index[kept], :DIM])
     names = optimizer.slot_shapes(DIM, jnp.float32)
     # A row is its numbers without the padding; a slot of one number per row has none.
     table, slots = table.copy(), [x.copy() for x in slots]
@@ -133,26 +141,23 @@ def expected(optimizer, route, sums, table, slots, rate):
 @pytest.mark.whole
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("name", [*RULES, "momentum, sums in bfloat16"])
-@pytest.mark.quick(1)
 def test_rows_and_slots_are_those_of_the_cpus_rule(name, late):
     """Two numbers of sums in bfloat16 are one word: 40 need 20 words, 32 with padding."""
     name, _, halved = name.partition(", sums")
-    optimizer, sums = RULES[name], sums_of(1)
+    optimizer, sums = RULES[name], drawn_sums()
     if halved:
         bits = sums[:, :DIM].astype(jnp.bfloat16).view(np.uint16)
         sums = np.asarray(RowFormat((DIM,), BFLOAT16, "words").pack(jnp.asarray(bits)))
     table, slots = held(optimizer)
     operands = sums, table, slots, jnp.float32(0.1)
-    run = functools.partial(kernel, optimizer)
-    done = compiled(run, *CASES["one by one"], *operands, late=late)
+    done = compiled(functools.partial(kernel, optimizer), *CASES[1], *operands, late=late)
 
     @with_cases
     @given(routes())
     def test(route):
         found, new = done(*route, *operands)
         wanted, others = expected(optimizer, route, *operands)
-        for one, other in zip(new, others, strict=True):
-            np.testing.assert_array_equal(one, other)
+        jax.tree.map(np.testing.assert_array_equal, new, others)
         if name in EXACT:
             np.testing.assert_array_equal(found, wanted)
             return
@@ -184,36 +189,32 @@ def test_tables_may_be_bfloat16(name, at_random, dim, monkeypatch):
     packed = bfloat16_cases.packed(table[:, :dim], form.words)
     before = storage.widened(form.unpack(packed))
     draws = np.random.default_rng(7).integers(0, 2**32, MERGED, np.uint32)
-    keys = (draws,) if at_random else ()
-    operands = sums_of(1), packed, slots, rate, *keys
-    done = compiled(
-        functools.partial(kernel, optimizer), *CASES["one by one"], *operands, late=True
-    )
+    operands = drawn_sums(), packed, slots, rate, *((draws,) if at_random else ())
+    done = compiled(functools.partial(kernel, optimizer), *CASES[1], *operands, late=True)
 
     @with_cases
     @given(routes())
     def test(route):
         found, new = done(*route, *operands)
-        as_float32 = np.pad(before, ((0, 0), (0, WORDS - dim)))
-        rows, others = expected(optimizer, route, sums_of(1), as_float32, slots, rate)
-        for one, other in zip(new, others, strict=True):
-            np.testing.assert_array_equal(one, other)
+        rows, others = expected(optimizer, route, operands[0], padded(before), slots, rate)
+        jax.tree.map(np.testing.assert_array_equal, new, others)
         wanted, changed = np.asarray(form.unpack(packed)).copy(), route[2][route[2] >= 0]
-        wanted[changed] = bfloat16_cases.rounded(rows[changed, :dim])
         if at_random:
-            drawn = stochastic.round_rows(rows[changed, :dim], draws[route[2] >= 0])
-            wanted[changed] = drawn
+            rounded = stochastic.round_rows(rows[changed, :dim], draws[route[2] >= 0])
+        else:
+            rounded = bfloat16_cases.rounded(rows[changed, :dim])
+        wanted[changed] = rounded
         got = np.asarray(form.unpack(np.asarray(found)))
         if name in EXACT:
             np.testing.assert_array_equal(got, wanted)
-        else:
-            # A step's own error may turn the rounding of a number to the other neighbour. Where the
-            # step takes a number almost to zero, the neighbours are nearer than the error.
-            near, far = (np.asarray(storage.widened(x), np.float64) for x in (got, wanted))
-            most = np.zeros(far.shape)
-            most[changed] = rules.STEP_ERROR * np.abs(rows[changed, :dim] - before[changed])
-            assert (np.abs(near - far) <= most + 2.0**-7 * np.maximum(abs(near), abs(far))).all()
-            assert np.mean(got != wanted) < 0.01
+            return
+        # A step's own error may turn the rounding of a number to the other neighbour. Where the
+        # step takes a number almost to zero, the neighbours are nearer than the error.
+        near, far = (np.asarray(storage.widened(x), np.float64) for x in (got, wanted))
+        most = np.zeros(far.shape)
+        most[changed] = rules.STEP_ERROR * np.abs(rows[changed, :dim] - before[changed])
+        assert (np.abs(near - far) <= most + 2.0**-7 * np.maximum(abs(near), abs(far))).all()
+        assert np.mean(got != wanted) < 0.01
 
     test()
 
@@ -249,8 +250,9 @@ def test_which_rules_and_rows_are_taken():
 
 def test_nothing_to_update_is_no_kernel():
     optimizer, none = RULES["adagrad"], np.zeros(0, np.int32)
-    operands = sums_of(0), *held(optimizer)
+    table, slots = held(optimizer)
     for rows in (np.zeros(3, np.int32), none):
-        found, new = kernel(optimizer, none, none, rows, *operands, jnp.float32(0.1))
-        assert found is operands[1]
-        assert new == operands[2]
+        given = none, none, rows, drawn_sums(), table, slots, jnp.float32(0.1)
+        found, new = kernel(optimizer, *given)
+        assert found is table
+        assert new == slots

@@ -11,7 +11,6 @@ from tpu_embed.kernels.operands import CompiledRule, GradientLayout, RowGradient
 from tpu_embed.kernels.stochastic import Draws, Rounding, RowPlaces
 
 SEED, STEP, NAMES, SHARD = 2**31 + 77, 12, ("films", "users"), 3
-DRAWS = [10**6, pytest.param(10**7, marks=pytest.mark.whole)]
 SPECIAL = np.array(
     [0, 0x80000000, 1, 0x007FFFFF, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF],
     np.uint32,
@@ -68,7 +67,7 @@ def drawn(n, dim=61):
     return values
 
 
-@pytest.mark.parametrize("n", DRAWS)
+@pytest.mark.parametrize("n", [10**6, pytest.param(10**7, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("keyed", [False, True])
 def test_bits_are_the_same_in_numpy_xla_and_cpp(n, keyed):
     values, rng = drawn(n), np.random.default_rng(1)
@@ -96,10 +95,9 @@ def test_special_numbers_are_kept_and_nan_is_quiet():
 
 def test_a_number_becomes_one_of_its_neighbours_and_its_mean_stays():
     values = drawn(10**6)
-    rounded = expected(values).astype(np.float64)
-    low = (values.view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
-    high = ((values.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32).astype(np.float64)
-    exact = values.astype(np.float64)
+    rounded, exact = expected(values).astype(np.float64), values.astype(np.float64)
+    bits = values.view(np.uint32) & 0xFFFF0000
+    low, high = (x.view(np.float32).astype(np.float64) for x in (bits, bits + 0x10000))
     assert (rounded[:, -1] == exact[:, -1]).all()
     between = low != exact
     assert ((rounded == low) | ((rounded == high) & between)).all()
@@ -121,17 +119,6 @@ def test_random_bits_are_even():
             cells = (counts - counts.mean()) ** 2 / counts.mean()
             # 255 degrees of freedom: mean 255, variance 510; four deviations.
             assert abs(cells.sum() - 255) < 4 * 510**0.5
-
-
-def test_whatever_bits_depend_on_changes_them():
-    def bits(seed=1, name="a", step=1, first=0):
-        return oracle.random_bits(seed, name, step, first + np.arange(99)[:, None], np.arange(9))
-
-    one = bits()
-    for other in (bits(seed=2), bits(name="b"), bits(step=2), bits(first=99), bits(first=2**32)):
-        assert (one == other).mean() < 0.01
-        # Whether a number just above the middle goes up: half of the time both agree.
-        assert 0.4 < ((one & 0x8000) == (other & 0x8000)).mean() < 0.6
 
 
 @pytest.mark.skipif(cpu.load().path is None, reason="compiled library")

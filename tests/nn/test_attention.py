@@ -26,8 +26,9 @@ BUCKETS = {  # of times: of JAX's integers, and of Python's
 }
 
 
-def case_of(lengths, candidates, events, seed=0):
-    rng = np.random.default_rng(seed)
+def case_of(lengths, candidates, events):
+    """Return what is differentiated, a cotangent, and the rest of the arguments."""
+    rng = np.random.default_rng(0)
     shapes = dict.fromkeys("qkv", (events, HEADS, D)) | {"position": (HEADS, P), "time": (HEADS, T)}
     inputs = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     given = rng.normal(size=(events, HEADS, D)).astype(np.float32)
@@ -37,22 +38,13 @@ def case_of(lengths, candidates, events, seed=0):
     flags = np.zeros(events, bool)
     for end, count in zip(splits[1:], candidates, strict=True):
         flags[end - count : end] = True
-    return inputs, given, times, asked, splits, flags
+    about = {"splits": splits, "times": times, "query_times": asked, "candidate": flags}
+    return inputs, given, about
 
 
-def attend(inputs, block, bucket, times, asked, splits, flags):
-    return jagged_attention(
-        *(inputs[name] for name in "qkv"),
-        splits,
-        longest=LONGEST,
-        position_bias=inputs["position"],
-        time_bias=inputs["time"],
-        times=times,
-        query_times=asked,
-        candidate=flags,
-        time_bucket=bucket,
-        block=block,
-    )
+def attend(inputs, **options):
+    biases = {"position_bias": inputs["position"], "time_bias": inputs["time"]}
+    return jagged_attention(*(inputs[n] for n in "qkv"), longest=LONGEST, **biases, **options)
 
 
 def pairs(lengths, candidates):
@@ -104,30 +96,29 @@ def attention_by_loops(inputs, given, lengths, candidates, asked, times, bucket_
 def test_attention_is_that_of_loops(name, buckets):
     bucket, bucket_of = BUCKETS[buckets]
     lengths, candidates, events, block = CASES[name]
-    inputs, given, times, asked, splits, flags = case_of(lengths, candidates, events)
+    inputs, given, about = case_of(lengths, candidates, events)
 
     @jax.jit
-    def both(inputs, given, *about):
-        out, pull = jax.vjp(lambda x: attend(x, block, bucket, *about), inputs)
+    def both(inputs, given, about):
+        options = about | {"block": block, "time_bucket": bucket}
+        out, pull = jax.vjp(lambda x: attend(x, **options), inputs)
         return out, pull(given)[0]
 
-    out, gradients = both(inputs, given, times, asked, splits, flags)
+    out, gradients = both(inputs, given, about)
     wide = {key: x.astype(np.float64) for key, x in inputs.items()}
-    about = lengths, candidates, asked, times, bucket_of
-    expected, wanted = attention_by_loops(wide, given, *about)
+    rest = candidates, about["query_times"], about["times"], LONGEST, bucket_of
+    expected, wanted = attention_by_loops(wide, given, lengths, *rest)
     # Sums of at most 14 · 29 products of 3 in float32.
     np.testing.assert_allclose(out, expected, atol=3e-6)
-    assert not np.any(np.asarray(out)[splits[-1] :])
+    assert not np.any(np.asarray(out)[sum(lengths) :])
     for key, gradient in gradients.items():
         np.testing.assert_allclose(gradient, wanted[key], atol=1e-5, err_msg=key)
 
 
 def test_times_are_asked_for():
-    events = jnp.zeros((4, HEADS, D))
+    inputs, _, about = case_of([4], [0], 4)
     with pytest.raises(ValueError, match=r"times: expected int32 \[N\] with a time_bias, got None"):
-        jagged_attention(
-            events, events, events, np.array([0, 4]), longest=4, time_bias=jnp.zeros((HEADS, T))
-        )
+        attend(inputs, splits=about["splits"])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

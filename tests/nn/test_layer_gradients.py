@@ -1,12 +1,17 @@
 """Which lookups are found and which are ignored, and every error of `nn.gradients`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from facade_cases import assert_same
 from flax import nnx
+from jax import lax
 from nn_models import D, V, bag_of, ids_of, mesh_of
+from reach_cases import CUT, FORMS, KEPT, loss_of
 
 import tpu_embed
 from tpu_embed import nn
@@ -26,53 +31,38 @@ def fused_step(loss, jitted=True):
     return nnx.jit(step) if jitted else step
 
 
-def _twice(bag):
-    return bag(A), bag(C)
-
-
-def _in_nnx_jit(bag):
-    first = nnx.jit(lambda bag, ids: bag(ids))(bag, A)
-    return first, bag(C)
-
-
-def _in_nnx_remat(bag):
-    return nnx.remat(lambda bag, ids: bag(ids))(bag, A), bag(C)
-
-
-def _grouped(bag):
-    return (bag(np.stack([A, C])[..., None]),)
-
-
-def _of_any_rank(bag):
-    return bag(A), bag(C[:, None])
-
-
-def _host_ids(bag):
-    return bag(jnp.asarray(A)), bag(C.astype(np.int64))
-
-
-SHAPES = [_twice, _in_nnx_jit, _in_nnx_remat, _grouped, _of_any_rank, _host_ids]
+look_up = nnx.jit(nnx.remat(lambda bag, ids: bag(ids)))
+SHAPES = {
+    "twice": lambda bag: (bag(A), bag(C)),
+    "in nnx.jit": lambda bag: (nnx.jit(lambda bag, ids: bag(ids))(bag, A), bag(C)),
+    "in nnx.remat": lambda bag: (nnx.remat(lambda bag, ids: bag(ids))(bag, A), bag(C)),
+    "grouped": lambda bag: (bag(np.stack([A, C])[..., None]),),
+    "of any rank": lambda bag: (bag(A), bag(C[:, None])),
+    "host ids": lambda bag: (bag(jnp.asarray(A)), bag(C.astype(np.int64))),
+    "merged": lambda bag: (look_up(nnx.merge(*nnx.split(bag)), A), look_up(bag, C)),
+}
 
 
 @pytest.mark.parametrize(
-    ("shape", "jitted"),
-    [(_twice, False), *((shape, True) for shape in SHAPES)],
-    ids=lambda x: getattr(x, "__name__", x),
+    ("shape", "jitted"), [*((s, True) for s in SHAPES), ("twice", False), ("merged", False)]
 )
-@pytest.mark.quick(1)
+@pytest.mark.quick(2)
 def test_every_lookup_is_found(shape, jitted):
-    """The table after a step of SGD is what the dense gradient gives."""
+    """The table after steps of SGD is what the dense gradient gives."""
     bag = bag_of(o.SGD(0.5), devices=2)
-    before = jnp.asarray(np.array(bag.embedding))
+    rows = jnp.asarray(np.array(bag.embedding))
 
     def total(found):
         return sum((jnp.cos(one) ** 2).sum() for one in found)
 
-    step = fused_step(lambda bag: total(shape(bag)), jitted)
-    expected, gradient = jax.value_and_grad(lambda rows: total((rows[A], rows[C])))(before)
-    np.testing.assert_allclose(step(bag), expected, rtol=1e-5)
-    np.testing.assert_allclose(bag.embedding, before - 0.5 * gradient, atol=1e-6)  # other order
-    assert int(bag.step[...]) == 1
+    step = fused_step(lambda bag: total(SHAPES[shape](bag)), jitted)
+    dense = jax.jit(jax.value_and_grad(lambda rows: total((rows[A], rows[C]))))
+    for _ in range(2):  # a compiled function of nnx is not traced again
+        expected, gradient = dense(rows)
+        rows = rows - 0.5 * gradient
+        np.testing.assert_allclose(step(bag), expected, rtol=1e-5)
+        np.testing.assert_allclose(bag.embedding, rows, atol=1e-6)  # summed in another order
+    assert int(bag.step[...]) == 2
 
 
 def test_the_update_is_the_oracles():
@@ -83,22 +73,24 @@ def test_the_update_is_the_oracles():
     nn.fused_value_and_grad(lambda bag: (bag(ids, weights) * gradient).sum())(bag)
     for row, some, g in zip(ids, weights, gradient, strict=True):
         gains = oracle.gains(some[row >= 0].tolist(), "mean")
-        for i, gain in zip(row[row >= 0], gains, strict=True):
-            before[i] -= 0.5 * gain * g
+        np.subtract.at(before, row[row >= 0], 0.5 * np.outer(gains, g))
     np.testing.assert_allclose(bag.embedding, before, atol=1e-6)  # float32 against float64
 
 
 @pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_weights_are_differentiable():
-    bag = bag_of(o.SGD(0.5), devices=2, combiner="mean")
-    rows, ids = np.array(bag.embedding), ids_of(3, lowest=0)
-    weights = jnp.asarray(np.random.default_rng(4).uniform(0.5, 2, ids.shape), jnp.float32)
+    bag, ids = bag_of(o.SGD(0.5), devices=2, combiner="mean"), ids_of(3, lowest=0)
+    rows, weights = np.array(bag.embedding), np.random.default_rng(4).uniform(0.5, 2, ids.shape)
 
-    def gradient(look):
-        return jax.jit(jax.grad(lambda weights: (jnp.cos(look(weights)) ** 2).sum()))(weights)
+    @jax.jit
+    def gradients(weights):
+        def means(weights):
+            return (rows[ids] * weights[..., None]).sum(1) / weights.sum(1)[:, None]
 
-    found = gradient(lambda weights: bag(ids, weights))
-    expected = gradient(lambda w: (rows[ids] * w[..., None]).sum(1) / w.sum(1)[:, None])
+        looks = (lambda weights: bag(ids, weights)), means
+        return [jax.grad(lambda w, f=f: (jnp.cos(f(w)) ** 2).sum())(weights) for f in looks]
+
+    found, expected = gradients(weights.astype(np.float32))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -118,14 +110,13 @@ def test_value_aux_and_state_are_as_with_nnx():
         return (found**2).sum(), {"model": model, "scale": scale}
 
     ours, theirs = make(), make()
-    expected = nnx.value_and_grad(loss, has_aux=True)(theirs, A, 2.0)
-    found = nn.fused_value_and_grad(loss, has_aux=True)(ours, A, scale=2.0)
-    assert found[0][1]["model"] is ours
-    np.testing.assert_array_equal(found[0][1]["scale"], 2.0)
-    np.testing.assert_array_equal(found[0][0], expected[0][0])
-    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    (expected, _), gradients = nnx.value_and_grad(loss, has_aux=True)(theirs, A, 2.0)
+    (value, aux), found = nn.fused_value_and_grad(loss, has_aux=True)(ours, A, scale=2.0)
+    assert aux["model"] is ours
     kept = nnx.Any(nnx.BatchStat, nnx.RngCount, nnx.Intermediate)
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(ours, kept), nnx.state(theirs, kept))
+    got = value, found, aux["scale"], nnx.state(ours, kept)
+    wanted = expected, gradients, 2.0, nnx.state(theirs, kept)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
     assert [int(x.bag.step[...]) for x in (ours, theirs)] == [1, 0]
 
 
@@ -149,14 +140,14 @@ def test_two_models_by_their_places():
 
 def test_a_clone_and_a_shared_layer_are_told_apart():
     bag = bag_of(o.SGD(1.0))
-    model = nnx.Dict(a=bag, again=bag, clone=nnx.clone(bag))
-    before = jnp.asarray(np.array(bag.embedding))
+    model, rows = nnx.Dict(a=bag, again=bag, clone=nnx.clone(bag)), np.array(bag.embedding)
     nn.fused_value_and_grad(lambda m: (m.a(A) * m.again(C)).sum() + m.clone(A).sum())(model)
-    for layer, loss in (
-        (model.a, lambda rows: (rows[A] * rows[C]).sum()),
-        (model.clone, lambda rows: rows[A].sum()),
-    ):
-        np.testing.assert_allclose(layer.embedding, before - jax.grad(loss)(before), atol=1e-6)
+    of_both, of_clone = np.zeros_like(rows), np.zeros_like(rows)
+    np.add.at(of_both, A, rows[C])
+    np.add.at(of_both, C, rows[A])
+    np.add.at(of_clone, A, 1)
+    for layer, gradient in ((model.a, of_both), (model.clone, of_clone)):
+        np.testing.assert_allclose(layer.embedding, rows - gradient, atol=1e-6)
         assert int(layer.step[...]) == 1
 
 
@@ -181,9 +172,8 @@ def test_a_table_read_otherwise_is_a_constant_with_a_warning():
 
 def test_a_layer_of_two_arguments_belongs_to_the_one_differentiated():
     shared = bag_of(o.SGD(1.0))
-    other, model = nnx.Dict(a=shared), nnx.Dict(b=shared)
     both = nn.sparse_value_and_grad(lambda x, y: x.a(A).sum() + y.b(C).sum(), argnums=1)
-    _, (_, gradients) = both(other, model)
+    _, (_, gradients) = both(nnx.Dict(a=shared), nnx.Dict(b=shared))
     assert {name: len(found) for name, found in gradients.lookups.items()} == {"b": 2}
 
 
@@ -206,11 +196,12 @@ def test_lookups_of_ids_of_any_dtype_and_width(first, second):
 
 @pytest.mark.whole
 def test_weights_of_one_lookup_beside_none_and_of_another_dtype():
-    bag, plain = bag_of(o.SGD(0.5), combiner="mean"), bag_of(o.SGD(0.5), combiner="mean")
-    ids, ones = ids_of(1), jnp.ones((16, 3), jnp.bfloat16)
-    nn.fused_value_and_grad(lambda b: (b(ids, ones) ** 2).sum() + (b(A) ** 2).sum())(bag)
-    nn.fused_value_and_grad(lambda b: (b(ids) ** 2).sum() + (b(A) ** 2).sum())(plain)
-    np.testing.assert_array_equal(bag.embedding, plain.embedding)
+    def trained(*ones):
+        bag, ids = bag_of(o.SGD(0.5), combiner="mean"), ids_of(1)
+        nn.fused_value_and_grad(lambda b: (b(ids, *ones) ** 2).sum() + (b(A) ** 2).sum())(bag)
+        return bag.embedding
+
+    np.testing.assert_array_equal(trained(jnp.ones((16, 3), jnp.bfloat16)), trained())
 
 
 @pytest.mark.filterwarnings(DIFFERENTIATED)
@@ -221,11 +212,8 @@ def test_a_layer_closed_over_by_a_plain_jit(devices):
     expected = np.array(bag.embedding)[A]
     np.testing.assert_array_equal(jax.jit(lambda ids: bag(ids))(A), expected)
     jax.jit(lambda ids: jax.vmap(bag)(ids))(A[:, None])
-    np.testing.assert_allclose(
-        jax.jit(jax.grad(lambda w: bag(A[:, None], w).sum()))(jnp.ones((8, 1))),
-        expected.sum(1)[:, None],
-        rtol=1e-5,  # summed in another order
-    )
+    found = jax.jit(jax.grad(lambda w: bag(A[:, None], w).sum()))(jnp.ones((8, 1)))
+    np.testing.assert_allclose(found[:, 0], expected.sum(1), rtol=1e-5)  # in another order
 
 
 def test_a_filter_sees_paths_from_the_model():
@@ -252,17 +240,11 @@ def test_explicit_axes(count):
 def test_a_step_is_compiled_once():
     bag, traced = bag_of(o.Adam(0.1), devices=2), []
     step = fused_step(lambda bag, ids: traced.append(ids) or (bag(ids) ** 2).sum())
-    step(bag, ids_of(0))
-    before = len(traced)
-    for i in (1, 2):
+    counts = []
+    for i in range(3):
         step(bag, ids_of(i))
-    assert len(traced) == before
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-"""A derivative that is no step of training: that the table keeps its rows is what is meant."""
+        counts.append(len(traced))
+    assert counts == counts[:1] * 3
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -274,7 +256,7 @@ def test_layers_of_one_path_are_refused():
         nn.fused_value_and_grad(lambda m: m["a/b"](A).sum() + m["a"].b(A).sum())(model)
 
 
-@pytest.mark.filterwarnings("ignore:table 'films' .* is looked up under differentiation")
+@pytest.mark.filterwarnings(DIFFERENTIATED)
 def test_a_step_is_not_differentiated():
     model = nnx.Dict(a=bag_of(o.SGD(0.1)), b=nnx.Linear(D, 1, rngs=nnx.Rngs(0)))
 
@@ -294,37 +276,136 @@ def test_gradients_of_another_kind():
     assert int(bag.step[...]) == 0
 
 
-def test_errors_of_arguments():
-    bag = bag_of(o.SGD(0.1))
-    places = [({"argnums": n}, "argnums: expected different places") for n in (1, (0, 0), "0")]
-    for options, words in (
-        *places,
-        ({"argnums": (0, 1)}, "argument 1: expected an nnx module, got ndarray"),
-        ({"has_aux": True}, "has_aux=True: the function: expected a pair"),
-    ):
-        given = (bag, A) if options.get("argnums") == (0, 1) else (bag,)
-        with pytest.raises((TypeError, ValueError), match=words):
-            nn.sparse_value_and_grad(lambda bag, other=None: bag(A).sum(), **options)(*given)
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        *(((), {"argnums": n}, "argnums: expected different places") for n in (1, (0, 0), "0")),
+        ((A,), {"argnums": (0, 1)}, "argument 1: expected an nnx module, got ndarray"),
+        ((), {"has_aux": True}, "has_aux=True: the function: expected a pair"),
+    ],
+)
+def test_errors_of_arguments(given, options, words):
+    step = nn.sparse_value_and_grad(lambda bag, other=None: bag(A).sum(), **options)
+    with pytest.raises((TypeError, ValueError), match=words):
+        step(bag_of(o.SGD(0.1)), *given)
+
+
+def test_a_value_is_a_scalar():
     with pytest.raises(TypeError, match="scalar"):
-        nn.sparse_value_and_grad(lambda bag: bag(A))(bag)
+        nn.sparse_value_and_grad(lambda bag: bag(A))(bag_of(o.SGD(0.1)))
 
 
 def test_no_table_changes_when_one_cannot():
     model, other = nnx.Dict(a=bag_of(o.SGD(0.1)), b=bag_of(None)), bag_of(None)
     before = np.array(model.a.embedding)
-    words = r"optimizer for every trainable table, got none for .'films'"
-    with pytest.raises(ValueError, match=words):
-        nn.fused_value_and_grad(lambda m: m.a(A).sum() + m.b(A).sum())(model)
-    with pytest.raises(ValueError, match=words):
-        nn.fused_value_and_grad(lambda m, o: (m.a(A) * o(A)).sum(), argnums=(0, 1))(model, other)
+    for loss, given in (
+        (lambda m: m.a(A).sum() + m.b(A).sum(), (model,)),
+        (lambda m, other: (m.a(A) * other(A)).sum(), (model, other)),
+    ):
+        step = nn.fused_value_and_grad(loss, argnums=tuple(range(len(given))))
+        with pytest.raises(ValueError, match=r"every trainable table, got none for .'films'"):
+            step(*given)
     np.testing.assert_array_equal(model.a.embedding, before)
     _, (_, gradients) = nn.sparse_value_and_grad(lambda m: m.a(A).sum())(model)
     with pytest.raises(ValueError, match=r"gradients: expected layers among \[''\], got 'a'"):
         nn.apply_table_gradients(model.a, gradients)
 
 
-def test_a_placed_batch_stands_alone():
-    bag = bag_of(o.SGD(0.1), devices=2)
-    batch = bag.place(ids_of(1))
-    with pytest.raises(ValueError, match="'films': expected a placed batch as the only lookup"):
-        nn.fused_value_and_grad(lambda bag: bag(batch).sum() + bag(A).sum())(bag)
+# -- rows that no gradient reaches are not updated -------------------------------------------------
+
+ADAM = o.Adam(0.1, weight_decay_factor=0.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.quick(2)
+def test_a_lookup_that_is_cut_is_left_out(form):
+    """Of the lookups that a step would train by."""
+    graphdef, state = nnx.split(bag_of(ADAM))
+
+    @jax.jit
+    def looked_up(state):
+        step = nn.sparse_value_and_grad(loss_of(form), has_aux=True)
+        _, (_, tables) = step(nnx.merge(graphdef, state))
+        return [one.ids for lookups in tables.lookups.values() for one in lookups]
+
+    (ids,) = looked_up(state)
+    assert sorted(np.asarray(ids).reshape(-1).tolist()) == sorted(KEPT)
+
+
+@functools.cache
+def stepped(loss):
+    """Return what is in a layer after a step by a loss `(bag) -> (value, aux)`.
+
+    A step before it gave momenta to all the rows that tests look up.
+    """
+    bag = bag_of(ADAM)
+    nn.fused_value_and_grad(lambda bag: (bag(np.arange(6)) ** 2).sum())(bag)
+    nnx.jit(lambda bag: nn.fused_value_and_grad(loss, has_aux=True)(bag)[0][0])(bag)
+    return [np.array(bag.embedding), bag.logical_slots, bag.step[...], bag.bad_ids[...]]
+
+
+def kept(bag):
+    return (bag(KEPT) ** 2).sum(), None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda bag: (kept(bag)[0] + lax.stop_gradient(bag(CUT)).sum(), None),
+        lambda bag: (kept(bag)[0], bag(np.append(CUT, 99))),  # 99 is no row
+        lambda bag: (kept(bag)[0], (bag.embedding**2).sum()),
+    ],
+    ids=["stopped", "aux", "read by aux"],
+)
+@pytest.mark.quick(1)
+def test_a_step_is_that_of_the_lookups_that_reach_the_value(loss):
+    """Bit for bit: rows, slots and counters, without a warning."""
+    assert_same(stepped(loss), stepped(kept))
+
+
+@pytest.mark.whole
+def test_a_layer_that_no_gradient_reaches_takes_no_step():
+    used, cut = bag_of(ADAM), bag_of(ADAM)
+    model = nnx.Dict(used=used, cut=cut, linear=nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+    before = jax.tree.map(np.array, nnx.state(cut))
+
+    def loss(model):
+        stopped = lax.stop_gradient(model.cut(KEPT))
+        return (model.linear(model.used(KEPT) * stopped) ** 2).sum()
+
+    _, gradients = nn.fused_value_and_grad(loss)(model)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(cut))
+    assert int(used.step[...]) == 1
+    assert np.asarray(gradients["linear"]["kernel"][...]).any()
+    alone = nn.sparse_value_and_grad(lambda bag: lax.stop_gradient(bag(CUT)).sum())
+    value, (_, tables) = alone(cut)
+    np.testing.assert_allclose(value, np.array(cut.embedding)[CUT].sum(), rtol=1e-6)
+    assert tables.lookups == {}
+
+
+def test_a_layer_without_an_optimizer_is_looked_up_behind_stop_gradient():
+    model = nnx.Dict(a=bag_of(ADAM), teacher=bag_of(None))
+    before = np.array(model.teacher.embedding)
+
+    def loss(model):
+        return ((model.a(KEPT) - lax.stop_gradient(model.teacher(KEPT))) ** 2).sum()
+
+    nn.fused_value_and_grad(loss)(model)
+    np.testing.assert_array_equal(model.teacher.embedding, before)
+    with pytest.raises(ValueError, match="expected an optimizer for every trainable table"):
+        nn.fused_value_and_grad(lambda m: ((m.a(KEPT) - m.teacher(KEPT)) ** 2).sum())(model)
+
+
+def test_a_placed_batch_stands_beside_a_lookup_that_is_cut():
+    bag = bag_of(o.SGD(0.5), devices=2)
+    before = np.array(bag.embedding)
+    batch = bag.place(np.array([4, 1]))
+    nn.fused_value_and_grad(lambda b: b(batch).sum() + lax.stop_gradient(b(CUT)).sum())(bag)
+    before[[4, 1]] -= 0.5
+    np.testing.assert_array_equal(bag.embedding, before)
+
+
+def test_a_table_read_by_what_is_cut_is_no_warning():
+    nn.sparse_value_and_grad(lambda b: b(KEPT).sum() + lax.stop_gradient((b.embedding**2).sum()))(
+        bag_of(ADAM)
+    )

@@ -1,15 +1,13 @@
-"""A model with our layer against one with `nnx.Embed`, and against the functional API."""
+"""A model with our layer against one with `nnx.Embed`, and the memory of its step."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from facade_cases import assert_same
 from flax import nnx
 from nn_models import OurModel, TheirModel, bag_of, dense_optimizer, ids_of, mesh_of, train
 
-import tpu_embed
 from tpu_embed import nn
 from tpu_embed import optimizers as o
 
@@ -35,37 +33,6 @@ def test_a_model_equals_the_same_with_nnx_embed(rule, devices):
     np.testing.assert_allclose(mine.bag.embedding, other.embed.embedding[...], atol=2e-6)
     np.testing.assert_allclose(mine.norm.var[...], other.norm.var[...], rtol=1e-5)
     assert int(mine.bag.step[...]) == 6
-
-
-def _loss(activations):
-    """Return Σ (a² + a): its gradient 2a + 1 has the same bits in every program."""
-    return (activations**2 + activations).sum()
-
-
-@pytest.mark.parametrize(
-    ("options", "placement"),
-    [
-        pytest.param({"combiner": "sqrtn"}, "replicated", marks=pytest.mark.whole),
-        pytest.param({"combiner": "sqrtn"}, "mod", marks=pytest.mark.whole),
-        ({"layer": {"max_sequence_length": 2}}, "div"),
-        pytest.param({"dtype": "bfloat16"}, "mod", marks=pytest.mark.whole),
-    ],
-    ids=str,
-)
-def test_a_layer_has_the_engines_bits(options, placement):
-    bag = bag_of(o.Adam(0.1), devices=8, placement=placement, **options)
-    (table,) = bag.engine.table_configs.values()
-    feature = tpu_embed.FeatureConfig(table, **options.get("layer", {}))
-    engine = tpu_embed.EmbeddingEngine({"x": feature}, mesh=mesh_of(8))
-    state = engine.init(nnx.Rngs(0).params())
-    step = nnx.jit(lambda bag, ids: nn.fused_value_and_grad(lambda bag: _loss(bag(ids)))(bag)[0])
-    lookup, update = jax.jit(engine.lookup), jax.jit(engine.update)
-    for i in range(3):
-        ids = {"x": ids_of(i)}
-        state = update(state, ids, jax.grad(lambda a: _loss(a["x"]))(lookup(state, ids)))
-        step(bag, ids_of(i))
-    assert_same(bag.embedding, engine.tables(state)["films"])
-    assert_same(bag.logical_slots, engine.slots(state)["films"])
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,11 @@
 """A table that nothing trains is named in an error, once per layer."""
 
-import warnings
-
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 from nn_models import bag_of
 
-import tpu_embed
 from tpu_embed import nn
 from tpu_embed import optimizers as o
 
@@ -30,11 +27,7 @@ WAYS = {
     "around vmap": lambda model: nnx.grad(
         lambda model: jax.vmap(lambda i: model["films"](i[None]))(IDS).sum() + loss(model)
     )(model),
-    "jvp": lambda model: jax.jvp(
-        lambda kernel: model["films"](IDS) @ kernel,
-        (model["score"].kernel[...],),
-        (model["score"].kernel[...],),
-    ),
+    "jvp": lambda model: jax.jvp(lambda x: model["films"](IDS) * x, (1.0,), (1.0,)),
 }
 
 
@@ -53,25 +46,21 @@ def test_a_table_without_optimizer_is_named_once():
     step = nnx.jit(lambda model: nn.fused_value_and_grad(loss)(model)[0])
     with pytest.warns(UserWarning, match=r"'films' \[10, 2\].* an optimizer, or trainable=False"):
         step(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nn.fused_value_and_grad(loss)(model)
+    nn.fused_value_and_grad(loss)(model)  # another warning would be an error
 
 
-@pytest.mark.parametrize(
-    "options", [{"optimizer": o.SGD(0.1)}, {"trainable": False, "optimizer": o.SGD(0.1)}]
-)
+@pytest.mark.parametrize("trainable", [True, False])
 @pytest.mark.quick(1)
-def test_no_word_where_nothing_is_wrong(options):
+def test_no_word_where_nothing_is_wrong(trainable):
     """Warnings are errors in these tests."""
-    model = model_of(**options)
+    model = model_of(optimizer=o.SGD(0.1), trainable=trainable)
     before = np.array(model["films"].embedding)
     loss(model)
     nnx.jit(loss)(model)
     jax.vmap(lambda i: model["films"](i[None]))(IDS)
     nn.fused_value_and_grad(loss)(model)
     nnx.jit(lambda model: nn.sparse_value_and_grad(loss)(model)[0])(model)
-    assert (np.array(model["films"].embedding) == before).all() == ("trainable" in options)
+    assert (np.array(model["films"].embedding) != before).any() == trainable
 
 
 @pytest.mark.whole
@@ -85,4 +74,3 @@ def test_each_layer_is_named():
     with pytest.warns(UserWarning, match="under differentiation") as caught:
         jax.grad(lambda x: sum((x * bag(IDS[:, None])).sum() for bag in bags))(1.0)
     assert len(caught) == 2
-    assert isinstance(bags[0], tpu_embed.nn.EmbeddingBag)

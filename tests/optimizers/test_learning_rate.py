@@ -52,6 +52,9 @@ def test_schedule_counts_from_zero():
     optimizer = SGD(optax.exponential_decay(1.0, 1, 0.5))
     rates = [float(optimizer.resolve_learning_rate(jnp.int32(t), None)) for t in (1, 2, 3)]
     assert rates == [1.0, 0.5, 0.25]
+    # `conftest.py` asks for strict promotion, under which this schedule alone would fail.
+    cosine = SGD(optax.cosine_decay_schedule(0.5, 10))
+    assert float(cosine.resolve_learning_rate(jnp.int32(1), None)) == 0.5
 
 
 @pytest.mark.parametrize("value", [None, "a", [0.1], np.ones(2), np.True_, np.complex64(1)])
@@ -73,10 +76,3 @@ def test_host_callable_is_never_called():
         optimizer.resolve_learning_rate(1, None)
     with pytest.raises(ValueError, match=r"learning_rate: expected a hashable callable"):
         SGD(NoHash())
-
-
-def test_a_schedule_of_optax_under_strict_promotion():
-    """`conftest.py` asks for strict promotion, under which this schedule alone would fail."""
-    schedule = optax.cosine_decay_schedule(0.5, 10)
-    optimizer = SGD(schedule)
-    assert float(optimizer.resolve_learning_rate(jnp.int32(1), None)) == 0.5

@@ -25,10 +25,9 @@ def test_rows_equal_the_transform_on_the_whole(case):
     @jax.jit
     def run(rows, gradients):
         by_rows, whole = rows, rows
-        slots = optimizer.init_slots(rows, KEYS)
+        first = slots = optimizer.init_slots(rows, KEYS)
         with jax.numpy_dtype_promotion("standard"):  # optax itself is not strict
             state = tx.init(rows)
-        first = slots
         for t in range(STEPS):
             by_rows, slots = optimizer.update_rows(by_rows, slots, gradients[t], jnp.int32(t), 0.0)
             with jax.numpy_dtype_promotion("standard"):
@@ -40,14 +39,13 @@ def test_rows_equal_the_transform_on_the_whole(case):
     np.testing.assert_allclose(by_rows, whole, rtol=1e-5, atol=1e-6)  # two fusions of one formula
     declared = optimizer.slot_shapes(D, jnp.float32)
     assert set(slots) == set(declared)
-    for name, expected in zip(declared, state, strict=True):
-        np.testing.assert_allclose(slots[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
     assert [name for name, slot in declared.items() if slot.per_row] == list(row_slots)
-    for name, slot in declared.items():
-        shape = (N, *slot.shape) if slot.per_row else slot.shape
-        assert first[name].shape == slots[name].shape == shape
-        assert first[name].dtype == slots[name].dtype == slot.dtype
-        assert not any(made[name].weak_type for made in (first, slots))
+    for (name, slot), expected in zip(declared.items(), state, strict=True):
+        np.testing.assert_allclose(slots[name], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        assert slots[name].shape == ((N, *slot.shape) if slot.per_row else slot.shape)
+        for made in (first[name], slots[name]):
+            assert (made.shape, made.dtype) == (slots[name].shape, slot.dtype)
+            assert not made.weak_type
 
 
 def test_transform_keeps_float64():
@@ -55,7 +53,7 @@ def test_transform_keeps_float64():
     with jax.enable_x64(True):
         rows = jnp.asarray(ROWS, jnp.float64)
         slots = optimizer.init_slots(rows, KEYS)
-        rows, slots = optimizer.update_rows(rows, slots, rows, 1, 0.0)
+        rows, slots = jax.jit(optimizer.update_rows)(rows, slots, rows, 1, 0.0)
         assert rows.dtype == slots["mu"].dtype == jnp.float64
         assert slots["count"].dtype == jnp.int32
 
@@ -96,12 +94,19 @@ def test_scalar_of_gradients_names_the_cause():
         as_table_optimizer(optax.novograd(0.1))
 
 
-@pytest.mark.parametrize("place", ["itself", "transform", "chain"])
-def test_multi_steps_is_refused(place):
-    multi = optax.MultiSteps(optax.sgd(0.1), 2)
-    transform = multi if place == "itself" else multi.gradient_transformation()
-    if place == "chain":
-        transform = optax.chain(optax.clip(1.0), transform)
+MULTI = optax.MultiSteps(optax.sgd(0.1), 2)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        MULTI,
+        MULTI.gradient_transformation(),
+        optax.chain(optax.clip(1.0), MULTI.gradient_transformation()),
+    ],
+    ids=["itself", "transform", "chain"],
+)
+def test_multi_steps_is_refused(transform):
     with pytest.raises(ValueError, match=r"got optax.MultiSteps; .*larger batch"):
         as_table_optimizer(transform)
 

@@ -12,47 +12,34 @@ import pytest
 
 from tpu_embed import optimizers as o
 
-DECAYS = {
-    o.Adam: ("beta_1", "beta_2"),
-    o.LAMB: ("beta_1", "beta_2"),
-    o.Lion: ("beta_1", "beta_2"),
-    o.Yogi: ("beta_1", "beta_2"),
-    o.RMSProp: ("rho", "momentum"),
-    o.CenteredRMSProp: ("rho", "momentum"),
-    o.Adadelta: ("rho",),
-    o.Momentum: ("momentum",),
-    o.AdagradMomentum: ("momentum",),
-}
-WITH_EPSILON = [rule for rule in DECAYS if rule not in (o.Lion, o.Momentum)]
+RMS, BETAS = [o.RMSProp, o.CenteredRMSProp], [o.Adam, o.LAMB, o.Yogi]
+LIMITS = [  # of an option: its range, numbers outside, and the rules that have it
+    ("beta_1", r"in \[0, 1\)", (1, -0.1), [*BETAS, o.Lion]),
+    ("beta_2", r"in \[0, 1\)", (1, -0.1), [*BETAS, o.Lion]),
+    ("rho", r"in \[0, 1\)", (1, -0.1), [*RMS, o.Adadelta]),
+    ("momentum", r"in \[0, 1\)", (1, -0.1), [*RMS, o.Momentum, o.AdagradMomentum]),
+    ("beta2", r"in \(0, 1\]", (0, 1.1), [o.AdagradMomentum]),
+    ("epsilon", "> 0", (0,), [*BETAS, *RMS, o.Adadelta, o.AdagradMomentum]),
+    ("epsilon", ">= 0", (-1e-9,), [o.Adagrad, o.RowWiseAdagrad]),
+    ("initial_accumulator_value", "> 0", (0,), [o.Adagrad, o.RowWiseAdagrad, o.ProximalAdagrad]),
+    ("learning_rate_power", "<= 0", (0.1,), [o.FTRL]),
+    ("l1_regularization_strength", ">= 0", (-1,), [o.FTRL]),
+    ("l2_regularization_strength", ">= 0", (-1,), [o.FTRL]),
+    ("beta", ">= 0", (-1,), [o.FTRL]),
+    ("l1", ">= 0", (-1,), [o.ProximalAdagrad]),
+    ("l2", ">= 0", (-1,), [o.ProximalAdagrad]),
+    ("exponent", "> 0", (0,), [o.AdagradMomentum]),
+]
 EACH = {"use_gradient_accumulation": False}
 ERRORS = [
-    (o.Adagrad, {"initial_accumulator_value": 0}, "initial_accumulator_value: expected.*> 0"),
-    (o.RowWiseAdagrad, {"initial_accumulator_value": -1}, "initial_accumulator_value"),
-    (o.ProximalAdagrad, {"initial_accumulator_value": 0}, "initial_accumulator_value"),
-    (o.FTRL, {"initial_accumulator_value": 0}, "allow_zero_accumulator=True"),
-    (
-        o.FTRL,
-        {"initial_accumulator_value": -0.1, "allow_zero_accumulator": True},
-        "initial_accumulator_value",
-    ),
     *[
-        (rule, {name: bad}, rf"{name}: expected.*\[0, 1\)")
-        for rule, names in DECAYS.items()
-        for name in names
-        for bad in (1, -0.1)
+        (rule, {name: number}, f"{name}: expected a number {within}")
+        for name, within, outside, rules in LIMITS
+        for rule in rules
+        for number in outside
     ],
-    (o.AdagradMomentum, {"beta2": 0}, r"beta2: expected a number in \(0, 1\]"),
-    (o.AdagradMomentum, {"beta2": 1.1}, "beta2"),
-    *[(rule, {"epsilon": 0}, "epsilon: expected a number > 0, got") for rule in WITH_EPSILON],
-    (o.Adagrad, {"epsilon": -1}, "epsilon"),
-    (o.RowWiseAdagrad, {"epsilon": -1e-9}, "epsilon"),
-    (o.FTRL, {"learning_rate_power": 0.1}, "learning_rate_power: expected a number <= 0"),
-    (o.FTRL, {"l1_regularization_strength": -1}, "l1_regularization_strength"),
-    (o.FTRL, {"l2_regularization_strength": -1}, "l2_regularization_strength"),
-    (o.FTRL, {"beta": -1}, "beta"),
-    (o.ProximalAdagrad, {"l1": -1}, "l1"),
-    (o.ProximalAdagrad, {"l2": -1}, "l2"),
-    (o.AdagradMomentum, {"exponent": 0}, "exponent: expected a number > 0"),
+    (o.FTRL, {"initial_accumulator_value": 0}, "allow_zero_accumulator=True"),
+    (o.FTRL, {"initial_accumulator_value": -1, "allow_zero_accumulator": True}, "initial_accumul"),
     (o.SGD, {"clip_weight_min": 1, "clip_weight_max": 0}, "clip_weight: expected min <= max"),
     (o.SGD, {"clipvalue": (1, 0)}, "clipvalue: expected min <= max"),
     (o.SGD, {"clipvalue": -1}, "clipvalue: expected min <= max"),
@@ -151,16 +138,12 @@ def test_slot_initializer_draws_each_row_by_its_key():
 
 
 def test_slot_initializer_of_one_number_a_row():
-    shapes = []
-
     def initializer(key, shape, dtype):
-        shapes.append((shape, dtype))
+        assert (shape, dtype) == ((1,), jnp.float32)
         return jax.random.uniform(key, shape, dtype)
 
     optimizer = o.RowWiseAdagrad(slot_initializers={"accumulators": initializer})
-    keys = jax.random.split(jax.random.key(3), 4)
-    slots = optimizer.init_slots(jnp.zeros((4, 3)), keys)
-    assert shapes == [((1,), jnp.float32)]
+    slots = optimizer.init_slots(jnp.zeros((4, 3)), jax.random.split(jax.random.key(3), 4))
     assert slots["accumulators"].shape == (4,)
     assert len(np.unique(slots["accumulators"])) == 4
 

@@ -14,13 +14,9 @@ from jagged_cases import make as make_jagged
 from jax.sharding import PartitionSpec as P
 
 from tpu_embed import FeatureConfig, Jagged, TableConfig, split_activations
-from tpu_embed.training import (
-    Optimizer,
-    create_dummy_table_variables,
-    get_gradients_through_compute_gradients,
-    get_gradients_through_dummy_table_variables,
-    hook,
-)
+from tpu_embed.training import Optimizer, create_dummy_table_variables, hook
+from tpu_embed.training import get_gradients_through_compute_gradients as get_through_compute
+from tpu_embed.training import get_gradients_through_dummy_table_variables as get_through_dummies
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -45,11 +41,8 @@ class Halved:
 
 def draw():
     rng = np.random.default_rng(4)
-
-    def normal(shape):
-        return jnp.asarray(rng.normal(size=shape).astype(np.float32))
-
-    return jax.tree.map(normal, SHAPES, is_leaf=lambda x: type(x) is tuple)
+    is_shape = {"is_leaf": lambda x: type(x) is tuple}
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x), jnp.float32), SHAPES, **is_shape)
 
 
 def loss_of(x, factor=1.0):
@@ -59,15 +52,12 @@ def loss_of(x, factor=1.0):
     return factor * (pair + sequence + (x["user"] ** 3).sum())
 
 
-through_dummies = functools.partial(
-    get_gradients_through_dummy_table_variables, feature_config=FEATURES
-)
+through_dummies = functools.partial(get_through_dummies, feature_config=FEATURES)
 
 
 def equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for f, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(f, e, rtol=1e-6)
+    """Assert equal structures and numbers."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, expected)
 
 
 # -- dummies and the hook --------------------------------------------------------------------------
@@ -89,11 +79,11 @@ def test_dummies_are_zeros_grouped_by_table():
 
 
 def test_one_feature_alone_and_a_loss_that_is_an_array_counts_with_its_sum():
-    activation = jnp.arange(6.0).reshape(2, 3)
-    dummies = create_dummy_table_variables(activation, FeatureConfig(USER))
+    activation, alone = jnp.arange(6.0).reshape(2, 3), FeatureConfig(USER)
+    dummies = create_dummy_table_variables(activation, alone)
     assert {name: list(group) for name, group in dummies.items()} == {"table_0": ["feature"]}
     assert np.array_equal(hook(activation, dummies), activation)
-    value, found = through_dummies(lambda x: x**2, activation, feature_config=FeatureConfig(USER))
+    value, found = through_dummies(lambda x: x**2, activation, feature_config=alone)
     assert np.array_equal(value, activation**2)
     assert np.array_equal(found, 2 * activation)
 
@@ -133,84 +123,79 @@ def test_dummies_of_other_activations_are_errors():
 # -- gradients -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("config", [FEATURES, None])
 @pytest.mark.parametrize(
-    ("optimizer", "config", "make"),
-    [
-        (None, FEATURES, lambda f: f),
-        (Halved(), None, lambda f: f),
-        (None, None, jax.jit),
-        (Halved(), FEATURES, jax.jit),
-    ],
+    ("optimizer", "make"), [(None, lambda f: f), (Halved(), lambda f: f), (Halved(), jax.jit)]
 )
 @pytest.mark.quick(2)
-def test_gradients_are_those_by_the_activations(optimizer, config, make):
+def test_gradients_are_those_by_the_activations(optimizer, make, config):
     """With a configuration and without, in two calls."""
-    activations = draw()
+    activations, options = draw(), {"feature_config": config, "optimizer": optimizer}
 
     @make
     def run(activations, factor):
-        return get_gradients_through_dummy_table_variables(
-            loss_of, activations, factor, feature_config=config, optimizer=optimizer
-        )
+        return get_through_dummies(loss_of, activations, factor, **options)
 
     for factor in (1.0, 3.0):
         value, found = run(activations, jnp.float32(factor))
         np.testing.assert_allclose(value, loss_of(activations, factor), rtol=1e-6)  # never scaled
         equal(found, jax.grad(loss_of)(activations, factor * (0.5 if optimizer else 1.0)))
     if optimizer is not None:
-        through = make(lambda a: get_gradients_through_compute_gradients(optimizer, loss_of, a))
+        through = make(lambda a: get_through_compute(optimizer, loss_of, a))
         equal(through(activations), jax.grad(loss_of)(activations, 0.5))
 
 
 def test_features_come_in_the_order_of_their_configuration():
-    names = ["b", "c", "a"]
-    activations = {name: jnp.full((1, 2), float(i)) for i, name in enumerate(names)}
-    config = {name: FeatureConfig(ITEM) for name in names}
-    _, found = through_dummies(
-        lambda x: sum((one**2).sum() for one in x.values()), activations, feature_config=config
-    )
-    assert list(found) == names
-    assert [found[name][0, 0].item() for name in names] == [0.0, 2.0, 4.0]
+    activations = {name: jnp.full((1, 2), float(i)) for i, name in enumerate("bca")}
+    config = {name: FeatureConfig(ITEM) for name in activations}
+
+    def loss(x):
+        return sum((one**2).sum() for one in x.values())
+
+    _, found = through_dummies(loss, activations, feature_config=config)
+    expected = [("b", 0.0), ("c", 2.0), ("a", 4.0)]
+    assert [(name, one[0, 0].item()) for name, one in found.items()] == expected
+
+
+def _without_a_sequence(x):
+    return loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]})
 
 
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("loss", "config", "words"),
     [
         (
-            lambda x: x["pair"].right.sum() + jnp.floor(x["user"]).sum(),
-            r"'table_0' \(index 0\).*computed but not used",
+            lambda x: x["pair"].right.sum(),
+            FEATURES,
+            r"'table_0' \(index 0\).*not used",
         ),
-        (lambda x: x["user"].sum(), r"'item' \(index 1\)"),
-        (lambda x: jnp.argmax(x["user"]), "loss: expected a float array, got int32"),
+        (lambda x: x["user"].sum(), FEATURES, r"'item' \(index 1\)"),
+        (lambda x: jnp.argmax(x["user"]), FEATURES, "loss: expected a float array, got int32"),
+        (_without_a_sequence, None, r"'seen/1' \(index 3\).*feature_config says which share"),
     ],
-    ids=["first table unused", "second", "integers"],
+    ids=["first table unused", "second", "integers", "without a configuration, a table each"],
 )
-def test_a_loss_is_float_and_uses_every_table(loss, words):
+def test_a_loss_is_float_and_uses_every_table(loss, config, words):
     with pytest.raises(ValueError, match=words):
-        through_dummies(loss, draw())
+        through_dummies(loss, draw(), feature_config=config)
 
 
 def test_errors_of_arguments():
     with pytest.raises(ValueError, match="loss: expected a float array, got int32"):
-        get_gradients_through_compute_gradients(Halved(), lambda x: jnp.int32(1), draw())
+        get_through_compute(Halved(), lambda x: jnp.int32(1), draw())
     with pytest.raises(TypeError, match="activations: the top: expected a mapping, got a list"):
         through_dummies(loss_of, [1])
-    words = r"table 'seen/1' \(index 3\).*computed but not used.*feature_config says which share"
-    with pytest.raises(ValueError, match=words):  # without a configuration, a table each
-        get_gradients_through_dummy_table_variables(
-            lambda x: loss_of(x | {"seen": [x["seen"][0], jnp.ones((5, 4, 2))]}), draw()
-        )
 
 
 def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
     activations = draw()
+
+    def loss(x):
+        return x["user"].sum() + (x["seen"][0] ** 2).sum()
+
     with pytest.warns(UserWarning, match="zero gradients") as caught:
-        _, found = through_dummies(
-            lambda x: x["user"].sum() + (x["seen"][0] ** 2).sum(), activations
-        )
-    expected = jax.tree.map(jnp.zeros_like, activations)
-    expected["user"], expected["seen"][0] = jnp.ones((5, 3)), 2 * activations["seen"][0]
-    equal(found, expected)
+        _, found = through_dummies(loss, activations)
+    equal(found, jax.grad(loss)(activations))
     assert [str(warning.message) for warning in caught] == [
         "table 'table_0': the loss does not depend on pair/left: zero gradients",
         "table 'item': the loss does not depend on pair/right, seen/1: zero gradients",
@@ -219,11 +204,9 @@ def test_an_unused_feature_of_a_used_table_has_zeros_and_a_warning():
 
 
 def test_through_compute_gradients_an_unused_feature_has_none():
-    through = get_gradients_through_compute_gradients
-    found = through(Halved(), lambda x: x["user"].sum(), draw())
-    assert np.array_equal(found["user"], np.full((5, 3), 0.5))
-    assert found["seen"] == [None, None]
-    assert found["pair"] == Pair(None, None)
+    found = get_through_compute(Halved(), lambda x: x["user"].sum(), draw())
+    assert np.array_equal(found.pop("user"), np.full((5, 3), 0.5))
+    assert found == {"seen": [None, None], "pair": Pair(None, None)}
 
 
 # -- without a feature configuration ---------------------------------------------------------------
@@ -253,10 +236,14 @@ def test_activations_of_one_path_are_an_error():
 def in_both_ways(loss, activations, reduction):
     """Return the gradients of a replica's loss in both ways, on 8 replicas."""
     optimizer = Optimizer(optax.sgd(0.1), "sgd", axis_name="d", reduction=reduction)
-    _, first = get_gradients_through_dummy_table_variables(
-        loss, activations, feature_config=FeatureConfig(USER), optimizer=optimizer
-    )
-    return first, get_gradients_through_compute_gradients(optimizer, loss, activations)
+    how = {"feature_config": FeatureConfig(USER), "optimizer": optimizer}
+    _, first = get_through_dummies(loss, activations, **how)
+    return first, get_through_compute(optimizer, loss, activations)
+
+
+def on_replicas(local, in_specs, check_vma):
+    specs = {"in_specs": in_specs, "out_specs": P("d"), "check_vma": check_vma}
+    return jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))
 
 
 @pytest.mark.parametrize(("reduction", "scale"), [("mean", 8), ("sum", 1)])
@@ -269,9 +256,8 @@ def test_scaled_as_by_an_optimizer_over_replicas(check_vma, reduction, scale):
     def local(activations):
         return in_both_ways(lambda x: jnp.mean(jnp.sin(x)), activations, reduction)
 
-    specs = {"in_specs": P("d"), "out_specs": P("d"), "check_vma": check_vma}
     expected = np.cos(np.asarray(activations, np.float64)) / 6 / scale
-    for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(activations):
+    for found in on_replicas(local, P("d"), check_vma)(activations):
         # Cosines of numbers below 48, in float32.
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
@@ -282,18 +268,17 @@ def test_replicated_activations_have_each_replica_s_own_gradient(check_vma):
         both = in_both_ways(lambda found: found.sum() * x[0], activations, "sum")
         return jax.tree.map(lambda found: found[None], both)
 
-    specs = {"in_specs": (P(), P("d")), "out_specs": P("d"), "check_vma": check_vma}
-    x = jnp.arange(8.0)
-    for found in jax.jit(jax.shard_map(local, mesh=mesh_of(8), **specs))(jnp.ones((2, 3)), x):
-        assert np.array_equal(found[:, 0, 0], x)
+    found, x = on_replicas(local, (P(), P("d")), check_vma), jnp.arange(8.0)
+    for one in found(jnp.ones((2, 3)), x):
+        assert np.array_equal(one[:, 0, 0], x)
 
 
 # -- jagged sequences: a `Jagged` counts as its values ---------------------------------------------
 
-SEEN, OF_USER = TableConfig(9, D, name="item"), TableConfig(7, 3, name="user")
+SEEN = TableConfig(9, D, name="item")
 JAGGED = {
     "seen": [FeatureConfig(SEEN, jagged=True), FeatureConfig(SEEN)],
-    "user": FeatureConfig(OF_USER, jagged=True),
+    "user": FeatureConfig(TableConfig(7, 3, name="user"), jagged=True),
 }
 
 
@@ -313,12 +298,8 @@ def expected_of_jagged(factor=1.0):
     return jax.grad(lambda values: loss_of_jagged(rebuild(values), factor))(values)
 
 
-through_jagged = functools.partial(
-    get_gradients_through_dummy_table_variables, feature_config=JAGGED
-)
-through_compute_gradients = functools.partial(
-    get_gradients_through_compute_gradients, Optimizer(optax.sgd(0.1), "sgd")
-)
+through_jagged = functools.partial(through_dummies, feature_config=JAGGED)
+through_compute = functools.partial(get_through_compute, Optimizer(optax.sgd(0.1), "sgd"))
 
 
 def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
@@ -331,7 +312,7 @@ def test_dummies_are_zeros_like_the_values_and_the_hook_gives_a_jagged():
     hooked = hook(given, dummies)
     assert isinstance(hooked["user"], Jagged)
     jax.tree.map(np.testing.assert_array_equal, hooked, given)
-    by_dummy = jax.grad(lambda dummies: loss_of_jagged(hook(given, dummies)))(dummies)
+    by_dummy = jax.jit(jax.grad(lambda dummies: loss_of_jagged(hook(given, dummies))))(dummies)
     np.testing.assert_array_equal(by_dummy["item"]["seen/0"], expected_of_jagged()["seen"][0])
     np.testing.assert_array_equal(by_dummy["user"]["user"], expected_of_jagged()["user"])
     with pytest.raises(ValueError, match=r"hook: activations: user: expected float32 of shape"):
@@ -346,7 +327,7 @@ def test_gradients_are_those_by_the_values(make):
     @make
     def intercepted(given, factor):
         first = through_jagged(loss_of_jagged, given, factor)
-        return first, through_compute_gradients(lambda x: loss_of_jagged(x, factor), given)
+        return first, through_compute(lambda x: loss_of_jagged(x, factor), given)
 
     (value, first), second = intercepted(jagged(), 2.0)
     np.testing.assert_allclose(value, loss_of_jagged(jagged(), 2.0), rtol=1e-6)
@@ -365,5 +346,5 @@ def test_a_jagged_that_the_loss_does_not_use():
     def of_lengths(found):  # the row splits alone, integers through which no gradient flows
         return (found["seen"][1] * found["user"].lengths.reshape(-1, 1).astype(float)).sum()
 
-    found = through_compute_gradients(of_lengths, given)
+    found = through_compute(of_lengths, given)
     assert found["seen"][0] is found["user"] is None

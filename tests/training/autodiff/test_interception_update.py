@@ -11,13 +11,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import tpu_embed
-from tpu_embed import FeatureConfig, TableConfig
+from tpu_embed import FeatureConfig, TableConfig, training
 from tpu_embed import optimizers as o
-from tpu_embed.training import (
-    CrossShardOptimizer,
-    get_gradients_through_compute_gradients,
-    get_gradients_through_dummy_table_variables,
-)
 
 S, B, V, D = 8, 16, 5, 2
 RNG = np.random.default_rng(12)
@@ -29,11 +24,7 @@ def initial(key, shape, dtype, shard_info):
 
 
 TABLE = TableConfig(V, D, name="t", initializer=initial)
-FEATURES = {
-    "bag": FeatureConfig(TABLE),
-    "one": FeatureConfig(TABLE),
-    "seen": FeatureConfig(TABLE, jagged=True),
-}
+FEATURES = {name: FeatureConfig(TABLE, jagged=name == "seen") for name in ("bag", "one", "seen")}
 IDS = {
     "bag": RNG.integers(-1, V, (B, 3)).astype(np.int32),
     "one": RNG.integers(0, V, B).astype(np.int32),
@@ -41,13 +32,19 @@ IDS = {
 }
 X = RNG.normal(size=(B, D)).astype(np.float32)
 KERNEL = RNG.normal(size=(D,)).astype(np.float32)
-CROSSED = CrossShardOptimizer(optax.sgd(0.5), axis_name="r")
+CROSSED = training.CrossShardOptimizer(optax.sgd(0.5), axis_name="r")
 
 
 def loss(kernel, activations, x):
     """Return the mean of the examples that are there: a replica's, or all."""
     own = activations["bag"] * kernel + activations["one"] * x
     return jnp.tanh(own + activations["seen"].means()).sum(-1).mean()
+
+
+def trained(engine, state, batch, found, kernel):
+    """Return table, accumulators and kernel after a step by gradients of the activations."""
+    state = engine.update(state, batch, found)
+    return engine.tables(state)["t"], engine.slots(state)["t"]["accumulators"], kernel
 
 
 @functools.cache
@@ -60,26 +57,20 @@ def engine_of(devices):
 
 @functools.cache
 def one_device():
-    """Return table, accumulators and kernel after the whole batch, by plain jax.grad."""
+    """Return what the whole batch makes, by plain jax.grad."""
     engine, state, batch = engine_of(1)
     values, rebuild = tpu_embed.split_activations(engine.lookup(state, batch))
-    by_values = jax.grad(lambda kernel, values: loss(kernel, rebuild(values), X), (0, 1))
-    found = by_values(jnp.asarray(KERNEL), values)
-    return finished(engine, engine.update(state, batch, found[1]), KERNEL - 0.5 * found[0])
-
-
-def finished(engine, state, kernel):
-    return engine.tables(state)["t"], engine.slots(state)["t"]["accumulators"], kernel
+    by_values = jax.jit(jax.grad(lambda kernel, values: loss(kernel, rebuild(values), X), (0, 1)))
+    by_kernel, found = by_values(KERNEL, values)
+    return trained(engine, state, batch, found, KERNEL - 0.5 * by_kernel)
 
 
 def by_dummies(loss, activations):
-    return get_gradients_through_dummy_table_variables(
-        loss, activations, feature_config=FEATURES, optimizer=CROSSED
-    )[1]
+    options = {"feature_config": FEATURES, "optimizer": CROSSED}
+    return training.get_gradients_through_dummy_table_variables(loss, activations, **options)[1]
 
 
-def by_compute_gradients(loss, activations):
-    return get_gradients_through_compute_gradients(CROSSED, loss, activations)
+by_compute_gradients = functools.partial(training.get_gradients_through_compute_gradients, CROSSED)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -102,7 +93,7 @@ def test_scaled_gradients_train_as_one_device_with_the_whole_batch(intercept, ch
     specs = {"in_specs": (P(), P("r"), P("r")), "out_specs": (P("r"), P()), "check_vma": check_vma}
     step = jax.jit(jax.shard_map(each, mesh=engine.layout.axes.mesh, **specs))
     found, kernel = step(KERNEL, engine.lookup(state, batch), X)
-    got = finished(engine, engine.update(state, batch, found), kernel)
+    got = trained(engine, state, batch, found, kernel)
     for a, b, start in zip(got, one_device(), (START, 0.1, KERNEL), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
         assert np.abs(b - start).max() > 1e-3  # a thousand times what is let pass

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optimizer_cases
 import pytest
+from facade_cases import assert_same
 
 from tpu_embed import optimizers as o
 from tpu_embed.sparse import IndexedSlices
@@ -17,11 +18,8 @@ from tpu_embed.training import CrossShardOptimizer, Optimizer
 
 V, D = 7, 2
 RNG = np.random.default_rng(3)
-PARAMS = {
-    "bias": RNG.normal(size=(3,)).astype(np.float32),
-    "kernel": RNG.normal(size=(3, D)).astype(np.float32),
-    "table": RNG.normal(size=(V, D)).astype(np.float32),
-}
+SHAPES = {"bias": (3,), "kernel": (3, D), "table": (V, D)}
+PARAMS = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
 ROWS = np.array([5, 1, V, 5, 0], np.int32)  # 5 twice, V is padding
 VALUES = RNG.normal(size=(2, 5, D)).astype(np.float32)
 DENSE = RNG.normal(size=(2, 3, D)).astype(np.float32)
@@ -36,22 +34,26 @@ def slices(step=0, size=V):
     return IndexedSlices(jnp.asarray(VALUES[step]), jnp.asarray(ROWS), (size, D))
 
 
-def pairs(step=0):
-    return [(slices(step), "['table']"), (jnp.asarray(DENSE[step]), "['kernel']")]
+def pairs():
+    return [(gradient, path(name)) for name, gradient in both(0).items()]
 
 
-def applied(optimizer, steps=2):
-    """Return parameters and state after the steps' `pairs`: one program."""
-    paths = [path for _, path in pairs()]
+def applied(optimizer, *steps):
+    """Return parameters and state after gradients by name of each step, in one program."""
 
     @jax.jit
     def step(gradients, *held):
-        return optimizer.apply_gradients(zip(gradients, paths, strict=True), *held)
+        return optimizer.apply_gradients([(g, path(n)) for n, g in gradients.items()], *held)
 
     now, state = params(), optimizer.init(params())
-    for t in range(steps):
-        now, state = step([gradient for gradient, _ in pairs(t)], now, state)
+    for gradients in steps:
+        now, state = step(gradients, now, state)
     return now, state
+
+
+def both(step):
+    """Return the gradients of a step by name: slices of the table, and the kernel's."""
+    return {"table": slices(step), "kernel": jnp.asarray(DENSE[step])}
 
 
 def summed(step, every=False):
@@ -61,17 +63,6 @@ def summed(step, every=False):
         if row < V:
             sums[row] = sums.get(row, 0.0) + value
     return sums
-
-
-def oracle(optimizer, start, gradients):
-    """Return rows and slots after updates; `gradients`: per step, row -> gradient."""
-    *_, last = optimizer_cases.oracle_steps(optimizer, start, gradients)
-    return last
-
-
-def same_bits(a, b):
-    a, b = (jax.tree.leaves(tree) for tree in (a, b))
-    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def slots_of(optimizer, state, path):
@@ -91,25 +82,22 @@ WHOLE = o.Adam(0.1, lazy_adam=False, weight_decay_factor=0.1)
 @pytest.mark.quick(3)
 def test_rules_dense_and_sparse(rule):
     """float32 against float64; all else keeps its bits. `test_cross_shard` has every rule."""
-    optimizer = Optimizer(rule, "opt")
-    now, state = applied(optimizer)
-    every = not getattr(rule, "lazy_adam", True)
-    expected = {
-        "table": oracle(rule, PARAMS["table"], [summed(0, every), summed(1, every)]),
-        "kernel": oracle(rule, PARAMS["kernel"], [dict(enumerate(g)) for g in DENSE]),
+    optimizer, every = Optimizer(rule, "opt"), not getattr(rule, "lazy_adam", True)
+    now, state = applied(optimizer, both(0), both(1))
+    gradients = {
+        "table": [summed(0, every), summed(1, every)],
+        "kernel": [dict(enumerate(g)) for g in DENSE],
     }
-    for leaf, (rows, slots) in expected.items():
-        np.testing.assert_allclose(now[leaf], rows, rtol=2e-5, atol=5e-6)
-        got = slots_of(optimizer, state, path(leaf))
-        assert got.keys() == slots.keys()
-        for slot, values in slots.items():
-            np.testing.assert_allclose(got[slot], values, rtol=2e-5, atol=5e-6)
+    for leaf, given in gradients.items():
+        *_, wanted = optimizer_cases.oracle_steps(rule, PARAMS[leaf], given)
+        got = now[leaf], slots_of(optimizer, state, path(leaf))
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=5e-6)
+        jax.tree.map(close, got, wanted)
     untouched = np.array([2, 3, 4, 6])
     same = np.array_equal(now["table"][untouched], PARAMS["table"][untouched])
     assert same != every
     assert np.array_equal(now["bias"], PARAMS["bias"])
-    before, after = (slots_of(optimizer, s, "['bias']") for s in (optimizer.init(params()), state))
-    assert same_bits(before, after)
+    assert_same(*(slots_of(optimizer, s, "['bias']") for s in (optimizer.init(params()), state)))
     assert int(state.step) == int(optimizer.get_non_slot(state)["step"]) == 2
 
 
@@ -128,13 +116,11 @@ def plain(tx):
 @pytest.mark.quick(1)
 def test_a_row_separable_transform_updates_touched_rows_as_it_updates_a_whole(name):
     tx, _ = optimizer_cases.OPTAX_CASES[name]
-    optimizer = Optimizer(tx, "opt")
-    now, state = params(), optimizer.init(params())
+    optimizer, step = Optimizer(tx, "opt"), plain(tx)
+    now, state = applied(optimizer, {"table": slices(0)}, {"table": slices(1)})
     whole, inner = jnp.asarray(PARAMS["table"]), tx.init(jnp.asarray(PARAMS["table"]))
-    apply = jax.jit(lambda g, *held: optimizer.apply_gradients([(g, "['table']")], *held))
     for t in range(2):
-        now, state = apply(slices(t), now, state)
-        whole, inner = plain(tx)(slices(t).to_dense(), inner, whole)
+        whole, inner = step(slices(t).to_dense(), inner, whole)
     touched, other = np.array([0, 1, 5]), np.array([2, 3, 4, 6])
     # two compiled forms of one expression
     np.testing.assert_allclose(now["table"][touched], whole[touched], rtol=1e-5, atol=1e-6)
@@ -147,16 +133,9 @@ def test_a_row_separable_transform_updates_touched_rows_as_it_updates_a_whole(na
 def test_dense_parameters_take_the_transform_as_it_is():
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     gradients = {name: jnp.ones_like(leaf) for name, leaf in PARAMS.items()}
-    optimizer = Optimizer(tx, "opt")
-
-    @jax.jit
-    def apply(gradients, *held):
-        return optimizer.apply_gradients([(g, path(name)) for name, g in gradients.items()], *held)
-
-    now, state = apply(gradients, params(), optimizer.init(params()))
+    now, state = applied(Optimizer(tx, "opt"), gradients)
     expected, inner = plain(tx)(gradients, tx.init(params()), params())
-    assert same_bits(now, expected)
-    assert same_bits(state.inner, inner)
+    assert_same((now, state.inner), (expected, inner))
 
 
 @pytest.mark.parametrize(
@@ -175,16 +154,13 @@ def test_dense_parameters_take_the_transform_as_it_is():
 @pytest.mark.quick(1)
 def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
     optimizer = Optimizer(tx, "opt")
-    every = [(np.ones_like(leaf), path(name)) for name, leaf in PARAMS.items()]
-    some = [(None, path("table")), (np.full(3, 3, np.float32), path("bias"))]
-    first, second = (
-        jax.jit(functools.partial(optimizer.apply_gradients, given)) for given in (every, some)
-    )
-    before, start = first(params(), optimizer.init(params()))
-    after, end = second(before, start)
+    every = {name: np.ones_like(leaf) for name, leaf in PARAMS.items()}
+    some = {"table": None, "bias": np.full(3, 3, np.float32)}
+    before, start = applied(optimizer, every)
+    after, end = applied(optimizer, every, some)
     for name in ("table", "kernel"):
         assert np.array_equal(after[name], before[name])
-        assert same_bits(*(slots_of(optimizer, state, path(name)) for state in (start, end)))
+        assert_same(*(slots_of(optimizer, state, path(name)) for state in (start, end)))
     counts = [optimizer.get_non_slot(state) for state in (start, end)]
     assert [int(count["step"]) for count in counts] == [1, 2]
     for name in counts[0].keys() - {"step", "0_skip_state"}:
@@ -193,8 +169,7 @@ def test_none_leaves_parameter_and_slots_alone_and_everything_else_goes_on(tx):
 
 def test_a_clip_by_the_global_norm_sees_the_gradients_that_there_are():
     optimizer = Optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "opt")
-    given = [(jnp.full(3, 2.0), "['bias']"), (None, "['kernel']")]
-    now, _ = optimizer.apply_gradients(given, params(), optimizer.init(params()))
+    now, _ = applied(optimizer, {"bias": jnp.full(3, 2.0), "kernel": None})
     np.testing.assert_allclose(now["bias"], PARAMS["bias"] - 1 / np.sqrt(3), rtol=1e-6)
 
 
@@ -206,8 +181,9 @@ def test_tables_of_any_rank_and_bfloat16():
     now, state = apply(gradient, table, optimizer.init(table))
     accumulators = optimizer.get_slot(state, "", "accumulators")
     assert (now.dtype, accumulators.dtype) == (jnp.bfloat16, jnp.float32)
-    expected = np.where(np.arange(V) == 4, 4.1, 0.1)[:, None]
-    np.testing.assert_allclose(accumulators, expected + np.zeros(3), rtol=1e-6)
+    expected = np.full((V, 3), 0.1)
+    expected[4] = 4.1
+    np.testing.assert_allclose(accumulators, expected, rtol=1e-6)
     row = np.asarray(table[4], np.float64) - 0.1 * 2 / np.sqrt(4.1)
     np.testing.assert_allclose(np.asarray(now[4], np.float64), row, rtol=2**-8)
     assert np.array_equal(np.delete(now, 4, 0), np.delete(table, 4, 0))
@@ -217,11 +193,11 @@ def test_tables_of_any_rank_and_bfloat16():
 
 
 def test_any_iterable_in_any_order():
-    optimizer = Optimizer(o.Adam(0.1), "opt")
+    optimizer = Optimizer(o.SGD(0.1), "opt")
     state, given = optimizer.init(params()), pairs()
     lists = [[DENSE[0].tolist(), "['kernel']"]]
     for one, other in ((given, iter(given[::-1])), (given[1:], lists)):
-        assert same_bits(*(optimizer.apply_gradients(x, params(), state) for x in (one, other)))
+        assert_same(*(optimizer.apply_gradients(x, params(), state) for x in (one, other)))
 
 
 @pytest.mark.parametrize("form", [tuple, jax.tree_util.keystr], ids=["key path", "keystr"])
@@ -231,19 +207,17 @@ def test_a_path_is_a_key_path_or_its_keystr(form):
     paths = [form(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     first, held, last = paths
     optimizer = Optimizer(optax.sgd(1.0, momentum=0.5), "opt")
-    now, state, _ = optimizer.minimize(
-        lambda tree: sum(leaf.sum() for leaf in jax.tree.leaves(tree)),
-        tree,
-        optimizer.init(tree),
-        var_list=[last, first],
-        constraints={last: lambda x: x + 0.25},
-    )
+
+    def loss(tree):
+        return sum(leaf.sum() for leaf in jax.tree.leaves(tree))
+
+    options = {"var_list": [last, first], "constraints": {last: lambda x: x + 0.25}}
+    now, state, _ = optimizer.minimize(loss, tree, optimizer.init(tree), **options)
     assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [1, 1], [2.25, 2.25]]
     traces = [optimizer.get_slot(state, path, "trace").tolist() for path in paths]
     assert traces == [[1, 1], [0, 0], [1, 1]]
-    now, state = optimizer.apply_gradients(
-        [(jnp.ones(2), held), (None, first)], now, state, constraints={held: jnp.square}
-    )
+    given, constraints = [(jnp.ones(2), held), (None, first)], {held: jnp.square}
+    now, state = optimizer.apply_gradients(given, now, state, constraints=constraints)
     assert [leaf.tolist() for leaf in jax.tree.leaves(now)] == [[0, 0], [0, 0], [2.25, 2.25]]
     assert optimizer.get_slot(state, held, "trace").tolist() == [1, 1]
 
@@ -261,9 +235,8 @@ def test_the_path_of_a_tree_that_is_one_array(path):
 
 def test_constraints_follow_dense_updates_only():
     optimizer = Optimizer(optax.sgd(0.1), "opt")
-    positive = functools.partial(jnp.maximum, 0)
     given = [(jnp.asarray(DENSE[0]), "['kernel']"), (None, "['bias']")]
-    constraints = {"['kernel']": positive, "['bias']": positive}
+    constraints = dict.fromkeys(["['kernel']", "['bias']"], functools.partial(jnp.maximum, 0))
     state = optimizer.init(params())
     now, _ = optimizer.apply_gradients(given, params(), state, constraints=constraints)
     expected = np.maximum(PARAMS["kernel"] - np.float32(0.1) * DENSE[0], 0)
@@ -284,10 +257,10 @@ def test_learning_rates_of_every_kind():
         optimizer = Optimizer(o.SGD(rate), "opt")
         state = optimizer.init(params())
         now, _ = optimizer.apply_gradients(pairs(), params(), state, learning_rate=given)
-        kernel = PARAMS["kernel"] - np.float32(expected) * DENSE[0]
-        np.testing.assert_allclose(now["kernel"], kernel, rtol=1e-5, atol=1e-6)
-        row = PARAMS["table"][5] - expected * summed(0)[5]
-        np.testing.assert_allclose(now["table"][5], row, rtol=1e-5, atol=1e-6)
+        rows, kernel = PARAMS["table"][5], PARAMS["kernel"]
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        close(now["kernel"], kernel - np.float32(expected) * DENSE[0])
+        close(now["table"][5], rows - expected * summed(0)[5])
     assert len(calls) == 1
 
 
@@ -306,10 +279,20 @@ def test_nothing_is_scaled_or_summed_without_an_axis():
 # -- the state, and pickles ------------------------------------------------------------------------
 
 
-def test_slots_exist_from_init_and_have_names():
-    optimizer = Optimizer(o.AdagradMomentum(0.1), "opt")
+INNER = Optimizer(o.AdagradMomentum(0.1), "opt")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (INNER, "opt"),
+        (CrossShardOptimizer(INNER, axis_name="r"), "CrossShardOptimizer"),
+        (CrossShardOptimizer(INNER, axis_name="r", name="mine"), "mine"),
+    ],
+)
+def test_slots_exist_from_init_and_have_names(optimizer, name):
     state = optimizer.init(params())
-    assert optimizer.get_name() == "opt"
+    assert optimizer.get_name() == name
     assert optimizer.get_slot_names(state) == ["accumulators", "momenta"]
     assert optimizer.get_slot(state, "['kernel']", "momenta").shape == (3, D)
     assert optimizer.get_slot(state, "['kernel']", "velocity") is None
@@ -319,13 +302,11 @@ def test_slots_exist_from_init_and_have_names():
 
 
 def test_slots_of_a_chain_bear_its_positions_and_masked_parameters_have_none():
-    mask = {"bias": False, "kernel": True, "table": True}
-    last = optax.masked(optax.trace(0.5), mask)
+    last = optax.masked(optax.trace(0.5), {"bias": False, "kernel": True, "table": True})
     optimizer = Optimizer(optax.chain(optax.trace(0.9), optax.scale_by_adam(), last), "opt")
-    state = optimizer.init(params())
-    assert optimizer.get_slot_names(state) == ["0_trace", "2_trace", "mu", "nu"]
     gradient = jnp.arange(6.0).reshape(3, D)
-    _, state = optimizer.apply_gradients([(gradient, "['kernel']")], params(), state)
+    _, state = applied(optimizer, {"kernel": gradient})
+    assert optimizer.get_slot_names(state) == ["0_trace", "2_trace", "mu", "nu"]
     assert np.array_equal(optimizer.get_slot(state, "['kernel']", "0_trace"), gradient)
     assert np.array_equal(optimizer.get_slot(state, "['bias']", "0_trace"), np.zeros(3))
     assert optimizer.get_slot(state, "['bias']", "2_trace") is None
@@ -347,8 +328,7 @@ def counted():
 @pytest.mark.parametrize("tx", [counted(), optax.chain(optax.trace(0.9), counted())])
 def test_a_transform_s_own_step_stands_beside_the_optimizer_s(tx):
     optimizer = Optimizer(tx, "opt")
-    gradients = [(jnp.ones(3), "['bias']")]
-    _, state = optimizer.apply_gradients(gradients, params(), optimizer.init(params()))
+    _, state = applied(optimizer, {"bias": jnp.ones(3)})
     found = {name: int(leaf) for name, leaf in optimizer.get_non_slot(state).items()}
     assert found == {"step": 1, "inner_step": 11}
     assert found.items() <= {n: v.sum().item() for n, v in optimizer.variables(state)}.items()
