@@ -47,9 +47,10 @@ def test_cells_fit_on_a_narrow_screen():
     assert max(len(line) for cell in CELLS for line in cell.splitlines()) <= 100
 
 
-@pytest.mark.parametrize(
-    ("folder", "clone"), [("", "./tpu_embed"), ("tpu_embed", "."), ("tpu_embed/examples", "..")]
-)
+CLONES = [("", "./tpu_embed"), ("tpu_embed", "."), ("tpu_embed/examples", "..")]
+
+
+@pytest.mark.parametrize(("folder", "clone"), CLONES)
 def test_it_installs_the_clone(tmp_path, folder, clone):
     """Also where `import tpu_embed` finds the clone's folder, which is no package."""
     for name in ("tpu_embed", "examples"):

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from living_cases import initial_row, mesh
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, TPUEmbedding, optimizers
 from tpu_embed.core.place import Intake
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
@@ -18,7 +16,7 @@ ERRORS = [ZeroDivisionError, KeyboardInterrupt]
 
 
 def embedding(**options):
-    return tpu_embed.TPUEmbedding(FeatureConfig(TABLE), o.SGD(1.0), mesh=mesh(1), **options)
+    return TPUEmbedding(FeatureConfig(TABLE), optimizers.SGD(1.0), mesh=mesh(1), **options)
 
 
 def steps(made):

@@ -141,9 +141,7 @@ def test_threads_record_at_the_same_time():
     assert all(as_lists(touched.since(step)) == since(model, step) for step in range(9))
 
 
-@functools.cache
-def first_state():
-    return engine().init(jax.random.key(0))
+first_state = functools.cache(lambda: engine().init(jax.random.key(0)))
 
 
 def state_at(step):
@@ -157,11 +155,8 @@ def test_a_version_has_all_its_updates():
     assert isinstance(touched.version(state_at(4)), Version)
     assert touched.version(state_at(2)).step == 2
     assert touched.version(state_at(2)).run != TouchedRows(engine()).version(state_at(0)).run
-    for step, text in (
-        (6, "to 6 recorded, got none for step 5; "),
-        (5, "to 5 recorded, got none for step 5; "),
-        (1, "a state of step 2 or later, got 1; make another TouchedRows with step=1, and"),
-    ):
+    earlier = "a state of step 2 or later, got 1; make another TouchedRows with step=1, and"
+    for step, text in ((6, "to 6 recorded, got none for step 5; "), (5, "to 5 rec"), (1, earlier)):
         with pytest.raises(ValueError, match=text):
             touched.version(state_at(step))
     touched.record(draw(5)[0], 5)

@@ -7,7 +7,6 @@ and layout; the full product is marked.
 
 import collections
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -121,27 +120,6 @@ def test_bits_do_not_depend_on_what_surrounds_the_rule():
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_whole_product(name, dtype):
     check(OPTIMIZERS[name], of_dtype(cases.WHOLE, dtype))
-
-
-def test_design_meets_every_pair_and_8_devices_always():
-    assert set(DESIGN) == set(OPTIMIZERS)
-    assert all(any(layout.devices == 8 for layout in layouts) for layouts in DESIGN.values())
-    for name in FIRST:
-        for factor, levels in LEVELS.items():
-            assert {getattr(layout, factor) for layout in DESIGN[name]} == set(levels)
-    every = [layout for layouts in DESIGN.values() for layout in layouts]
-    for a, b in itertools.combinations(LEVELS, 2):
-        met = {(getattr(layout, a), getattr(layout, b)) for layout in every}
-        assert met == set(itertools.product(LEVELS[a], LEVELS[b]))
-
-
-def test_batches_have_duplicates_empty_bags_and_rows_that_rest():
-    rows = [[x.row for x in step["item"]] for step in cases.occurrences()]
-    assert all(len(step) > 2 * len(set(step)) for step in rows)
-    assert all(len(set(step)) < cases.VOCABULARY["item"] for step in rows)
-    lengths = [np.diff(ids["clicks"].row_splits) for ids in cases.batches()]
-    assert sum(0 in step for step in lengths) > 10
-    assert set(cases.WEIGHTS) == {w for ids in cases.batches() for w in ids["clicks"].weights}
 
 
 @pytest.mark.whole
