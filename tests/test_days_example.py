@@ -6,9 +6,6 @@ import jax
 import numpy as np
 import pytest
 from example_cases import ROOT, config_of, load_from
-from flax import nnx
-
-from tpu_embed import Jagged
 
 CONFIG = (ROOT / "configs" / "days.py").read_text()
 SMALL = """
@@ -37,61 +34,6 @@ def test_histories_are_what_a_user_was_shown_before(config, monkeypatch):
             assert (log.time[events] <= day.asked[r]).all()
             actions = np.where(day.listened[r], 1, 4)
             before[user] += list(zip(day.item[r], actions, strict=True))
-
-
-def draw_requests(module, config, lengths, shown):
-    """Return requests with these numbers of events and candidates, and room for more."""
-    rng = np.random.default_rng(0)
-    vectors = len(config.histories) * config.dim
-
-    def jagged(counts):
-        splits = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return Jagged(rng.normal(size=(splits[-1] + 2, vectors)).astype(np.float32), splits)
-
-    history, candidates = jagged(lengths), jagged(shown)
-    size = len(lengths), len(config.contexts), config.dim
-    contexts = rng.normal(size=size).astype(np.float32)
-    actions = rng.integers(0, 8, len(history.values)).astype(np.int32)
-    times = np.sort(rng.integers(0, 10**6, len(actions))).astype(np.int32)
-    asked = (10**6 + rng.integers(0, 10**5, len(lengths))).astype(np.int32)
-    return module.Samples(contexts, history, candidates, actions, times, asked)
-
-
-@pytest.mark.whole
-def test_a_request_is_scored_by_itself_and_so_is_a_candidate(config, monkeypatch):
-    module = load_from("hstu", "dlrm_v4_model", monkeypatch)
-    network = module.DlrmV4(config, nnx.Rngs(1))
-    # With zeros, as they begin, biases and tables would tell nothing of their places.
-    state = nnx.state(network, nnx.Param)
-    leaves, tree = jax.tree.flatten(state)
-    rng = np.random.default_rng(2)
-    leaves = [x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) for x in leaves]
-    nnx.update(network, jax.tree.unflatten(tree, leaves))
-    requests = draw_requests(module, config, lengths=[5, 0, 9], shown=[3, 2, 0])
-    program = nnx.jit(lambda network, requests: network(requests))
-
-    def scores(**changed):  # of the candidates of request 0
-        return np.asarray(program(network, requests._replace(**changed))[:3])
-
-    other = np.arange(len(requests.actions)) >= 5  # an event of another request
-    history, candidates = requests.history, requests.candidates
-    known = {
-        "actions": (requests.actions ^ 1, other),
-        "times": (requests.times - 50_000, other),
-        "asked": (requests.asked + 5_000, np.arange(3) > 0),
-        "contexts": (-requests.contexts, np.arange(3)[:, None, None] > 0),
-        "history": (history.with_values(-history.values), None),
-    }
-    for name, (values, of_others) in known.items():
-        assert abs(scores(**{name: values}) - scores()).max() > 1e-3
-        if of_others is not None:
-            mixed = np.where(of_others, values, getattr(requests, name))
-            np.testing.assert_array_equal(scores(**{name: mixed}), scores())
-    mixed = np.where(other[:, None], -history.values, history.values)
-    np.testing.assert_array_equal(scores(history=history.with_values(mixed)), scores())
-    mixed = np.where(np.arange(7)[:, None] == 1, -candidates.values, candidates.values)
-    moved = scores(candidates=candidates.with_values(mixed)) != scores()
-    assert moved.tolist() == [False, True, False]
 
 
 def bits(training):

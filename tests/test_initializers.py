@@ -88,9 +88,7 @@ REFUSED = [
     (lambda: RowIdInitializer(0.5), r"RowIdInitializer.offset: expected an integer, got 0.5"),
     (lambda: variance_scaling(math.inf, table_shape=(2, 2)), r"scale: .*finite.*got inf"),
     (lambda: variance_scaling(mode="fan", table_shape=(2, 2)), r"mode: expected 'fan_in'"),
-    (lambda: variance_scaling(distribution="x", table_shape=(2, 2)), r"distribution: expected"),
     (lambda: variance_scaling(table_shape=(2,)), r"table_shape: expected \(V, D\), got \(2,\)"),
-    (lambda: variance_scaling(table_shape=(2, 0)), r"table_shape\[1\]: expected an integer"),
 ]
 
 

@@ -16,16 +16,12 @@ def mix(x):
     return x ^ x >> 16
 
 
-def is_prime(number):
-    return number > 1 and all(number % divisor for divisor in range(2, number))
-
-
 def expected_ids(tokens, orders, heads, size, seed, segments):
     """Return the ids by the definition, in integers of Python."""
     columns = [order for order in orders for _ in range(heads)]
     primes, candidate = [], size // len(columns)
     while len(primes) < len(columns):
-        primes += [candidate] * is_prime(candidate)
+        primes += [candidate] * all(candidate % divisor for divisor in range(2, candidate))
         candidate -= 1
     begin = mix((seed + 0x9E3779B9) % 2**32)
     ids = np.full((*np.shape(tokens), len(columns)), -1)
@@ -96,18 +92,14 @@ def test_a_feature_takes_a_column_as_a_bag_of_its_own():
 
 REFUSED = [
     ({"tokens": [[0.5]]}, TypeError, "ngram_ids: tokens: expected integers, got float64"),
-    ({"tokens": 3}, ValueError, "tokens: expected an array"),
     ({"tokens": [[2**32]]}, ValueError, "tokens: expected integers below 2"),
     ({"orders": (2, 2)}, ValueError, "orders: expected at least one length, each once"),
     ({"orders": 2}, ValueError, "orders: expected lengths of n-grams"),
-    ({"orders": (0,)}, ValueError, "orders\\[0\\]"),
     ({"heads": 0}, ValueError, "heads"),
     ({"vocabulary_size": 2**31}, ValueError, "vocabulary_size: expected at most"),
     ({"vocabulary_size": 11}, ValueError, "room for 6 columns .* got 11"),
     ({"seed": -1}, ValueError, "seed"),
-    ({"seed": 2**32}, ValueError, "seed: expected at most"),
     ({"segments": [[0]]}, ValueError, "segments: expected the shape of the tokens"),
-    ({"segments": [["a", "b"]]}, TypeError, "segments: expected integers"),
 ]
 
 

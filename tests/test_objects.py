@@ -40,13 +40,10 @@ USER = r"  user: \[5, 2\] float32, div over 2 shards, Momentum\(0\.25\)"
 
 def test_an_engine_shows_a_line_per_table():
     _check_lines(repr(_engine()), [r"EmbeddingEngine on 2 cpu devices \(d: 2\)", ITEM, USER])
-    large = tpu_embed.TableConfig(2**30, 8, placement="replicated", trainable=False)
+    fixed = tpu_embed.TableConfig(2**30, 8, placement="replicated", trainable=False)
     table = tpu_embed.TableConfig(6, 2, optimizer=o.Adam(_schedule))
-    for one, line in (
-        (large, r"  table_0: \[1073741824, 8\] float32, replicated, not trained"),
-        (table, r"  table_0: .*, Adam\(_schedule\)"),
-    ):
-        _check_lines(repr(_engine(tpu_embed.FeatureConfig(one))), [r".*", line])
+    for one, end in ((fixed, ".*, replicated, not trained"), (table, r".*, Adam\(_schedule\)")):
+        _check_lines(repr(_engine(tpu_embed.FeatureConfig(one))), [".*", f"  table_0: {end}"])
 
 
 def test_a_state_shows_a_line_per_stack():
@@ -119,15 +116,14 @@ def test_embedding_tables_are_a_pytree_in_the_order_of_the_features():
     last, first = (tpu_embed.TableConfig(5, 2, name=name) for name in ("last", "first"))
     features = {"a": tpu_embed.FeatureConfig(first), "b": tpu_embed.FeatureConfig(last)}
     for config in (features, [features["b"], features["a"]]):
-        embedding = tpu_embed.TPUEmbedding(config, o.SGD(0.1), mesh=mesh(2))
-        tables = embedding.embedding_tables
-        leaves, rows = jax.tree.leaves(tables), embedding.retrieve()[0]
         names = ["first", "last"] if config is features else ["last", "first"]
+        embedding = tpu_embed.TPUEmbedding(config, o.SGD(0.1), mesh=mesh(2))
+        tables, rows = embedding.embedding_tables, embedding.retrieve()[0]
         assert [table.name for table in tables] == names
-        for leaf, name in zip(leaves, names, strict=True):
+        for leaf, name in zip(jax.tree.leaves(tables), names, strict=True):
             np.testing.assert_array_equal(leaf, rows[name])
-        doubled = jax.jit(lambda tables: jax.tree.map(lambda x: 2 * x, tables))(tables)
-        np.testing.assert_array_equal(doubled[first], 2 * rows["first"])
+    doubled = jax.jit(lambda tables: jax.tree.map(lambda x: 2 * x, tables))(tables)
+    np.testing.assert_array_equal(doubled[first], 2 * rows["first"])
 
 
 @pytest.mark.whole

@@ -223,10 +223,3 @@ def test_an_engine_goes_on_with_a_trained_table():
     names |= {"params": names["network"], "opt_state": names["opt_state_of_network"]}
     losses, table = run(names, loop)
     assert_near((np.concatenate([first_half()[1], losses]), table))
-
-
-def test_a_diff_that_does_not_fit_is_found():
-    assert applied(" a\n-b\n+c\n@@\n+e\n d\n", "a\nb\nd\n") == "a\nc\ne\nd\n"
-    for diff in (" b\n-a\n", "-x\n", " a\n@@\n-a\n"):
-        with pytest.raises(AssertionError):
-            applied(diff, "a\nb\nd\n")

@@ -28,11 +28,8 @@ def test_criteo_takes_numbers_of_64_bits(tmp_path):
 
 BAD_LINES = [
     ("", "expected 40 fields separated by tabs, got 1"),
-    (line() + "\t", "expected 40 fields separated by tabs, got 41"),
     (line(label=2), "field 1: expected the label, 0 or 1, got b'2'"),
     (line(integers=["", "1.5"]), "field 3: expected an integer of 18 digits at most"),
-    (line(integers=["-"]), "field 2: expected an integer of 18 digits at most"),
-    (line(integers=["9" * 19]), "field 2: expected an integer of 18 digits at most"),
     (line(numbers=["0x1f"]), "field 15: expected hexadecimal digits, 16 at most, or nothing"),
     (line(numbers=["f" * 17]), "field 15: expected hexadecimal digits, 16 at most"),
 ]

@@ -27,7 +27,6 @@ REFUSED = [
     (lambda: CONFIG.scaled(2), "scale: expected 0 < scale <= 1, got 2"),
     (lambda: CONFIG.scaled(1, network=0), "network: expected 0 < network <= 1, got 0"),
     (lambda: CONFIG.scaled(1, dim=0), "dim: expected dim >= 1, got 0"),
-    (lambda: CONFIG.scaled(1, most_hot=0), "most_hot: expected most_hot >= 1, got 0"),
     (lambda: dataclasses.replace(CONFIG, dim=64), "bottom: expected 64"),
     (lambda: dataclasses.replace(CONFIG, hots=(1,)), "hots: expected 26 as in rows, got 1"),
 ]

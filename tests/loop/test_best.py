@@ -43,7 +43,6 @@ BEST, EVALUATION = Best("loss", "min"), {"evaluation": list(of_items(1))}
 REFUSED = {
     "fit: measure: expected a function, got int": {"measure": 3},
     "measure returned: expected a dictionary of named numbers": {"measure": lambda report: 3},
-    "dictionary of named numbers, got {'x': 'a'}": {"measure": lambda report: {"x": "a"}},
     r"does not have, \['loss'\], got \['loss'\]": {"measure": lambda _: {"loss": 1}} | EVALUATION,
     r"fit: best: expected a Best, got 'loss'; such as .*Best\(": {"best": "loss"},
     "fit: best: expected evaluate_every= beside it": {"best": BEST},

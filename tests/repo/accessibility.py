@@ -8,8 +8,6 @@ the extra `accessibility`, and Chromium: the one that `CHROMIUM` names, or else 
 `chromium` and `google-chrome` on the path.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools
@@ -18,9 +16,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMES = "light", "dark"
@@ -32,11 +28,11 @@ SEARCHED = "checkpoint"
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files without a line for each."""
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
-def serve(site: Path) -> http.server.ThreadingHTTPServer:
+def serve(site):
     """Serve a folder on a free port of this machine, in a thread."""
     handler = functools.partial(Quiet, directory=str(site))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -44,7 +40,7 @@ def serve(site: Path) -> http.server.ThreadingHTTPServer:
     return server
 
 
-def find_chromium() -> str:
+def find_chromium():
     """Return the path of the browser.
 
     Raises:
@@ -57,7 +53,7 @@ def find_chromium() -> str:
     return found
 
 
-def findings(page: Any, axe: Any) -> Iterator[str]:
+def findings(page, axe):
     """Yield what is wrong with the page that is shown: a line for each rule and reason."""
     places = collections.defaultdict(list)
     for violation in axe.run(page).response["violations"]:
@@ -72,7 +68,7 @@ def findings(page: Any, axe: Any) -> Iterator[str]:
         yield f"{width} pixels wider than the window"
 
 
-def search(page: Any, address: str) -> str | None:
+def search(page, address):
     """Search for a word, as a reader does; return what is wrong, or None."""
     page.goto(address)
     page.keyboard.press("/")  # opens it, whatever the width
@@ -84,13 +80,13 @@ def search(page: Any, address: str) -> str | None:
     return None
 
 
-def look(browser: Any, address: str, names: list[str]) -> Iterator[str]:
+def look(browser, address, names):
     """Yield what is wrong with any page, a line for each; print how far it is."""
     from axe_playwright_python.sync_playwright import Axe
 
     axe, outside = Axe(), collections.Counter()
 
-    def note(request: Any) -> None:
+    def note(request):
         if not request.url.startswith((address, "data:", "blob:")):
             outside[request.url] += 1
 
@@ -111,7 +107,7 @@ def look(browser: Any, address: str, names: list[str]) -> Iterator[str]:
     yield from (f"{count} requests leave the site: {url}" for url, count in outside.items())
 
 
-def main() -> int:
+def main():
     """Look at all pages; return how many findings there are, at most 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")

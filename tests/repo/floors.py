@@ -1,7 +1,5 @@
 """Find what in the AST of a source file breaks the rules of the architecture."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import PurePosixPath

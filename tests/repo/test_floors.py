@@ -39,11 +39,9 @@ HOST = "core/ids/host_ids.py"
 LAYOUT = "core/layout/layout.py"
 BAD = {
     "higher floor": ("optimizers/sgd.py", "from tpu_embed.core import engine"),
-    "the top": (HOST, "import tpu_embed"),
     "relative": (HOST, "from ...training import gradients"),
     "later in core, relative": (LAYOUT, "from .. import engine"),
     "past a package": (LAYOUT, "from tpu_embed.core.ids.host_ids import HostIds"),
-    "config above core": ("config.py", "from tpu_embed.core import ids"),
     "sibling": ("io/files.py", "from tpu_embed.planning import memory"),
     "device query": (HOST, "import jax\nN = len(jax.devices())"),
     "default argument": (HOST, "from jax import numpy as np\ndef _f(x=np.ones(3)): ..."),
@@ -54,9 +52,7 @@ GOOD = {
     "lower floor": (HOST, "from tpu_embed import _checks, config"),
     "earlier in core": (LAYOUT, "from tpu_embed.core.ids import HostIds"),
     "same package": ("io/serving/served.py", "from tpu_embed.io import files"),
-    "top": ("__init__.py", "from tpu_embed.stateful import TPUEmbedding"),
     "later": (HOST, "import jax\ndef _f():\n    return jax.devices()"),
-    "private": (HOST, "def _private(): ..."),
 }
 NAMES = "_checks config core core.ids core.ids.host_ids core.layout core.engine io.files io.serving"
 SKETCH = {"tpu_embed", *(f"tpu_embed.{name}" for name in NAMES.split())}

@@ -14,12 +14,8 @@ REFUSED = {
     r"\bdoors?\b": "say functional API or stateful API",
     r"\b(Feature|Row|Bag)Form\b": "FeatureShape, RowFormat and BagLayout are three things",
     r"\bGroup(Spec)?\b": "tables in one array are a stack: Stack, StackSpec",
-    r"\bjudge[sd]?\b": "validate, or check",
-    r"\bAdmissions?\b": "what the host knows of a batch are BatchKeys; an Admitter admits it",
     r"\b(Unions|Ticket|StateHolder)\b": "say Rooms, Order and StateKeeper",
     r"\bsteps_of\b|: Steps\b": "a batch has ValidSteps, a state has a map_version",
-    r"\bform: (RowFormat|BagLayout|jax)\b": "say row_format, bag_layout, array",
-    r"\brow_numbers\b": "what a batch depends on is placed_for",
     r"\bCalled by\b": "who calls goes stale; say what it is for",
     r"^(Enters|Leaves):": "say Input and Output",
     (

@@ -202,28 +202,6 @@ def program(engine):
     return functools.partial(steps, engine.init(jax.random.key(0)))
 
 
-def check_mesh(case, way):
-    """Compare a step, placed and traced, with one device's: the same bits, but of traced bags.
-
-    Args:
-      case: the mesh.
-      way: a context in which the case is placed and traced; the one device is as usual.
-    """
-    ids, weights, gradients = draw_batch(case, 0)
-    alone = single(case.sizes)
-    expected = program(alone)([(alone.place(ids, weights), None)], gradients)[0]
-    with way():
-        engine = case.engine()
-        both = [(engine.place(ids, weights), None), (ids, weights)]
-        placed, traced = jax.device_get(program(engine)(both, gradients))
-    assert_same(placed, expected)
-    (activations, *new), (one, *others) = traced, expected
-    assert_same(new, others)
-    # Shards add up their parts of traced bags.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    jax.tree.map(close, activations, one)
-
-
 # Example e of B is in block e * 8 // B of the sums. With 5 parts of 2 examples these are
 #   0 0 | 1 2 | 3 4 | 4 5 | 6 7
 # and block 4 is summed on two devices, so the last bit may be another. The same bits are promised
@@ -270,4 +248,17 @@ CASES = [*itertools.product(CHOSEN, ("default", "reference")), *((c, "several") 
 @pytest.mark.parametrize(("case", "way"), CASES)
 @pytest.mark.quick(2)  # 3 x 2 devices; 2 x 4 whose rows and batch are split over other axes
 def test_chosen_meshes_give_the_bits_of_one_device(case, way):
-    check_mesh(case, WAYS[way])
+    """A step, placed and traced, has the bits of one device, but for sums of traced bags."""
+    ids, weights, gradients = draw_batch(case, 0)
+    alone = single(case.sizes)
+    expected = program(alone)([(alone.place(ids, weights), None)], gradients)[0]
+    with WAYS[way]():
+        engine = case.engine()
+        both = [(engine.place(ids, weights), None), (ids, weights)]
+        placed, traced = jax.device_get(program(engine)(both, gradients))
+    assert_same(placed, expected)
+    (activations, *new), (one, *others) = traced, expected
+    assert_same(new, others)
+    # Shards add up their parts of traced bags.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+    jax.tree.map(close, activations, one)

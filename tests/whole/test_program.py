@@ -1,7 +1,5 @@
 """The compiled step, read in its HLO: in place, no full-table pass, one kernel per stack."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re
