@@ -29,11 +29,6 @@ def test_every_pair_is_covered_by_few_rows(sizes, most):
     assert rows == all_pairs(**factors)
 
 
-def test_checker_sees_a_missing_pair():
-    factors = {"a": [1, 2], "b": ["x", "y"], "c": [None, 0]}
-    assert missing(all_pairs(**factors)[1:], factors)
-
-
 def test_the_whole_product_is_there_and_what_is_no_pair_is_marked():
     factors = {"a": [0.0, -0.0, 3], "b": ["x", "y"], "c": [None, (0, 1)]}
     names, cases = parametrize_pairs(**factors).args

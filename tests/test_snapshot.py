@@ -66,6 +66,14 @@ def of_engine(call):
     return called
 
 
+def load_arrays(engine, state, _, table, count):
+    return engine.load_arrays(state, {"t": table}, {"other": {"count": count}})
+
+
+def update(engine, state, batch, gradient):
+    return engine.update(state, batch, {"x": gradient, "y": jnp.ones((B, D))})
+
+
 def update_in_place(engine, state, batch, gradient, rate):
     gradients, copied = {"x": gradient, "y": jnp.ones((B, D))}, jax.tree.map(jnp.copy, state)
     return engine.update_in_place(copied, batch, gradients, learning_rates=(rate,))
@@ -142,25 +150,17 @@ def served_partly_on_host(scale, ids, weights):
     return io.serving_lookup({"films": mixed}, ids, FeatureConfig(FILMS), weights)
 
 
+ANY = np.random.default_rng(2).permutation(V).astype(np.int32)
 KEEPS = optax.GradientTransformation(lambda params: params, optax.identity().update)
 KEEPS = training.Optimizer(KEEPS, "keeps")
 MEANS = functools.partial(tpu_embed.embedding_lookup, combiner="mean")
 BAGS, WEIGHTS = row_ids(B, H), floats(B, H)
 TABLE, SMALL, SLICES = floats(V, D), floats(B, D), (floats(B * H, D), row_ids(B * H))
 CASES = {
-    "set_rows": (
-        of_engine(lambda engine, state, _, rows, ids: engine.set_rows(state, "t", ids, rows)),
-        *(TABLE, np.random.default_rng(2).permutation(V).astype(np.int32)),
-    ),
+    "set_rows": (of_engine(lambda e, s, _, rows, ids: e.set_rows(s, "t", ids, rows)), TABLE, ANY),
     "load": (of_engine(lambda e, state, _, t: e.load(state, "t", iter([t[:7], t[7:]]))), TABLE),
-    "load_arrays": (
-        of_engine(lambda e, s, _, t, n: e.load_arrays(s, {"t": t}, {"other": {"count": n}})),
-        *(TABLE, np.array(7, np.int32)),
-    ),
-    "update": (
-        of_engine(lambda e, s, b, x: e.update(s, b, {"x": x, "y": jnp.ones((B, D))})),
-        SMALL,
-    ),
+    "load_arrays": (of_engine(load_arrays), TABLE, np.array(7, np.int32)),
+    "update": (of_engine(update), SMALL),
     "update_in_place": (of_engine(update_in_place), SMALL, RATE),
     "place": (of_engine(place), BAGS, WEIGHTS),
     "embedding_lookup": (tpu_embed.embedding_lookup, TABLE, BAGS, WEIGHTS),

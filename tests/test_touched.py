@@ -171,10 +171,8 @@ REFUSED = [
     (lambda t: t.record(ROWS, 3), "a step from 4 on, got 3; after a return to an earlier state"),
     (lambda t: t.record(ROWS | {"user": np.full(BATCH, 7)}, 5), r"'user': .* 'users', got id 7"),
     (lambda t: t.record(engine(2).place(ROWS), 5), "expected a Batch of this engine's place"),
-    (lambda t: t.record(ROWS, 2**31), "step: expected at most 2147483646"),
     (lambda t: t.record_rows("none", [0], 5), "table: expected one of"),
     (lambda t: t.record_rows("days", [5], 5), r"rows in \[0, 5\), got row 5"),
-    (lambda t: t.record_rows("days", [0.5], 5), "expected integers"),
     (lambda t: t.record_rows("days", [0], 1), "an integer >= 2, got 1"),
 ]
 

@@ -143,10 +143,8 @@ def test_jitted_updates_donate(page):
 
 NOT_DONATED = [
     "@jax.jit\ndef step(s):\n    return engine.update(s)",
-    "@nnx.jit()\ndef step(s):\n    return nn.fused_value_and_grad(loss)(s)",
     "@functools.partial(jax.jit, static_argnums=1)\ndef f(s):\n    return engine.update(s)",
     "step = jax.jit(lambda s: engine.update(s))",
-    "def step(s):\n    return engine.update(s)\nrun = jax.jit(step)",
 ]
 
 

@@ -211,14 +211,12 @@ P, PQ = ("p",), ("p", "q")
 CHOSEN = [
     MeshCase((3,), False, P, P, (23, 4), ("mod", "div"), 2),
     MeshCase((5,), True, P, P, (1, 4), ("div", "replicated"), 1),
-    MeshCase((7,), False, P, P, (5, 1), ("replicated", "mod"), 1),
     MeshCase((8,), False, P, P, (5, 4), ("div", "div"), 3),
     MeshCase((2, 3), False, P, ("q",), (23, 4), ("mod", "mod"), 3),
     MeshCase((3, 2), True, PQ, ("q",), (23, 1), ("div", "mod"), 1),
     MeshCase((2, 4), False, ("q",), PQ, (5, 4), ("mod", "replicated"), 2),
     # Blocks of three examples; devices have all of them, or 4, or 2.
     MeshCase((1,), False, P, P, (23, 4), ("mod", "div"), 24),
-    MeshCase((2,), False, P, P, (23, 4), ("div", "replicated"), 12),
     MeshCase((4,), False, P, P, (23, 4), ("mod", "replicated"), 6),
 ]
 SPLIT = [
