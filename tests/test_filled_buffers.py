@@ -5,6 +5,7 @@ next batch. What is trained has the bits of a run whose batches have memory of t
 """
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -128,13 +129,8 @@ def rows(engine, state):
 
 
 def late(items):
-    """Yield items, each once the next one has been made."""
-    items = iter(items)
-    before = next(items)
-    for one in items:
-        yield before
-        before = one
-    yield before
+    """Return an iterator of items, each once the next one has been made."""
+    return (one for one, _ in itertools.pairwise(itertools.chain(items, [None])))
 
 
 def train(batches):

@@ -172,9 +172,8 @@ def test_one_ends_and_all_end_with_the_reason(count, how, where, tmp_path):
     call = process_cases.leave, leaver, how, where, str(tmp_path)
     ended, _ = start(count, tmp_path, [call], ENDS_WITHIN)
     now, (status, said) = time.time(), ended.pop(leaver)
-    assert (
-        now - float(said.partition("left at ")[2].split()[0]) < 35
-    )  # seconds until all have ended
+    left = float(said.partition("left at ")[2].split()[0])
+    assert now - left < 35  # seconds until all have ended
     # JAX aborts a process that waits at its exit for one whose device waits for it.
     assert status in ({"raise": 1, "exit": 3, "kill": -9, "interrupt": -2}[how], -6)
     reasons = {"raise": "ValueError: the data source is gone", "exit": "it has ended"}

@@ -1,6 +1,6 @@
 """Look at every page of the site with axe in Chromium: light and dark, wide and narrow.
 
-    python tests/repo/accessibility.py [--site build/site] [--pages PATTERN]
+    python tests/repo/accessibility.py
 
 It prints what axe calls serious or critical, pages that are wider than the window, requests that
 leave the site, and a search that finds nothing; if there is any, the exit status is 1. It needs
@@ -8,7 +8,6 @@ the extra `accessibility`, and Chromium: the one that `CHROMIUM` names, or else 
 `chromium` and `google-chrome` on the path.
 """
 
-import argparse
 import collections
 import functools
 import http.server
@@ -18,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 SCHEMES = "light", "dark"
 WIDTHS = 1280, 390
 GRAVE = "serious", "critical"
@@ -32,9 +31,9 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def serve(site):
-    """Serve a folder on a free port of this machine, in a thread."""
-    handler = functools.partial(Quiet, directory=str(site))
+def serve():
+    """Serve the site on a free port of this machine, in a thread."""
+    handler = functools.partial(Quiet, directory=str(SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -109,17 +108,12 @@ def look(browser, address, names):
 
 def main():
     """Look at all pages; return how many findings there are, at most 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
-    parser.add_argument("--pages", default="**/*.html", help="a pattern of file names")
-    arguments = parser.parse_args()
-    site = arguments.site
-    names = sorted(str(path.relative_to(site)) for path in site.glob(arguments.pages))
+    names = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
     if not names:
-        sys.exit(f"accessibility: no page {arguments.pages} in {site}; `make docs` first")
+        sys.exit(f"accessibility: no page in {SITE}; `make docs` first")
     from playwright.sync_api import sync_playwright
 
-    address = f"http://127.0.0.1:{serve(site).server_port}/"
+    address = f"http://127.0.0.1:{serve().server_port}/"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium())
         count = 0

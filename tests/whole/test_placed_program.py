@@ -16,14 +16,13 @@ from tpu_embed.kernels import cpu, dispatch
 B, D, LARGE = 32, 4, 1500
 KERNELS = ["reference", "native"] if cpu.load().path is not None else ["reference"]
 TABLES = {
-    # name: rows, placement, combiner, optimizer
-    "mod": (LARGE, "mod", "mean", optimizers.Adagrad(0.1)),
-    "div": (LARGE, "div", "sqrtn", optimizers.Adam(0.1)),
-    "many": (LARGE, "mod", "sum", optimizers.SGD(0.1)),
-    "small": (3, "replicated", "mean", optimizers.Adagrad(0.1)),
-    "large": (LARGE, "replicated", "sum", optimizers.Lion(0.1)),
+    # name: rows, placement, combiner, optimizer, ids per bag
+    "mod": (LARGE, "mod", "mean", optimizers.Adagrad(0.1), 1),
+    "div": (LARGE, "div", "sqrtn", optimizers.Adam(0.1), 1),
+    "many": (LARGE, "mod", "sum", optimizers.SGD(0.1), 12),
+    "small": (3, "replicated", "mean", optimizers.Adagrad(0.1), 3),
+    "large": (LARGE, "replicated", "sum", optimizers.Lion(0.1), 2),
 }
-IDS_PER_BAG = {"mod": 1, "div": 1, "many": 12, "small": 3, "large": 2}
 
 
 def make_engine(devices, batch_axes):
@@ -31,7 +30,7 @@ def make_engine(devices, batch_axes):
     two = isinstance(devices, tuple)
     on = Mesh(np.array(jax.devices()).reshape(devices), ("x", "y")) if two else mesh(devices)
     features = {}
-    for name, (size, placement, combiner, optimizer) in TABLES.items():
+    for name, (size, placement, combiner, optimizer, _) in TABLES.items():
         split = "y" if two and placement != "replicated" else None
         options = {"combiner": combiner, "optimizer": optimizer, "shard_axes": split}
         table = TableConfig(size, D, name=name, placement=placement, **options)
@@ -42,8 +41,7 @@ def make_engine(devices, batch_axes):
 def draw(*, ragged, weighted):
     """Return ids, and weights of the bags."""
     rng, ids, weights = np.random.default_rng(0), {}, {}
-    for name, (size, *_) in TABLES.items():
-        hot = IDS_PER_BAG[name]
+    for name, (size, *_, hot) in TABLES.items():
         bags = rng.integers(0, size, (B, hot)).astype(np.int32)
         scales = rng.random((B, hot)).astype(np.float32) if weighted else None
         ids |= {f"{name}/row": bags[:, 0], f"{name}/bag": bags}
