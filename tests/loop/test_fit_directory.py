@@ -8,9 +8,10 @@ import warnings
 
 import jax
 import numpy as np
+import optax
 import pytest
 from fit_cases import engine, table, trained, with_network
-from loop_cases import DENSE, loss_of_tables, mesh, of_items
+from loop_cases import loss_of_tables, mesh, of_items
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, fit, io, optimizers
 
@@ -128,7 +129,7 @@ def test_a_network_of_another_dtype_is_refused_with_what_fit_has(tmp_path):
     def loss(model, activations, wanted):
         return loss_of_tables(activations, wanted) + model["w"].astype("float32").sum()
 
-    options = {"loss": loss, "optimizer": DENSE, "steps": 2, "directory": tmp_path}
+    options = {"loss": loss, "optimizer": optax.sgd(0.5), "steps": 2, "directory": tmp_path}
     trained(model={"w": np.ones(2, "float32")}, **options)
     with pytest.raises(ValueError, match=r"expected dtype bfloat16, got .*32; go on with") as error:
         trained(model={"w": jax.numpy.ones(2, "bfloat16")}, **options)

@@ -63,7 +63,7 @@ def check(optimizer, layouts):
 
 @pytest.mark.parametrize("dtype", cases.LEVELS["dtype"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_some_layouts(name, dtype):
     layouts = LayoutCase(8, "replicated", stacking=False), LayoutCase(2, "div"), LayoutCase()
     check(OPTIMIZERS[name], [dataclasses.replace(layout, dtype=dtype) for layout in layouts])
