@@ -135,13 +135,10 @@ def attempt(loop, seconds):
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
             loop.go_on()
-            ended = None
-        except (ValueError, RuntimeError) as error:
-            ended = error
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt as error:
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except (KeyboardInterrupt, ValueError, RuntimeError) as error:
         return error
-    return ended
 
 
 def mended(loop):

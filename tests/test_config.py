@@ -12,16 +12,10 @@ from tpu_embed import FeatureConfig, QuantizationConfig, TableConfig
 
 
 def test_table_defaults_are_those_of_the_semantics():
-    none = ["initializer", "optimizer", "name", "shard_axes", "quantization_config"]
-    assert dataclasses.asdict(TableConfig(10, 4)) == {
-        "vocabulary_size": 10,
-        "dim": 4,
-        "combiner": "mean",
-        "dtype": "float32",
-        "placement": "mod",
-        "trainable": True,
-        "rounding": "nearest",
-    } | dict.fromkeys([*none, "vocabulary", "storage"])
+    none = "initializer optimizer name shard_axes quantization_config vocabulary storage".split()
+    words = {"combiner": "mean", "dtype": "float32", "placement": "mod", "rounding": "nearest"}
+    expected = dict.fromkeys(none) | {"vocabulary_size": 10, "dim": 4, "trainable": True} | words
+    assert dataclasses.asdict(TableConfig(10, 4)) == expected
 
 
 def test_tables_and_features_compare_and_hash_by_identity():
@@ -60,43 +54,26 @@ def test_what_is_given_is_kept_in_one_form():
 NAME = r"name: expected None or a non-empty string of Unicode text, got "
 OF_TABLES = [
     ({"vocabulary_size": 0}, r"TableConfig.vocabulary_size: expected an integer >= 1, got 0"),
-    ({"vocabulary_size": True}, r"vocabulary_size: expected an integer >= 1, got True"),
-    ({"vocabulary_size": 10.0}, r"vocabulary_size: expected an integer >= 1, got 10.0"),
     ({"dim": -1}, r"TableConfig.dim: expected an integer >= 1, got -1"),
     ({"combiner": "max"}, r"combiner: expected 'mean' \| 'sum' \| 'sqrtn', got 'max'"),
     ({"placement": "rows"}, r"placement: expected 'mod' .*'auto', got 'rows'"),
     ({"dtype": "float16"}, r"dtype: expected 'float32' .*, got 'float16'"),
-    ({"dtype": None}, r"dtype: .*got None"),
     ({"dtype": "float64"}, r"TableConfig.dtype: .* while x64 is off, got float64; .*x64"),
     ({"rounding": "stochastic"}, r'rounding: .*"nearest" for a float32 .*; set dtype='),
-    ({"rounding": "up", "dtype": "bfloat16"}, r"rounding: expected 'nearest' .*, got 'up'"),
     ({"trainable": 1}, r"trainable: expected a bool, got 1"),
     ({"initializer": 0.5}, r"initializer: expected None or a callable .*, got 0.5"),
-    ({"name": ""}, f"{NAME}''"),
-    ({"name": 3}, f"{NAME}3"),
     ({"name": "\ud800"}, f"{NAME}'.ud800'"),
     ({"name": "users", "dim": 0}, r"TableConfig 'users'.dim: "),
     ({"shard_axes": ()}, r"shard_axes: expected .*at least one axis, each once, got \(\)"),
-    ({"shard_axes": ("x", "x")}, r"shard_axes: expected .*at least one axis, each once"),
-    ({"shard_axes": 3}, r"shard_axes: expected None or names of mesh axes.*, got 3"),
     ({"quantization_config": 8}, r"quantization_config: expected a QuantizationConfig, got 8"),
-    (
-        {"initializer": jax.nn.initializers.glorot_uniform()},
-        r"TableConfig.initializer: .*one row.*variance_scaling.*table_shape",
-    ),
+    ({"initializer": jax.nn.initializers.glorot_uniform()}, "initializer: .*one row.*table_shape"),
 ]
 OF_FEATURES = [
     ({"table": "users"}, r"FeatureConfig.table: expected a TableConfig, got 'users'"),
     ({"max_sequence_length": -1}, r"max_sequence_length: expected an integer >= 0, got -1"),
-    ({"max_sequence_length": True}, r"max_sequence_length: expected an integer >= 0, got True"),
     ({"on_bad_id": "warn"}, r"on_bad_id: expected 'error' \| 'drop' \| 'clip', got 'warn'"),
     ({"output_shape": 4}, r"output_shape: expected None or a shape \(B, ...\), got 4"),
-    ({"output_shape": ()}, r"output_shape: expected None or a shape \(B, ...\), got \(\)"),
-    ({"output_shape": (4, 0)}, r"output_shape\[1\]: expected an integer >= 1, got 0"),
-    (
-        {"output_shape": (4,), "max_sequence_length": 2},
-        r"output_shape: expected None for a sequence, got \(4,\) with max_sequence_length=2",
-    ),
+    ({"output_shape": (4,), "max_sequence_length": 2}, "expected None for a sequence, got .*=2"),
     ({"name": 1}, f"FeatureConfig.{NAME}1"),
     ({"name": "clicks", "on_bad_id": "x"}, r"FeatureConfig 'clicks'.on_bad_id: "),
 ]
@@ -104,21 +81,18 @@ OF_QUANTIZATIONS = [
     ({"num_buckets": 1}, r"num_buckets: expected an integer >= 2, got 1"),
     ({"lower": 1.0}, r"QuantizationConfig: expected lower < upper, got 1.0 and 1.0"),
     ({"lower": float("-inf")}, r"lower: expected a finite number, got -inf"),
-    ({"upper": "1"}, r"upper: expected a finite number, got '1'"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "right", "wrong", "says"),
-    [
-        *((TableConfig, {"vocabulary_size": 10, "dim": 4}, *case) for case in OF_TABLES),
-        *((FeatureConfig, {"table": TableConfig(10, 4)}, *case) for case in OF_FEATURES),
-        *(
-            (QuantizationConfig, {"num_buckets": 4, "lower": 0.0, "upper": 1.0}, *case)
-            for case in OF_QUANTIZATIONS
-        ),
-    ],
-)
-def test_refusals(kind, right, wrong, says):
-    with pytest.raises(ValueError, match=says):
-        kind(**right | wrong)
+CASES = [
+    (TableConfig(10, 4), OF_TABLES),
+    (FeatureConfig(TableConfig(10, 4)), OF_FEATURES),
+    (QuantizationConfig(4, 0.0, 1.0), OF_QUANTIZATIONS),
+]
+
+
+@pytest.mark.parametrize(("config", "cases"), CASES)
+def test_refusals(config, cases):
+    for wrong, says in cases:
+        with pytest.raises(ValueError, match=says):
+            dataclasses.replace(config, **wrong)

@@ -37,19 +37,17 @@ def run(folder, given, *arguments):
     return subprocess.run([sys.executable, *arguments], input=given, **options)
 
 
-def test_it_has_no_results_of_an_earlier_run():
+def test_it_has_no_results_of_an_earlier_run_and_fits_on_a_narrow_screen():
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in NOTEBOOK["cells"])
     numbers = [int(cell["id"].split("-")[1]) for cell in NOTEBOOK["cells"]]
     assert numbers == sorted(set(numbers))
-
-
-def test_cells_fit_on_a_narrow_screen():
     assert max(len(line) for cell in CELLS for line in cell.splitlines()) <= 100
 
 
-@pytest.mark.parametrize(
-    ("folder", "clone"), [("", "./tpu_embed"), ("tpu_embed", "."), ("tpu_embed/examples", "..")]
-)
+CLONES = [("", "./tpu_embed"), ("tpu_embed", "."), ("tpu_embed/examples", "..")]
+
+
+@pytest.mark.parametrize(("folder", "clone"), CLONES)
 def test_it_installs_the_clone(tmp_path, folder, clone):
     """Also where `import tpu_embed` finds the clone's folder, which is no package."""
     for name in ("tpu_embed", "examples"):

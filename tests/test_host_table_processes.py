@@ -14,8 +14,7 @@ pytestmark = pytest.mark.whole
 def one(tmp_path_factory):
     """Return a directory with checkpoints of this process, and its rows then and later."""
     path = str(tmp_path_factory.mktemp("one"))
-    found = cases.save(path)
-    return path, found, delta_processes.publish("hosted", path)
+    return path, cases.save(path), delta_processes.publish("hosted", path)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,16 @@
-"""The HSTU example: candidates of a request, its export, bits of tables, shapes, a small run."""
+"""The HSTU example: candidates of a request, its export, losses, ranks, a small run."""
 
 import itertools
-import math
-import re
 import types
 
 import jax
 import numpy as np
 import pytest
 from example_cases import ROOT, load_from, numbers, run
-from facade_cases import mesh
 from flax import nnx
 
-from tpu_embed import EmbeddingEngine, Jagged, RaggedIds, TableConfig
+from tpu_embed import Jagged, TableConfig
 from tpu_embed.io import export_model, load_model
-from tpu_embed.optimizers import Adam
 
 ITEMS, D = 600, 8
 
@@ -81,129 +77,6 @@ def test_held_out_films_are_ranked_among_the_unseen(monkeypatch):
     recall, ndcg = next_film.Histories(data, 8).measure(scores)
     assert recall == 1
     np.testing.assert_allclose(ndcg, (1 / np.log2(4) + 1) / 2, rtol=1e-6)  # places 2 and 0
-
-
-def lengths_and_lists(seed, longest):
-    rng = np.random.default_rng(seed)
-    lengths = np.append(rng.integers(0, longest, 15), longest)
-    return lengths, [rng.integers(50, size=n) for n in lengths]
-
-
-@pytest.mark.whole
-def test_tables_have_the_same_bits(monkeypatch):
-    """Given the gradients of the activations, which here are drawn."""
-    features = load_from("hstu", "ranker", monkeypatch).feature_config(
-        TableConfig(50, 4, name="items")
-    )
-    lists = {"history": lengths_and_lists(0, 12), "candidates": lengths_and_lists(1, 5)}
-    rng, bits = np.random.default_rng(2), []
-    drawn = {
-        name: rng.normal(size=(16, max(lengths), 4)).astype(np.float32)
-        for name, (lengths, _) in lists.items()
-    }
-    for devices in (1, 2, 4, 8):
-        engine = EmbeddingEngine(features, Adam(0.1), mesh=mesh(devices))
-        state = engine.init(jax.random.key(0))
-        batch = engine.place({n: RaggedIds.from_lists(rows) for n, (_, rows) in lists.items()})
-        found = jax.eval_shape(engine.lookup, state, batch)
-        gradients = {
-            name: Jagged.from_padded(rows, lists[name][0], devices, found[name].values.shape[1])
-            for name, rows in drawn.items()
-        }
-        state = engine.update(state, batch, gradients)
-        bits.append(jax.device_get((engine.tables(state), engine.slots(state))))
-    for other in bits[1:]:
-        jax.tree.map(np.testing.assert_array_equal, other, bits[0])
-
-
-CONFIG = {"seed": 0, "learning_rate": 0.01, "beta_2": 0.98, "init_scale": 0.1, "bias_rate": 10}
-CONFIG |= {"dim": 8, "heads": 1, "layers": 1, "norm_first": True}
-
-
-@pytest.fixture
-def readers_promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax needs it
-        yield
-
-
-def learner_of(model, devices, **options):
-    config = types.SimpleNamespace(**CONFIG, **options)
-    network = model.Hstu(config, nnx.Rngs(0), buckets=8)
-    return model.Learner(config, 10, network, steps=10, mesh=mesh(devices))
-
-
-@pytest.mark.whole
-def test_no_padded_array_in_the_whole_step(monkeypatch, readers_promotion):
-    """Of 16 histories all but one are short; B · L · D is 16,384, and C · 4 D about 6,000."""
-    learner = learner_of(load_from("hstu", "model", monkeypatch), 1, longest=128, block=16)
-    lists = [np.arange(n) % 10 for n in [2] * 15 + [128]]
-    batch = learner.engine.place(learner.features(lists))
-    zeros = np.zeros((1, batch.spec.feature_shapes[0].capacity), np.int32)
-    arguments = learner.state, learner.params, learner.opt_state, batch, zeros, zeros
-    text = learner.step.lower(*arguments).compile().as_text()
-    shapes = {
-        tuple(map(int, shape.split(",")))
-        for shape in re.findall(r"\b(?:pred|[suf]\d+|bf16)\[(\d[\d,]*)\]", text)
-    }
-    assert max(map(math.prod, shapes)) >= 4 * 8 * sum(map(len, lists))  # U, V, Q and K are there
-    assert max(map(math.prod, shapes)) < 16 * 128 * 8
-    assert not [shape for shape in shapes if (16, 128) in itertools.pairwise(shape)]
-
-
-@pytest.mark.whole
-def test_replicas_learn_what_one_device_learns(monkeypatch, readers_promotion):
-    """Histories count upwards, each from an item of its own, at times that say nothing."""
-    model = load_from("hstu", "model", monkeypatch)
-    losses = []
-    for size in (1, 8):
-        learner = learner_of(model, size, longest=8, block=4)
-        rng = np.random.default_rng(0)
-        losses.append([])
-        for _ in range(10):
-            lists = [(rng.integers(10) + np.arange(n)) % 10 for n in rng.integers(2, 9, 8)]
-            times = [np.arange(len(row)) for row in lists]
-            batch = learner.engine.place(learner.features(lists))
-            losses[-1].append(learner.learn(batch, times, [row + 1 for row in times]))
-    assert losses[0][-1] < 0.9 * losses[0][0]
-    np.testing.assert_allclose(losses[-1], losses[0], rtol=1e-4)  # sums in another order
-
-
-def test_what_is_known_of_sessions_is_what_happens(monkeypatch):
-    """Chances add up to 1, and the items that are drawn follow them."""
-    sessions = load_from("hstu", "sessions", monkeypatch)
-    planted = sessions.Sessions(items=9, longest=24)
-    items, times, asked, known = planted.draw(np.random.default_rng(0), 40)
-    assert all(len(a) == len(b) == len(c) for a, b, c in zip(items, times, asked, strict=True))
-    np.testing.assert_allclose(known.sum(1), 1)
-    surplus = variance = 0.0
-    follower = planted.follower()
-    for row, when, then in zip(items, times, asked, strict=True):
-        assert when[1:].tolist() == then[:-1].tolist()
-        for t in range(1, len(row)):
-            old = [i for i, s in zip(row[:t], when[:t], strict=True) if 64 <= when[t] - s < 128]
-            chances = np.zeros(9)
-            for item in old:
-                chances[item] += planted.again / len(old)
-            chances[follower[row[t - 1]]] += planted.follow
-            chances += (1 - chances.sum()) / 9
-            found = planted.chances(row[None, :t], when[None, :t], when[t : t + 1])[0]
-            np.testing.assert_allclose(found, chances)
-            likely = chances > 0.2
-            surplus += likely[row[t]] - chances[likely].sum()
-            variance += chances[likely].sum() * (1 - chances[likely].sum())
-    assert abs(surplus) < 4 * variance**0.5
-
-
-def test_the_expected_score_is_that_of_a_loop(monkeypatch):
-    expected_ndcg = load_from("hstu", "sessions", monkeypatch).expected_ndcg
-    rng = np.random.default_rng(0)
-    scores, chances = rng.normal(size=(5, 7)), rng.dirichlet(np.ones(7), size=5)
-    by_hand = 0.0
-    for request, item in np.ndindex(5, 7):
-        place = (scores[request] > scores[request, item]).sum()
-        by_hand += chances[request, item] / np.log2(place + 2) / 5 if place < 3 else 0
-    np.testing.assert_allclose(expected_ndcg(scores, chances, 3), by_hand)
-    assert expected_ndcg(chances, chances, 3) > expected_ndcg(scores, chances, 3)
 
 
 SMALL = """

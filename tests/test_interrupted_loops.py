@@ -16,13 +16,9 @@ MOST = 600
 @pytest.mark.parametrize("which", ["embedding", "functional"])
 def test_interrupts_at_random_moments(which, count):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    ended = subprocess.run(
-        [sys.executable, str(PROGRAM), which, str(count), "0"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=MOST,
-    )
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": MOST}
+    ended = subprocess.run([sys.executable, str(PROGRAM), which, str(count), "0"], **options)
     assert ended.returncode == 0, ended.stderr
     interrupts, kept = map(int, ended.stdout.split())
     assert interrupts == count

@@ -3,14 +3,13 @@
 import contextlib
 import functools
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
 from living_cases import initial_row, mesh
 
-import tpu_embed
-from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig
-from tpu_embed import optimizers as o
+from tpu_embed import DynamicVocabulary, FeatureConfig, TableConfig, TPUEmbedding, optimizers
 from tpu_embed.core.place import Intake
 
 TABLE = TableConfig(8, 2, name="t", vocabulary=DynamicVocabulary())
@@ -18,7 +17,7 @@ ERRORS = [ZeroDivisionError, KeyboardInterrupt]
 
 
 def embedding(**options):
-    return tpu_embed.TPUEmbedding(FeatureConfig(TABLE), o.SGD(1.0), mesh=mesh(1), **options)
+    return TPUEmbedding(FeatureConfig(TABLE), optimizers.SGD(1.0), mesh=mesh(1), **options)
 
 
 def steps(made):
@@ -27,7 +26,7 @@ def steps(made):
 
 
 @contextlib.contextmanager
-def failing(monkeypatch, holder, name, error, *, after):
+def failing(holder, name, error, *, after):
     """Make a function raise, before or after it has done its work, which ends the block."""
     function = getattr(holder, name)
 
@@ -36,10 +35,8 @@ def failing(monkeypatch, holder, name, error, *, after):
             function(*args, **kwargs)
         raise error
 
-    monkeypatch.setattr(holder, name, fail)
-    with pytest.raises(error):
+    with pytest.raises(error), mock.patch.object(holder, name, fail):
         yield
-    monkeypatch.setattr(holder, name, function)
 
 
 def assert_trains_on(made, *batches):
@@ -55,9 +52,9 @@ def assert_trains_on(made, *batches):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.quick(2)
-def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after, monkeypatch):
+def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    with failing(monkeypatch, made.engine, "lookup", error, after=after):
+    with failing(made.engine, "lookup", error, after=after):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (1, 1, 1)
     made.enqueue(np.array([3, 4]))
@@ -65,9 +62,9 @@ def test_a_batch_whose_first_lookup_fails_stays_if_it_was_admitted(error, after,
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
+def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error):
     made = embedding(pipeline_execution_with_tensor_core=True)
-    cannot = functools.partial(failing, monkeypatch, made.engine, "prepare_admit", error)
+    cannot = functools.partial(failing, made.engine, "prepare_admit", error)
     with cannot(after=False):
         made.enqueue(np.array([1, 2]))
     assert steps(made) == (0, 0, 0)
@@ -86,11 +83,11 @@ def test_a_batch_that_cannot_be_admitted_is_not_enqueued(error, monkeypatch):
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("pipelined", [False, True])
 @pytest.mark.quick(1)
-def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined, monkeypatch):
+def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined):
     made = embedding(pipeline_execution_with_tensor_core=pipelined)
     for keys in ([1, 2], [3, 4]):
         made.enqueue(np.array(keys))
-    with failing(monkeypatch, made.engine, "lookup", error, after=True):
+    with failing(made.engine, "lookup", error, after=True):
         made.dequeue()
     assert steps(made) == (2, 2, 1 + pipelined)
     assert_trains_on(made, [1, 2], [3, 4])
@@ -100,12 +97,10 @@ def test_admitted_batches_whose_lookup_fails_are_dequeued_later(error, pipelined
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.quick(2)
-def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
-    error, after, training, monkeypatch
-):
+def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(error, after, training):
     made = embedding()
     made.enqueue(np.array([1, 2]))
-    with failing(monkeypatch, Intake, "place_now", error, after=after):
+    with failing(Intake, "place_now", error, after=after):
         made.enqueue(np.array([3, 4]), training=training)
     assert steps(made) == (1, 1, 0)
     # If the turn to place were still taken, this would wait for ever.
@@ -116,10 +111,10 @@ def test_an_enqueue_that_is_interrupted_while_it_places_leaves_the_maps(
     assert_trains_on(made, [1, 2], [5, 6])
 
 
-def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
+def test_batches_that_others_have_placed_are_not_undone():
     made = embedding()
     ahead = [made.engine.place(np.array(keys)) for keys in ([1, 2], [3, 4])]
-    with failing(monkeypatch, Intake, "place_now", KeyboardInterrupt, after=True):
+    with failing(Intake, "place_now", KeyboardInterrupt, after=True):
         made.enqueue(np.array([5, 6]))
     assert steps(made) == (0, 2, 0)
     with pytest.raises(ValueError, match="the batch of step 1, got that of step 3"):
@@ -132,10 +127,10 @@ def test_batches_that_others_have_placed_are_not_undone(monkeypatch):
 def test_a_lookup_that_is_refused_undoes_no_training_batch(monkeypatch):
     made, place_ids = embedding(), Intake.place_ids
 
-    def beside_another(intake, features, *given, training, **options):
-        if not training:  # another thread's batch comes first
+    def beside_another(intake, *given, **options):
+        if not options["training"]:  # another thread's batch comes first
             place_ids(intake, np.array([3, 4]), training=True)
-        return place_ids(intake, features, *given, training=training, **options)
+        return place_ids(intake, *given, **options)
 
     monkeypatch.setattr(Intake, "place_ids", beside_another)
     with pytest.raises(TypeError):

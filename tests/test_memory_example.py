@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from example_cases import ROOT, config_of, load_from
 
 CONFIG = (ROOT / "configs" / "memory_lm.py").read_text()
@@ -11,6 +12,7 @@ memory_heads, memory_rows, memory_dim, device_rows = 2, 2_000, 4, 400
 """
 
 
+@pytest.mark.whole
 def test_rows_at_home_are_trained_as_those_on_the_devices(monkeypatch):
     train = load_from("memory_lm", "train", monkeypatch)
     config = config_of(CONFIG + SMALL)

@@ -1,6 +1,7 @@
 """The multihost example: processes on this machine train as one does, and survive a kill."""
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -59,12 +60,8 @@ def start_two(start, *arguments):
     return [start(*many, "--process", number, *arguments) for number in range(2)]
 
 
-def losses(out):
-    return numbers(r"loss (\S+)", out)
-
-
-def checksum(out):
-    return re.findall(r"checksum of tables and network: (\S+)", out)
+losses = functools.partial(numbers, r"loss (\S+)")
+checksum = re.compile(r"checksum of tables and network: (\S+)").findall
 
 
 @pytest.mark.whole
@@ -105,14 +102,9 @@ def test_one_killed_both_end_and_go_on_to_the_same_bits(start, undisturbed, tmp_
 def test_no_process_outlives_the_one_that_started_them(number):
     """They hold its output open for as long as one of them lives."""
     given = ["--local", "2", "--devices", "2", "--batch-size", str(BATCH), "--steps", "1000000"]
-    launcher = subprocess.Popen(
-        [*COMMAND, *given],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    options = {"env": ENVIRONMENT, "start_new_session": True}
+    launcher = subprocess.Popen([*COMMAND, *given], **pipes, **options)
     try:
         assert any("step 10 " in line for line in launcher.stdout)
         launcher.send_signal(number)

@@ -14,7 +14,11 @@ def _feature(**options):
     table = {"vocabulary_size": 3, "dim": 2, "combiner": "sum", "trainable": True}
     table |= {"quantization_config": None} | options.pop("table", {})
     feature = {"max_sequence_length": 0, "output_shape": None, "on_bad_id": "drop"} | options
-    return SimpleNamespace(table=SimpleNamespace(**table), **feature)
+    return SimpleNamespace(table=Config(**table), **feature)
+
+
+class Config(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 def _ragged(values, splits, weights=None):
@@ -25,15 +29,8 @@ def _sparse(indices, values, shape, weights=None):
     return SimpleNamespace(indices=indices, values=values, dense_shape=shape, weights=weights)
 
 
-@pytest.mark.parametrize(
-    ("combiner", "expected"),
-    [
-        ("sum", [3 * 2.0 - 4 * 4.0, 0.0]),
-        ("mean", [(3 * 2.0 - 4 * 4.0) / (3 - 4), 0.0]),
-        ("sqrtn", [(3 * 2.0 - 4 * 4.0) / 5, 0.0]),
-    ],
-)
-def test_combiners_in_every_form(combiner, expected):
+@pytest.mark.parametrize(("combiner", "divisor"), [("sum", 1), ("mean", 3 - 4), ("sqrtn", 5)])
+def test_combiners_in_every_form(combiner, divisor):
     feature = _feature(table={"combiner": combiner})
     weights = [3.0, -4.0]
     for ids, beside in [
@@ -41,7 +38,8 @@ def test_combiners_in_every_form(combiner, expected):
         (_sparse([[0, 0], [0, 3]], [1, 2], (2, 4)), SimpleNamespace(values=weights)),
         (np.array([[1, -1, 2], [-1, -1, -1]]), np.array([[3.0, 9.0, -4.0], [1.0, 1.0, 1.0]])),
     ]:
-        np.testing.assert_allclose(oracle.lookup(TABLE, feature, ids, beside)[:, 0], expected)
+        found = oracle.lookup(TABLE, feature, ids, beside)[:, 0]
+        np.testing.assert_allclose(found, [(3 * 2.0 - 4 * 4.0) / divisor, 0.0])
 
 
 def _both(values, weights=None):
@@ -51,30 +49,27 @@ def _both(values, weights=None):
     yield _sparse(places, values, (2, len(values)), weights)
 
 
+SEQUENCE = {"max_sequence_length": 2}
 GRID = SimpleNamespace(num_buckets=4, lower=0.0, upper=3.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "ids", "expected"),
-    [
-        *(
-            ({"table": {"combiner": combiner}}, ids, [0.0, 0.0])
-            for combiner in ("mean", "sqrtn")  # zero weights give a zero row
-            for ids in _both([0, 1], [0.0, 0.0])
-        ),
-        *(
-            ({"max_sequence_length": 2}, ids, [[0.0, 1.0], [0.0, 0.0]])  # which keeps positions
-            for ids in _both([9, 1, 2], [1.0, 0.5, 1.0])
-        ),
-        ({"max_sequence_length": 2}, np.array([[9, 1, 2], [-1, -1, -1]]), [[0.0, 2.0], [0.0, 0.0]]),
-        ({"output_shape": (1, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[7.0, 4.0]]),
-        ({"output_shape": (2, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[1.0, 2.0], [4.0, 0.0]]),
-        ({}, np.array([1, -1, 7, -9]), [2.0, 0.0, 0.0, 0.0]),
-        ({"on_bad_id": "clip"}, np.array([1, -1, 7, -9]), [2.0, 0.0, 4.0, 1.0]),
-        # Rows are rounded before they are combined.
-        ({"table": {"quantization_config": GRID}}, np.array([[0, 1], [2, -1]]), [3.0, 3.0]),
-    ],
-)
+LOOKUPS = [
+    # Zero weights give a zero row.
+    *(({"table": {"combiner": "mean"}}, ids, [0.0] * 2) for ids in _both([0, 1], [0.0, 0.0])),
+    *(({"table": {"combiner": "sqrtn"}}, ids, [0.0] * 2) for ids in _both([0, 1], [0.0, 0.0])),
+    # A sequence keeps positions.
+    *((SEQUENCE, ids, [[0.0, 1.0], [0.0, 0.0]]) for ids in _both([9, 1, 2], [1.0, 0.5, 1.0])),
+    (SEQUENCE, np.array([[9, 1, 2], [-1, -1, -1]]), [[0.0, 2.0], [0.0, 0.0]]),
+    ({"output_shape": (1, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[7.0, 4.0]]),
+    ({"output_shape": (2, 2)}, _ragged([0, 1, 2, 2], [0, 3, 4]), [[1.0, 2.0], [4.0, 0.0]]),
+    ({}, np.array([1, -1, 7, -9]), [2.0, 0.0, 0.0, 0.0]),
+    ({"on_bad_id": "clip"}, np.array([1, -1, 7, -9]), [2.0, 0.0, 4.0, 1.0]),
+    # Rows are rounded before they are combined.
+    ({"table": {"quantization_config": GRID}}, np.array([[0, 1], [2, -1]]), [3.0, 3.0]),
+]
+
+
+@pytest.mark.parametrize(("options", "ids", "expected"), LOOKUPS)
 def test_lookups(options, ids, expected):
     assert oracle.lookup(TABLE, _feature(**options), ids)[..., 0].tolist() == expected
 
@@ -89,13 +84,9 @@ def test_row_gradients_come_in_batch_order():
     features = [(one, np.array([[0, 1], [2, -1]])), (two, _ragged([1, 0], [0, 1, 2]), [2.0, 3.0])]
     gradients = [np.array([[1.0, 1.0], [5.0, 5.0]]), None]
     found = oracle.row_gradients(features, gradients)
-    assert [(o.table is one.table, o.row, o.gradient[0], o.example) for o in found] == [
-        (True, 0, 0.5, 0),
-        (True, 1, 0.5, 0),
-        (False, 1, 0.0, 0),
-        (True, 2, 5.0, 1),
-        (False, 0, 0.0, 1),
-    ]
+    places = [("ab"[o.table is two.table], o.row, o.example) for o in found]
+    assert places == [("a", 0, 0), ("a", 1, 0), ("b", 1, 0), ("a", 2, 1), ("b", 0, 1)]
+    assert [o.gradient[0] for o in found] == [0.5, 0.5, 0.0, 5.0, 0.0]
     fixed = _feature(table={"trainable": False})
     assert oracle.row_gradients([(fixed, np.array([0]))], [np.ones((1, 2))]) == []
     sums = oracle.summed((o.row, o.gradient) for o in [*found, *found] if o.table is one.table)
@@ -107,21 +98,13 @@ def _descent(name, hyper, row, slots, gradient, t, lr):
     return row - lr * gradient * (1 - row), {"count": count}
 
 
-@pytest.mark.parametrize(
-    ("hyper", "counts"),
-    [
-        ({}, [1, 1, 0]),
-        ({"use_gradient_accumulation": False}, [2, 1, 0]),
-        ({"lazy_adam": False}, [1, 1, 1]),
-    ],
-)
+ONE_BY_ONE = {"use_gradient_accumulation": False}
+HYPERS = [({}, [1, 1, 0]), (ONE_BY_ONE, [2, 1, 0]), ({"lazy_adam": False}, [1, 1, 1])]
+
+
+@pytest.mark.parametrize(("hyper", "counts"), HYPERS)
 def test_train_step_applies_the_rule_to_touched_rows(hyper, counts):
     feature = _feature()
-
-    class Config(SimpleNamespace):
-        __hash__ = object.__hash__
-
-    feature.table = Config(**vars(feature.table))
     tables, slots = oracle.train_step(
         {feature.table: np.zeros((3, 2))},
         {feature.table: {"count": np.zeros(3)}},
@@ -133,8 +116,8 @@ def test_train_step_applies_the_rule_to_touched_rows(hyper, counts):
     )
     assert slots[feature.table]["count"].tolist() == counts
     # Row 0 is looked up twice: 0 - .5·2 at once, or 0 - .5 and then -.5 - .5·1.5 one by one.
-    expected = -1.25 if hyper.get("use_gradient_accumulation") is False else -1.0
-    assert tables[feature.table][:, 0].tolist() == [expected, -0.5, 0.0]
+    expected = [-1.25 if hyper is ONE_BY_ONE else -1.0, -0.5, 0.0]
+    assert tables[feature.table][:, 0].tolist() == expected
 
 
 def test_nan_is_outside_of_every_interval():

@@ -7,11 +7,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from example_cases import ROOT, config_of, load_from
-from facade_cases import mesh
-from flax import nnx
-
-import tpu_embed
+from example_cases import ROOT, load_from
 
 PUBLISHED = ROOT / "configs" / "published"
 ITEMS, USERS, GROUPS = 40, 96, 4
@@ -64,6 +60,7 @@ def test_the_next_item_is_found(program, tmp_path, monkeypatch, capsys):
     assert float(found["test"]) > 0.8, found
 
 
+@pytest.mark.whole
 def test_times_decide(tmp_path, monkeypatch, capsys):
     """After an hour comes the next film, after a day the next but one: HSTU knows both times."""
     rng, lines = np.random.default_rng(1), []
@@ -82,6 +79,7 @@ def test_times_decide(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("program", ["factors", "towers"])
+@pytest.mark.quick(1)
 def test_unseen_places_of_a_group_are_found(program, tmp_path, monkeypatch, capsys):
     """A user has been to 14 of the 24 places of a group, and 4 others are the test.
 
@@ -96,47 +94,3 @@ def test_unseen_places_of_a_group_are_found(program, tmp_path, monkeypatch, caps
     main = functools.partial(sys.modules["gowalla"].main, None, config, module.prepare)
     found = run(main, ["--data", "."], OF_PAIRS, config, tmp_path, monkeypatch, capsys)
     assert float(found["test"]) > 0.9, found
-
-
-def test_some_places_of_a_user(monkeypatch):
-    """Of a user with five places, three stand one after another in the ring of all five."""
-    towers = load_from("published", "towers", monkeypatch)
-    item, begin = np.arange(10, 17, dtype=np.int32), np.array([0, 2, 7])
-    visits = sys.modules["gowalla"].Visits(np.repeat([0, 1], [2, 5]), item, begin, np.zeros(2), 17)
-    rng = np.random.default_rng(0)
-
-    def drawn(most):
-        found = towers.some_places(visits, np.array([1, 0]), most, rng)
-        return [tuple(row.tolist()) for row in np.split(found.values, found.row_splits[1:-1])]
-
-    ring = [12, 13, 14, 15, 16, 12, 13]
-    assert {drawn(3)[0] for _ in range(50)} == {tuple(ring[n : n + 3]) for n in range(5)}
-    assert {tuple(sorted(drawn(5)[0])) for _ in range(5)} == {(12, 13, 14, 15, 16)}
-    assert {tuple(sorted(drawn(3)[1])) for _ in range(5)} == {(10, 11)}
-
-
-@pytest.mark.whole
-def test_20_losses_on_1_and_8_devices(monkeypatch):
-    """Dropout drops the same; only the sums of the network's gradients are in another order."""
-    sasrec = load_from("published", "sasrec", monkeypatch)
-    module, histories = sys.modules["next_item"], sys.modules["histories"]
-    config = config_of((PUBLISHED / "sasrec_amazon.py").read_text())
-    vars(config).update(batch_size=16, epochs=4, drawn=40, longest=12, dim=8, hidden=8)
-    rows = [row.astype(np.int32) for row in walks(np.random.default_rng(3))]
-    whole, sgd = histories.Histories(rows, ITEMS), tpu_embed.optimizers.SGD
-    monkeypatch.setattr(tpu_embed.optimizers, "Adam", lambda rate, **_: sgd(0.05))
-    runs = []
-    for devices in (1, 8):
-        engine, losses = module.make_engine(config, whole, mesh(devices)), []
-        module.train(
-            module.NextItem(config, engine),
-            whole,
-            sasrec.SASRec(config, nnx.Rngs(0)),
-            steps=20,
-            report_every=1,
-            callback=lambda report, losses=losses: losses.append(report.loss),
-            progress=False,
-        )
-        runs.append(losses[:20])
-    assert runs[0][-1] < runs[0][0]
-    np.testing.assert_allclose(*runs, rtol=1e-6)

@@ -1,10 +1,8 @@
 """The example of jagged histories: its network against loops, then a small run."""
 
-import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from example_cases import ROOT, load, numbers, run, table
@@ -22,10 +20,6 @@ def histories(capacity, seed=0):
     rng = np.random.default_rng(seed)
     splits = np.concatenate([np.zeros((2, 1)), np.cumsum(LENGTHS, 1)], 1).astype(np.int32)
     return Jagged(rng.normal(size=(2, capacity, D)).astype(np.float32), splits)
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
 
 
 @pytest.mark.parametrize("capacity", [9, 12, 18])
@@ -47,46 +41,9 @@ def test_attention_is_that_of_a_loop(monkeypatch, capacity):
         for begin, end in itertools.pairwise(query.row_splits[s]):
             for i in range(begin, end):
                 scores = {j: q[i] @ k[j] + bias[h, i - j] for j in range(begin, i + 1)}
-                mixed = sum(silu(x) * v[j] for j, x in scores.items()) / LONGEST
+                mixed = sum(x / (1 + np.exp(-x)) * v[j] for j, x in scores.items()) / LONGEST
                 # Sums of at most 4 products of 3, in float32.
                 np.testing.assert_allclose(found[s, i, h], mixed, atol=2e-6)
-
-
-def test_losses_are_those_of_a_loop(monkeypatch):
-    """Each event but the last of a history predicts the next one among all items."""
-    model = load("sequences_model", monkeypatch)
-    history = histories(10)
-    items = np.random.default_rng(4).normal(size=(7, D)).astype(np.float32)
-
-    def network(history):  # of the events alone, so that it is easy to follow
-        return jnp.tanh(history.values)
-
-    losses = functools.partial(model.next_item_losses, network, items=items)
-    totals, counts = jax.jit(jax.vmap(losses))(history)
-    values = np.asarray(history.values, np.float64)
-    for s in range(2):
-        expected, count = 0.0, 0
-        for begin, end in itertools.pairwise(history.row_splits[s]):
-            for i in range(begin, end - 1):
-                x = np.tanh(values[s, i])
-                expected += np.log(np.exp(items @ x).sum()) - x @ values[s, i + 1]
-                count += 1
-        np.testing.assert_allclose(totals[s], expected, rtol=1e-5)  # float32, at most 6 events
-        assert counts[s] == count
-
-
-def test_pieces_predict_each_event_once(monkeypatch):
-    """Long histories are cut, somewhere else each time; every event but the first is predicted."""
-    model = load("sequences_model", monkeypatch)
-    histories = [np.arange(100 * n, 101 * n) for n in range(1, 30)]
-    steps = [(a, b) for h in histories for a, b in itertools.pairwise(h)]
-    rng, lengths = np.random.default_rng(0), set()
-    for _ in range(20):
-        cut = model.pieces(histories, 5, rng)
-        assert sorted((a, b) for p in cut for a, b in itertools.pairwise(p)) == steps
-        assert all(2 <= len(piece) <= 5 for piece in cut)
-        lengths.add(tuple(len(piece) for piece in cut))
-    assert len(lengths) > 1
 
 
 @pytest.fixture(scope="module")

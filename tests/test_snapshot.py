@@ -11,8 +11,7 @@ from facade_cases import at_64_bytes, mesh
 from flax import nnx
 
 import tpu_embed
-from tpu_embed import io, nn, training
-from tpu_embed import optimizers as o
+from tpu_embed import FeatureConfig, TableConfig, io, nn, optimizers, training
 from tpu_embed.sparse import IndexedSlices, clip_by_global_norm, global_norm, scale
 
 V, D, B, H = 100_000, 16, 1024, 8
@@ -46,58 +45,43 @@ def row_ids(*shape):
 
 @functools.cache
 def engine_and_state():
-    table = tpu_embed.TableConfig(V, D, name="t", optimizer=o.SGD(lambda: RATE))
-    other = tpu_embed.TableConfig(8, D, name="other", optimizer=optax.adam(0.1))
-    features = {"x": tpu_embed.FeatureConfig(table), "y": tpu_embed.FeatureConfig(other)}
+    table = TableConfig(V, D, name="t", optimizer=optimizers.SGD(lambda: RATE))
+    other = TableConfig(8, D, name="other", optimizer=optax.adam(0.1))
+    features = {"x": FeatureConfig(table), "y": FeatureConfig(other)}
     engine = tpu_embed.EmbeddingEngine(features, mesh=mesh(1))
     state = engine.init(jax.random.key(0))
     ids = {"x": row_ids(B, H), "y": np.zeros(B, np.int32)}
     return engine, state, engine.place(ids)
 
 
-def read(state):
-    engine = engine_and_state()[0]
-    return engine.tables(state), engine.slots(state)
+def of_engine(call):
+    """Return a call of an engine, its state and a batch as one of buffers alone."""
+
+    def called(*buffers):
+        engine, state, batch = engine_and_state()
+        found = call(engine, state, batch, *buffers)
+        is_state = isinstance(found, tpu_embed.TableState)
+        return (engine.tables(found), engine.slots(found)) if is_state else found
+
+    return called
 
 
-def set_rows(values, rows):
-    engine, state, _ = engine_and_state()
-    return read(engine.set_rows(state, "t", rows, values))
+def load_arrays(engine, state, _, table, count):
+    return engine.load_arrays(state, {"t": table}, {"other": {"count": count}})
 
 
-def load(table):
-    engine, state, _ = engine_and_state()
-    return read(engine.load(state, "t", iter([table[:7], table[7:]])))
+def update(engine, state, batch, gradient):
+    return engine.update(state, batch, {"x": gradient, "y": jnp.ones((B, D))})
 
 
-def load_arrays(table, count):
-    engine, state, _ = engine_and_state()
-    return read(engine.load_arrays(state, {"t": table}, {"other": {"count": count}}))
-
-
-def update(gradient):
-    engine, state, batch = engine_and_state()
-    return read(engine.update(state, batch, {"x": gradient, "y": jnp.ones((B, D))}))
-
-
-def update_in_place(gradient, rate):
-    engine, state, batch = engine_and_state()
+def update_in_place(engine, state, batch, gradient, rate):
     gradients, copied = {"x": gradient, "y": jnp.ones((B, D))}, jax.tree.map(jnp.copy, state)
-    return read(engine.update_in_place(copied, batch, gradients, learning_rates=(rate,)))
+    return engine.update_in_place(copied, batch, gradients, learning_rates=(rate,))
 
 
-def place(ids, weights):
-    engine, state, _ = engine_and_state()
+def place(engine, state, _, ids, weights):
     features = {"x": ids, "y": np.zeros(B, np.int32)}
     return engine.lookup(state, engine.place(features, {"x": weights, "y": None}))
-
-
-def look_up_mean(*operands):
-    return tpu_embed.embedding_lookup(*operands, combiner="mean")
-
-
-def squares(table):
-    return (table**2).sum()
 
 
 def gradients(x, cotangent):
@@ -108,7 +92,7 @@ def hook(activation):
     return training.hook({"x": activation}, {"x": {"x": np.zeros_like(activation)}})
 
 
-OPTIMIZER = training.Optimizer(o.Adagrad(0.5), "adagrad")
+OPTIMIZER = training.Optimizer(optimizers.Adagrad(0.5), "adagrad")
 
 
 def apply_gradients(param, gradient, slot, rate):
@@ -128,18 +112,11 @@ def apply_slices(param, values, indices):
 def minimize(param):
     params = {"w": param}
     state = OPTIMIZER.init(params)
-    return OPTIMIZER.minimize(lambda params: squares(params["w"]), params, state)[::2]
-
-
-KEEPS_PARAMS = optax.GradientTransformation(lambda params: params, optax.identity().update)
-
-
-def init(param):
-    return training.Optimizer(KEEPS_PARAMS, "keeps").init({"w": param}).inner
+    return OPTIMIZER.minimize(lambda params: (params["w"] ** 2).sum(), params, state)[::2]
 
 
 def as_optax(param, gradient, rate):
-    transform = o.Momentum(0.5).as_optax()
+    transform = optimizers.Momentum(0.5).as_optax()
     return transform.update(gradient, transform.init(param), param, learning_rate=rate)
 
 
@@ -154,7 +131,7 @@ def of_gradients(dense, factor):
 
 
 def layer_lookup(ids, weights):
-    table = tpu_embed.TableConfig(V, D, combiner="sum", trainable=False)
+    table = TableConfig(V, D, combiner="sum", trainable=False)
     return nn.EmbeddingBag(table, mesh=mesh(1), rngs=nnx.Rngs(0))(ids, weights)
 
 
@@ -165,33 +142,37 @@ def dequantized(values, scale, offset):
     return io.QuantizedTable(values, scale, offset).dequantized()
 
 
-FILMS = tpu_embed.TableConfig(V, D, name="films", combiner="sum")
+FILMS = TableConfig(V, D, name="films", combiner="sum")
 
 
 def served_partly_on_host(scale, ids, weights):
     mixed = io.QuantizedTable(jnp.asarray(QUANTIZED.values), scale, QUANTIZED.offset)
-    return io.serving_lookup({"films": mixed}, ids, tpu_embed.FeatureConfig(FILMS), weights)
+    return io.serving_lookup({"films": mixed}, ids, FeatureConfig(FILMS), weights)
 
 
+ANY = np.random.default_rng(2).permutation(V).astype(np.int32)
+KEEPS = optax.GradientTransformation(lambda params: params, optax.identity().update)
+KEEPS = training.Optimizer(KEEPS, "keeps")
+MEANS = functools.partial(tpu_embed.embedding_lookup, combiner="mean")
 BAGS, WEIGHTS = row_ids(B, H), floats(B, H)
 TABLE, SMALL, SLICES = floats(V, D), floats(B, D), (floats(B * H, D), row_ids(B * H))
 CASES = {
-    "set_rows": (set_rows, TABLE, np.random.default_rng(2).permutation(V).astype(np.int32)),
-    "load": (load, TABLE),
-    "load_arrays": (load_arrays, TABLE, np.array(7, np.int32)),
-    "update": (update, SMALL),
-    "update_in_place": (update_in_place, SMALL, RATE),
-    "place": (place, BAGS, WEIGHTS),
+    "set_rows": (of_engine(lambda e, s, _, rows, ids: e.set_rows(s, "t", ids, rows)), TABLE, ANY),
+    "load": (of_engine(lambda e, state, _, t: e.load(state, "t", iter([t[:7], t[7:]]))), TABLE),
+    "load_arrays": (of_engine(load_arrays), TABLE, np.array(7, np.int32)),
+    "update": (of_engine(update), SMALL),
+    "update_in_place": (of_engine(update_in_place), SMALL, RATE),
+    "place": (of_engine(place), BAGS, WEIGHTS),
     "embedding_lookup": (tpu_embed.embedding_lookup, TABLE, BAGS, WEIGHTS),
-    "embedding_lookup of bags": (look_up_mean, TABLE, BAGS, WEIGHTS),
-    "sparse_value_and_grad": (tpu_embed.sparse_value_and_grad(squares), TABLE),
+    "embedding_lookup of bags": (MEANS, TABLE, BAGS, WEIGHTS),
+    "sparse_value_and_grad": (tpu_embed.sparse_value_and_grad(jnp.sum), TABLE),
     "gradients": (gradients, TABLE, TABLE),
     "tag": (functools.partial(training.tag, name="t"), TABLE),
     "hook": (hook, TABLE),
     "apply_gradients": (apply_gradients, TABLE, TABLE, np.square(TABLE) + 1, RATE),
     "apply_gradients of slices": (apply_slices, TABLE, *SLICES),
     "minimize": (minimize, TABLE),
-    "init": (init, TABLE),
+    "init": (lambda param: KEEPS.init({"w": param}).inner, TABLE),
     "as_optax": (as_optax, TABLE, TABLE, RATE),
     "IndexedSlices": (of_slices, *SLICES),
     "scale and clip": (of_gradients, TABLE, RATE),
@@ -221,7 +202,7 @@ def test_buffers_may_be_filled_anew(case):
 
 
 def test_buffers_of_a_model_may_be_filled_anew(tmp_path):
-    features, ids = tpu_embed.FeatureConfig(FILMS), row_ids(2, H)
+    features, ids = FeatureConfig(FILMS), row_ids(2, H)
     given = {"weights": floats(2, H), "inputs": (floats(2, D),)}
     tables = {"films": floats(V, D)}
     io.export_model(tmp_path / "exported", jnp.add, tables, features, ids, **given)
@@ -231,8 +212,8 @@ def test_buffers_of_a_model_may_be_filled_anew(tmp_path):
 
 def test_what_a_learning_rate_returned_may_be_changed():
     buffer = at_64_bytes(RATE)
-    table = tpu_embed.FeatureConfig(tpu_embed.TableConfig(V, D, name="t"))
-    engine = tpu_embed.EmbeddingEngine(table, o.SGD(lambda: buffer))
+    table = FeatureConfig(TableConfig(V, D, name="t"))
+    engine = tpu_embed.EmbeddingEngine(table, optimizers.SGD(lambda: buffer))
     (rate,) = engine.learning_rates()
     buffer[...] = 7
     assert float(rate) == 0.5

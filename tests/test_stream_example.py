@@ -19,27 +19,6 @@ def config():
     return config_of(CONFIG + SMALL)
 
 
-def test_items_are_born_and_die_and_are_clicked_as_planted(config, monkeypatch):
-    stream = load("stream_data", monkeypatch).Stream(config)
-    first = config.births * config.lifetime  # so many items are there from the beginning
-    assert len(stream) == first + config.births * config.batches
-    seen, surplus, variance = {}, 0.0, 0.0
-    for number in range(config.batches):
-        batch = stream.batch(number)
-        for name in batch.item:
-            seen.setdefault(int(name.removeprefix("item-")), []).append(number)
-        assert 0 <= batch.user.min() <= batch.user.max() < config.users
-        surplus += (batch.click - batch.probability).sum()
-        variance += (batch.probability * (1 - batch.probability)).sum()
-    assert abs(surplus) < 4 * variance**0.5
-    assert all(min(times) >= (item - first) // config.births for item, times in seen.items())
-    # What was there at the beginning lives on as exponential lifetimes do: after 2 lifetimes, e^-2
-    # of the items are alive. Of 600, that is 81, and 8.4 the standard deviation.
-    alive = sum(max(times) >= 2 * config.lifetime for item, times in seen.items() if item < first)
-    assert 0.6 * np.exp(-2) * first < alive < 1.4 * np.exp(-2) * first
-    assert stream.batch(7).item == stream.batch(7).item
-
-
 def test_scores_are_those_of_a_lookup_before_the_training(config, monkeypatch):
     """An item without a row is a zero row, as is one that has just got its row."""
     stream = load("stream_data", monkeypatch).Stream(config)

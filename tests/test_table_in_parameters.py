@@ -83,10 +83,8 @@ def changed(diff):
     return len([line for line in added if line and not line.startswith(("import ", "from "))])
 
 
-def started(program, optimizer):
+def started(program):
     """Run a program up to its loop; return its names, and the loop."""
-    if optimizer == "sgd":
-        program = re.sub(r"optax\.adagrad\(.*?\)", "optax.sgd(1.0)", program)
     at = LOOP.search(program).start()
     names = {"__name__": "__page__"}
     exec(compile(program[:at], str(PAGE), "exec"), names)
@@ -113,13 +111,13 @@ def promote():
 @functools.cache
 def first_values():
     with jax.numpy_dtype_promotion("standard"):
-        names, _ = started(programs()[0], "sgd")
+        names, _ = started(programs()[0])
     return jax.tree.map(np.asarray, names["params"])
 
 
 @functools.cache
-def original(optimizer):
-    return run(*started(programs()[0], optimizer))
+def original():
+    return run(*started(programs()[0]))
 
 
 def copied_to_layers(layers, load):
@@ -131,34 +129,30 @@ def copied_to_layers(layers, load):
             getattr(layer, name)[...] = value
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_the_original_learns(optimizer):
-    losses, table = original(optimizer)
+def test_the_original_learns():
+    losses, table = original()
     assert np.unique(losses).size == 50
     assert losses[-10:].mean() < losses[:10].mean()
     assert abs(table - first_values()["table"]).max() > 1e-3
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
-def test_a_lookup_has_the_bits_of_the_original(optimizer):
+def test_a_lookup_has_the_bits_of_the_original():
     """A row's gradients are added in the order of the ids, as the dense gradient's scatter does."""
     diff = fences("diff")[LOOKUP]
     assert changed(diff) == 3  # one of which is the optimizer
-    losses, table = run(*started(applied(diff, programs()[0]), optimizer))
-    expected, expected_table = original(optimizer)
-    np.testing.assert_array_equal(losses, expected)
-    np.testing.assert_array_equal(table, expected_table)
+    found = run(*started(applied(diff, programs()[0])))
+    jax.tree.map(np.testing.assert_array_equal, found, original())
 
 
-def assert_near(found, expected):
-    """Compare two runs by what float32 leaves open.
+def assert_near(found):
+    """Compare a run with the original by what float32 leaves open.
 
     8 devices add up the parts of a batch, in another order than one does. 50 steps let such
     differences grow: losses near 0.7 were up to 1.7e-6 apart, depending on the first values, and
     the numbers of the table, which are below 1, up to 1.5e-7. An Adagrad without optax's epsilon of
     1e-7 is 5e-5 apart.
     """
-    (losses, table), (expected_losses, expected_table) = found, expected
+    (losses, table), (expected_losses, expected_table) = found, original()
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     np.testing.assert_allclose(table, expected_table, atol=1e-6)
 
@@ -166,12 +160,12 @@ def assert_near(found, expected):
 def test_an_engine_trains_the_same_model():
     diff = fences("diff")[ENGINE]
     assert changed(diff) == 14
-    names, loop = started(applied(diff, programs()[0]), "adagrad")
+    names, loop = started(applied(diff, programs()[0]))
     rest = {name: part for name, part in first_values().items() if name != "table"}
     jax.tree.map(np.testing.assert_array_equal, names["params"], rest)  # it makes the same ones
     first = {"table": first_values()["table"]}
     names["tables"] = names["engine"].load_arrays(names["tables"], first)
-    assert_near(run(names, loop), original("adagrad"))
+    assert_near(run(names, loop))
 
 
 def test_a_layer_trains_the_same_model():
@@ -180,12 +174,12 @@ def test_a_layer_trains_the_same_model():
     linen, nnx = programs()
     before, after = linen[: linen.index("class DLRM")], linen[linen.index("def batches") :]
     shared = before + LOOP.split(after)[0]
-    names, loop = started(shared + nnx, "adagrad")
+    names, loop = started(shared + nnx)
     copied_to_layers(names["layers"], lambda rows, table: rows.embedding.set_value(table))
-    assert_near(run(names, loop), original("adagrad"))
-    names, loop = started(shared + applied(diff, nnx), "adagrad")
+    assert_near(run(names, loop))
+    names, loop = started(shared + applied(diff, nnx))
     copied_to_layers(names["layers"], lambda rows, table: rows.load(table))
-    assert_near(run(names, loop), original("adagrad"))
+    assert_near(run(names, loop))
 
 
 def halves(loop):
@@ -196,7 +190,7 @@ def halves(loop):
 @functools.cache
 def first_half():
     """Return what the original has trained after 25 steps, on the host, and its losses."""
-    names, loop = started(programs()[0], "adagrad")
+    names, loop = started(programs()[0])
     losses, _ = run(names, halves(loop)[0])
     trained = {name: names[name] for name in ("params", "opt_state")}
     return jax.tree.map(np.array, trained), losses
@@ -209,7 +203,7 @@ def ported(route, snippet):
       route: which diff.
       snippet: a line of the snippet.
     """
-    names, loop = started(applied(fences("diff")[route], programs()[0]), "adagrad")
+    names, loop = started(applied(fences("diff")[route], programs()[0]))
     names |= first_half()[0]
     (code,) = (code for code in fences("python") if snippet in code)
     exec(compile(code, str(PAGE), "exec"), names)
@@ -220,20 +214,12 @@ def test_a_lookup_goes_on_with_the_state_of_an_optimizer_to_the_bit():
     names, loop = ported(LOOKUP, "ported_state = ")
     names["opt_state"] = names["ported_state"]
     losses, table = run(names, loop)
-    expected, expected_table = original("adagrad")
-    np.testing.assert_array_equal(np.concatenate([first_half()[1], losses]), expected)
-    np.testing.assert_array_equal(table, expected_table)
+    found = np.concatenate([first_half()[1], losses]), table
+    jax.tree.map(np.testing.assert_array_equal, found, original())
 
 
 def test_an_engine_goes_on_with_a_trained_table():
     names, loop = ported(ENGINE, "tables = engine.load_arrays(")
     names |= {"params": names["network"], "opt_state": names["opt_state_of_network"]}
     losses, table = run(names, loop)
-    assert_near((np.concatenate([first_half()[1], losses]), table), original("adagrad"))
-
-
-def test_a_diff_that_does_not_fit_is_found():
-    assert applied(" a\n-b\n+c\n@@\n+e\n d\n", "a\nb\nd\n") == "a\nc\ne\nd\n"
-    for diff in (" b\n-a\n", "-x\n", " a\n@@\n-a\n"):
-        with pytest.raises(AssertionError):
-            applied(diff, "a\nb\nd\n")
+    assert_near((np.concatenate([first_half()[1], losses]), table))

@@ -141,9 +141,7 @@ def test_threads_record_at_the_same_time():
     assert all(as_lists(touched.since(step)) == since(model, step) for step in range(9))
 
 
-@functools.cache
-def first_state():
-    return engine().init(jax.random.key(0))
+first_state = functools.cache(lambda: engine().init(jax.random.key(0)))
 
 
 def state_at(step):
@@ -157,11 +155,8 @@ def test_a_version_has_all_its_updates():
     assert isinstance(touched.version(state_at(4)), Version)
     assert touched.version(state_at(2)).step == 2
     assert touched.version(state_at(2)).run != TouchedRows(engine()).version(state_at(0)).run
-    for step, text in (
-        (6, "to 6 recorded, got none for step 5; "),
-        (5, "to 5 recorded, got none for step 5; "),
-        (1, "a state of step 2 or later, got 1; make another TouchedRows with step=1, and"),
-    ):
+    earlier = "a state of step 2 or later, got 1; make another TouchedRows with step=1, and"
+    for step, text in ((6, "to 6 recorded, got none for step 5; "), (5, "to 5 rec"), (1, earlier)):
         with pytest.raises(ValueError, match=text):
             touched.version(state_at(step))
     touched.record(draw(5)[0], 5)
@@ -176,10 +171,8 @@ REFUSED = [
     (lambda t: t.record(ROWS, 3), "a step from 4 on, got 3; after a return to an earlier state"),
     (lambda t: t.record(ROWS | {"user": np.full(BATCH, 7)}, 5), r"'user': .* 'users', got id 7"),
     (lambda t: t.record(engine(2).place(ROWS), 5), "expected a Batch of this engine's place"),
-    (lambda t: t.record(ROWS, 2**31), "step: expected at most 2147483646"),
     (lambda t: t.record_rows("none", [0], 5), "table: expected one of"),
     (lambda t: t.record_rows("days", [5], 5), r"rows in \[0, 5\), got row 5"),
-    (lambda t: t.record_rows("days", [0.5], 5), "expected integers"),
     (lambda t: t.record_rows("days", [0], 1), "an integer >= 2, got 1"),
 ]
 

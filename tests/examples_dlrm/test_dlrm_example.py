@@ -14,7 +14,6 @@ def numbers(pattern, text):
     return [float(x) for x in re.findall(pattern, text)]
 
 
-SIZES = ("devices", "steps", "batch-size", "dim", "most-hot", "test-batches")
 FEWER = "\nCONFIG = dataclasses.replace(CONFIG, rows=CONFIG.rows[:5], hots=CONFIG.hots[:5])\n"
 
 
@@ -24,33 +23,25 @@ def run(monkeypatch, *arguments):
     runpy.run_path(str(ROOT / "examples" / "dlrm.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *((f"--{name} 0", f"--{name}: expected 1 at least, got 0") for name in SIZES),
-        ("--matrices bags", "--matrices goes with --criteo: planted clicks are of hashed bags"),
-    ],
-)
-@pytest.mark.quick(4)
-def test_example_refuses_arguments(monkeypatch, capsys, arguments, message):
-    with pytest.raises(SystemExit):
-        run(monkeypatch, *arguments.split())
-    assert message in capsys.readouterr().err
+REFUSED = {
+    "--devices 0": "--devices: expected 1 at least, got 0",
+    "--batch-size 0": "--batch-size: expected 1 at least, got 0",
+    "--matrices bags": "--matrices goes with --criteo: planted clicks are of hashed bags",
+    "--batch-size 12": "--batch-size: expected a multiple of 8 devices, got 12",
+    "--scale 0": "scale: expected 0 < scale <= 1, got 0.0",
+    "--criteo nowhere": "nowhere/train: expected meta.json: convert with",
+    "--plot nowhere.xyz --steps 1": "Format 'xyz' is not supported",
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ("--batch-size 12", SystemExit, "--batch-size: expected a multiple of 8 devices, got 12"),
-        ("--scale 0", ValueError, "scale: expected 0 < scale <= 1, got 0.0"),
-        ("--criteo nowhere", ValueError, "nowhere/train: expected meta.json: convert with"),
-        ("--plot nowhere.xyz --steps 1", ValueError, "Format 'xyz' is not supported"),
-    ],
-)
-def test_example_refuses_before_it_trains(monkeypatch, capsys, arguments, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("arguments", REFUSED)
+@pytest.mark.quick(6)
+def test_example_refuses_before_it_trains(monkeypatch, capsys, arguments):
+    with pytest.raises((SystemExit, ValueError)) as error:
         run(monkeypatch, *arguments.split())
-    assert "AUC" not in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert REFUSED[arguments] in f"{error.value} {printed.err}"
+    assert "AUC" not in printed.out
 
 
 @pytest.mark.whole

@@ -21,16 +21,6 @@ def test_any_batch_by_index():
     assert (another.logits(first.dense, first.ids) != CLICKS.logits(first.dense, first.ids)).all()
 
 
-def test_ids_follow_zipf():
-    ids, rows, power = CLICKS.batch(0, 20_000).ids[:, 0], CLICKS.rows[0], 1 - planted.EXPONENT
-    assert 0 <= ids.min() <= ids.max() < rows
-    edges = np.arange(1.0, 12.0) ** power
-    share = (edges[1:] - edges[:-1]) / ((rows + 1.0) ** power - 1.0)
-    got = np.bincount(ids, minlength=rows)[:10] / ids.size
-    assert (np.abs(got - share) < 5 * np.sqrt(share / ids.size)).all()
-    assert set(planted.zipf(np.array([0.0, 1.0 - 2**-53]), 40_000_000)) == {0, 39_999_999}
-
-
 def test_expected_auc_counts_pairs():
     p = np.random.default_rng(0).integers(1, 9, size=40) / 10
     pairs = [(i, j) for i in range(40) for j in range(40) if i != j]

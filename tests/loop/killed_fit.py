@@ -21,14 +21,9 @@ from loop_cases import batches, left_by
 
 def main(directory, steps):
     print("begins", flush=True)
-    report = run(
-        directory,
-        batches(steps),
-        steps=steps,
-        save_every=1,
-        report_every=1,
-        callback=lambda report: print("step", report.step, flush=True),
-    )
+    options = {"steps": steps, "save_every": 1, "report_every": 1}
+    options["callback"] = lambda report: print("step", report.step, flush=True)
+    report = run(directory, batches(steps), **options)
     np.savez(Path(directory) / "last.npz", *left_by(full_engine(), report))
 
 

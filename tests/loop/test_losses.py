@@ -18,10 +18,10 @@ from tpu_embed.optimizers import SGD
 
 def source(bad, read=None):
     """Yield batches without an end, of which the one of step `bad` makes the loss NaN."""
+    ((ids, wanted),) = of_items(1)
     for step in itertools.count(1):
         if read is not None:
             read.append(step)
-        ((ids, wanted),) = of_items(1)
         yield ids, np.full(8, np.nan, np.float32) if step == bad else wanted
 
 
@@ -82,10 +82,9 @@ def test_with_skip_the_tables_are_those_without_the_step():
     np.testing.assert_array_equal(found, table(trained(source(0), steps=2)))
 
 
-def reports_of(loss, steps=4, devices=2, **options):
-    engine, reports = plain_engine(devices), []
-    options = {"report_every": 1, "callback": reports.append, "progress": False} | options
-    fit(engine, loss, of_items(steps), **options)
+def reports_of(loss, steps=4, devices=2, report_every=1, **options):
+    reports, options = [], {"report_every": report_every, "progress": False} | options
+    fit(plain_engine(devices), loss, of_items(steps), callback=reports.append, **options)
     return reports
 
 
@@ -128,18 +127,18 @@ def test_each_part_of_a_batch_has_random_numbers_of_its_own():
     assert first.metrics["drawn"] == pytest.approx(np.mean(parts))
 
 
-@pytest.mark.parametrize(
-    ("loss", "keywords"),
-    [
-        (drawing, ("step", "rng")),
-        (lambda activations, *, rng=None: 0, ("rng",)),
-        (lambda activations, *, step=5, rng: 0, ("rng",)),
-        (functools.partial(drawing, step=3), ("rng",)),
-        (functools.partial(drawing, wanted=np.ones(3)), ("step", "rng")),
-        (lambda activations, step: 0, ()),
-        (max, ()),  # it has no signature
-    ],
-)
+LOSSES = [
+    (drawing, ("step", "rng")),
+    (lambda activations, *, rng=None: 0, ("rng",)),
+    (lambda activations, *, step=5, rng: 0, ("rng",)),
+    (functools.partial(drawing, step=3), ("rng",)),
+    (functools.partial(drawing, wanted=np.ones(3)), ("step", "rng")),
+    (lambda activations, step: 0, ()),
+    (max, ()),  # it has no signature
+]
+
+
+@pytest.mark.parametrize(("loss", "keywords"), LOSSES)
 def test_a_loss_gets_what_it_has_keyword_only_and_no_value_for(loss, keywords):
     objective, _ = split_model(loss, None)
     assert objective.given(1, 2) == {n: {"step": 1, "rng": 2}[n] for n in keywords}

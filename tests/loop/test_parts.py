@@ -10,8 +10,7 @@ import optax
 import pytest
 from loop_cases import mesh, plain_engine
 
-from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit
-from tpu_embed import optimizers as o
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, fit, optimizers
 from tpu_embed.data import EventValues
 from tpu_embed.loop.step import Parts, make_train_step, split_model
 
@@ -70,7 +69,7 @@ def source(steps=1):
 
 @functools.cache
 def engine_of(devices):
-    return EmbeddingEngine(FEATURES, o.SGD(RATE), mesh=mesh(devices))
+    return EmbeddingEngine(FEATURES, optimizers.SGD(RATE), mesh=mesh(devices))
 
 
 def trained(devices, parts, loss=loss_of, steps=1):
@@ -102,7 +101,7 @@ def by_hand(devices, parts):
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 def test_the_bits_are_those_of_the_definition(devices, parts):
     """Of jagged and dense features, of one that every part gets whole, and of values of events."""
     table, report = trained(devices, parts)
@@ -115,9 +114,8 @@ def test_the_bits_are_those_of_the_definition(devices, parts):
 
 def test_of_a_mean_over_the_examples_parts_change_no_bit_of_a_table():
     """Of a network the bits may differ: XLA orders the sums of a matrix product by its size."""
-    whole, _ = trained(8, 1, mean_of, steps=3)
-    for parts in (2, 4):
-        np.testing.assert_array_equal(trained(8, parts, mean_of, steps=3)[0], whole)
+    whole, in_parts = (trained(8, parts, mean_of, steps=3)[0] for parts in (1, 4))
+    np.testing.assert_array_equal(in_parts, whole)
 
 
 def test_a_network_is_passed_k_times_and_changed_once():
@@ -150,7 +148,7 @@ def test_memory_falls_and_tables_are_updated_in_place():
     objective, network = split_model(loss, {n: jnp.ones(size) for n, size in sizes.items()})
     engine = plain_engine(1)
     batch = engine.place({"item": np.zeros((1024, 1), int)})
-    for count in (1, 2, 4):
+    for count in (1, 4):
         prepare = make_train_step(objective, optax.identity(), Parts(engine, count, ()), 0)
         step = prepare(batch, (np.zeros(1024, np.float32),), 0)
         carry = engine.init(jax.random.key(0)), network, optax.identity().init(network.trained)
@@ -158,20 +156,19 @@ def test_memory_falls_and_tables_are_updated_in_place():
         program = step.func.lower(carry, batch, rates=(), **step.keywords).compile()
         needed.append(program.memory_analysis().temp_size_in_bytes)
     # What the network keeps is nearly all of it.
-    assert needed[1] < 0.6 * needed[0]
-    assert needed[2] < 0.6 * needed[1]
+    assert needed[1] < 0.36 * needed[0]
 
 
-@pytest.mark.parametrize(
-    ("parts", "whole", "words"),
-    [
-        (0, ["shared"], "micro_batches: expected an integer >= 1, got 0"),
-        (2, ["items"], r"expected a list of some of .*got \[.items.\]; did you mean item\?"),
-        (2, "shared", r"a list of some of .*'shared'.*, got 'shared'"),
-        (2, [], r"features of one size, got .*'shared': 8.*in whole_features"),
-        (3, ["shared"], "expected a multiple of 24 examples, 3 parts on each device, got 32"),
-    ],
-)
+REFUSED = [
+    (0, ["shared"], "micro_batches: expected an integer >= 1, got 0"),
+    (2, ["items"], r"expected a list of some of .*got \[.items.\]; did you mean item\?"),
+    (2, "shared", r"a list of some of .*'shared'.*, got 'shared'"),
+    (2, [], r"features of one size, got .*'shared': 8.*in whole_features"),
+    (3, ["shared"], "expected a multiple of 24 examples, 3 parts on each device, got 32"),
+]
+
+
+@pytest.mark.parametrize(("parts", "whole", "words"), REFUSED)
 def test_refused(parts, whole, words):
     options = {"micro_batches": parts, "whole_features": whole, "progress": False}
     with pytest.raises(ValueError, match=words):

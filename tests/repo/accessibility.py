@@ -1,6 +1,6 @@
 """Look at every page of the site with axe in Chromium: light and dark, wide and narrow.
 
-    python tests/repo/accessibility.py [--site build/site] [--pages PATTERN]
+    python tests/repo/accessibility.py
 
 It prints what axe calls serious or critical, pages that are wider than the window, requests that
 leave the site, and a search that finds nothing; if there is any, the exit status is 1. It needs
@@ -8,9 +8,6 @@ the extra `accessibility`, and Chromium: the one that `CHROMIUM` names, or else 
 `chromium` and `google-chrome` on the path.
 """
 
-from __future__ import annotations
-
-import argparse
 import collections
 import functools
 import http.server
@@ -18,11 +15,9 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+SITE = Path(__file__).resolve().parents[2] / "build" / "site"
 SCHEMES = "light", "dark"
 WIDTHS = 1280, 390
 GRAVE = "serious", "critical"
@@ -32,19 +27,19 @@ SEARCHED = "checkpoint"
 class Quiet(http.server.SimpleHTTPRequestHandler):
     """Serves files without a line for each."""
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
-def serve(site: Path) -> http.server.ThreadingHTTPServer:
-    """Serve a folder on a free port of this machine, in a thread."""
-    handler = functools.partial(Quiet, directory=str(site))
+def serve():
+    """Serve the site on a free port of this machine, in a thread."""
+    handler = functools.partial(Quiet, directory=str(SITE))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
 
-def find_chromium() -> str:
+def find_chromium():
     """Return the path of the browser.
 
     Raises:
@@ -57,7 +52,7 @@ def find_chromium() -> str:
     return found
 
 
-def findings(page: Any, axe: Any) -> Iterator[str]:
+def findings(page, axe):
     """Yield what is wrong with the page that is shown: a line for each rule and reason."""
     places = collections.defaultdict(list)
     for violation in axe.run(page).response["violations"]:
@@ -72,7 +67,7 @@ def findings(page: Any, axe: Any) -> Iterator[str]:
         yield f"{width} pixels wider than the window"
 
 
-def search(page: Any, address: str) -> str | None:
+def search(page, address):
     """Search for a word, as a reader does; return what is wrong, or None."""
     page.goto(address)
     page.keyboard.press("/")  # opens it, whatever the width
@@ -84,13 +79,13 @@ def search(page: Any, address: str) -> str | None:
     return None
 
 
-def look(browser: Any, address: str, names: list[str]) -> Iterator[str]:
+def look(browser, address, names):
     """Yield what is wrong with any page, a line for each; print how far it is."""
     from axe_playwright_python.sync_playwright import Axe
 
     axe, outside = Axe(), collections.Counter()
 
-    def note(request: Any) -> None:
+    def note(request):
         if not request.url.startswith((address, "data:", "blob:")):
             outside[request.url] += 1
 
@@ -111,19 +106,14 @@ def look(browser: Any, address: str, names: list[str]) -> Iterator[str]:
     yield from (f"{count} requests leave the site: {url}" for url, count in outside.items())
 
 
-def main() -> int:
+def main():
     """Look at all pages; return how many findings there are, at most 1."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--site", type=Path, default=ROOT / "build" / "site")
-    parser.add_argument("--pages", default="**/*.html", help="a pattern of file names")
-    arguments = parser.parse_args()
-    site = arguments.site
-    names = sorted(str(path.relative_to(site)) for path in site.glob(arguments.pages))
+    names = sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
     if not names:
-        sys.exit(f"accessibility: no page {arguments.pages} in {site}; `make docs` first")
+        sys.exit(f"accessibility: no page in {SITE}; `make docs` first")
     from playwright.sync_api import sync_playwright
 
-    address = f"http://127.0.0.1:{serve(site).server_port}/"
+    address = f"http://127.0.0.1:{serve().server_port}/"
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_chromium())
         count = 0

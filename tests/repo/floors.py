@@ -1,7 +1,5 @@
 """Find what in the AST of a source file breaks the rules of the architecture."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -105,20 +103,9 @@ def import_faults(path: PurePosixPath, tree: ast.Module, modules: set[str]) -> l
             faults.append(f"{where}, which comes later in {package}")
         elif mine == floor(other) == SIBLINGS and package != its_package:
             faults.append(f"{where}, its sibling")
-        elif _is_inside(stem) and not _same_room(me, other):
+        elif len(stem.split(".")) > 3 and me.split(".")[1:3] != other.split(".")[1:3]:
             faults.append(f"{where}, which is inside of a package: import from the package")
     return faults
-
-
-def arrows(paths: dict[PurePosixPath, ast.Module], modules: set[str], package: str) -> set:
-    """Return the (room, room) pairs of a package between which there are imports."""
-    found = set()
-    for path, tree in paths.items():
-        me = module_name(path)
-        for _, other, _ in imports(path, tree, modules):
-            if room(me)[0] == room(other)[0] == package and room(me)[1] != room(other)[1]:
-                found.add((me.split(".")[2], other.split(".")[2]))
-    return found
 
 
 def circles(paths: dict[PurePosixPath, ast.Module], modules: set[str]) -> list[str]:
@@ -132,15 +119,6 @@ def circles(paths: dict[PurePosixPath, ast.Module], modules: set[str]) -> list[s
     while ends := [name for name, others in found.items() if not others & found.keys()]:
         found = {name: others for name, others in found.items() if name not in ends}
     return sorted(found)
-
-
-def _is_inside(module: str) -> bool:
-    """Tell whether a module is a file of a room that is a package of its own."""
-    return len(module.split(".")) > 3
-
-
-def _same_room(module: str, other: str) -> bool:
-    return module.split(".")[1:3] == other.split(".")[1:3]
 
 
 def _at_import(node: ast.AST) -> Iterator[ast.AST]:
@@ -201,10 +179,6 @@ def docstring_faults(path: PurePosixPath, tree: ast.Module) -> list[str]:
         if isinstance(node, ast.ClassDef) and not node.bases and not node.name.startswith("_")
         for method in node.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-        if not ast.get_docstring(method) and not _is_overload(method)
+        if not ast.get_docstring(method)
+        if "overload" not in map(ast.unparse, method.decorator_list)
     ]
-
-
-def _is_overload(function: ast.FunctionDef) -> bool:
-    """Tell whether a function only declares types for the one of its name that follows."""
-    return "overload" in map(ast.unparse, function.decorator_list)

@@ -70,13 +70,12 @@ def test_jaxlib_is_fetched_only_where_none_is_installed(tmp_path):
 def extras_of(target, environment):
     """Return the extras that `make` would install for a target, in this environment."""
     said = run("make", "--dry-run", target, f"VENV={environment}", cwd=ROOT)
-    return [line.split('"')[1] for line in said.splitlines() if '"tpu-embed[' in line]
+    return re.findall(r'"tpu-embed\[(.*)\]"', said)
 
 
 def test_an_example_installs_what_it_needs(tmp_path):
-    assert extras_of("example", tmp_path) == ["tpu-embed[examples]"]
-    assert extras_of("setup", tmp_path) == ["tpu-embed[dev]"]
-    assert extras_of("lint", tmp_path) == ["tpu-embed[dev]"]
+    for target, extra in (("example", "examples"), ("setup", "dev"), ("lint", "dev")):
+        assert extras_of(target, tmp_path) == [extra]
 
 
 def test_one_environment_serves_both_commands(tmp_path):
@@ -91,18 +90,12 @@ def test_one_environment_serves_both_commands(tmp_path):
         assert len(extras_of(second, environment)) == 1
 
 
-def lines(name, beginning):
-    """Return the lines of a file that begin with a pattern."""
-    return re.findall(f"^{beginning}.*$", (ROOT / name).read_text(), re.MULTILINE)
-
-
 def test_the_version_and_its_date_are_the_same_wherever_they_stand():
-    version, pattern = PROJECT["version"], r"(?:version|date-released):"
-    cited = dict(line.split(": ", 1) for line in lines("CITATION.cff", pattern))
-    unreleased, newest = lines("CHANGELOG.md", "## ")[:2]
-    assert unreleased == "## [Unreleased]"
-    assert newest == f"## [{version}] - {cited['date-released']}"
-    assert cited["version"] == version
+    version, cited = PROJECT["version"], (ROOT / "CITATION.cff").read_text()
+    (date,) = re.findall("^date-released: (.*)$", cited, re.M)
+    headings = re.findall("^## .*$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert headings[:2] == ["## [Unreleased]", f"## [{version}] - {date}"]
+    assert f"\nversion: {version}\n" in cited
     assert tpu_embed.__version__ == version, "run `make setup`: what is installed is older"
 
 
@@ -111,16 +104,15 @@ def test_the_commands_of_a_release_exist():
     assert {"lint", "test-all", "wheel"} <= named <= targets()
 
 
-def targets() -> set[str]:
-    rules = re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", MAKEFILE, re.M)
-    return {name for rule in rules for name in rule.split()}
+def targets():
+    return set(" ".join(re.findall(r"^([\w-]+(?: [\w-]+)*):(?!=)", MAKEFILE, re.M)).split())
 
 
 def test_workflows_call_targets_of_the_makefile():
-    texts = [path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml")]
-    called = {name for text in texts for name in re.findall(r"run: make ([\w-]+)", text)}
-    matrix = re.findall(r"target: \[(.*)\]", "".join(texts))
-    called |= {name for listed in matrix for name in listed.split(", ")}
+    paths = (ROOT / ".github" / "workflows").glob("*.yml")
+    text = "\n".join(path.read_text() for path in paths)
+    called = {*re.findall(r"run: make ([\w-]+)", text)}
+    called |= {*", ".join(re.findall(r"target: \[(.*)\]", text)).split(", ")}
     assert {"test", "lint", "docs", "wheel", "test-all"} <= called <= targets()
 
 
@@ -181,9 +173,8 @@ def test_every_helper_is_imported_by_a_test():
     """Directly, or by a helper that a test imports; or it is run as a program of its own."""
     files = {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
     # "second_process.py" in a text is a program.
-    named = {
-        n: imported(p) | {*re.findall(r"\b(\w+)\.py\b", p.read_text())} for n, p in files.items()
-    }
+    programs = re.compile(r"\b(\w+)\.py\b")
+    named = {n: imported(p) | {*programs.findall(p.read_text())} for n, p in files.items()}
     reached = {name for name in files if name.startswith("test_") or name == "conftest"}
     while more := {name for one in reached for name in named[one] & files.keys()} - reached:
         reached |= more

@@ -1,7 +1,5 @@
 """The compiled step, read in its HLO: in place, no full-table pass, one kernel per stack."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import re
@@ -11,8 +9,7 @@ import numpy as np
 import pytest
 from facade_cases import mesh
 
-import tpu_embed
-from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig, optimizers
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.kernels import cpu, dispatch
 from tpu_embed.planning.compiled import abstract_state
 
@@ -50,15 +47,15 @@ def ids_of(engine, width=4):
     return {path: np.zeros((BATCH, width), np.int32) for path in engine.describe()["features"]}
 
 
-@pytest.mark.parametrize(
-    ("rule", "dtype"),
-    [
-        (optimizers.Adagrad(0.1), "bfloat16"),
-        (optimizers.RowWiseAdagrad(0.1), "float32"),
-        (optimizers.Adam(0.1), "float32"),
-        (optimizers.SGD(0.1, use_gradient_accumulation=False), "bfloat16"),
-    ],
-)
+RULES = [
+    (optimizers.Adagrad(0.1), "bfloat16"),
+    (optimizers.RowWiseAdagrad(0.1), "float32"),
+    (optimizers.Adam(0.1), "float32"),
+    (optimizers.SGD(0.1, use_gradient_accumulation=False), "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("rule", "dtype"), RULES)
 @pytest.mark.quick(1)
 def test_temporaries_do_not_grow_with_the_vocabulary(path, rule, dtype):
     temporaries = []
@@ -78,7 +75,7 @@ def kernels(engine):
     return counts | collections.Counter(re.findall(r'custom_call_target="(\w+)"', hlo))
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.whole), 8])
+@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.whole
 def test_kernels_grow_with_stacks_not_with_tables(path, devices):
     def declared(count):
@@ -92,11 +89,10 @@ def test_kernels_grow_with_stacks_not_with_tables(path, devices):
 
 
 def test_one_transfer_a_batch():
-    engine = make_engine(
-        {f"f{i}": TableConfig(100, (4, 8)[i % 2]) for i in range(5)}, optimizers.SGD(0.1), 8
-    )
+    tables = {f"f{i}": TableConfig(100, (4, 8)[i % 2]) for i in range(5)}
+    engine = make_engine(tables, optimizers.SGD(0.1), 8)
     features = ids_of(engine)
-    features["f0"] = tpu_embed.RaggedIds.from_lists([[1, 2]] * BATCH)
+    features["f0"] = RaggedIds.from_lists([[1, 2]] * BATCH)
     assert len(jax.tree.leaves(engine.place(features))) == 1
 
 

@@ -300,14 +300,10 @@ def assert_within(what, values, bounds):
     """Assert that float numbers of the library are in the oracle's intervals."""
     assert np.shape(values) == np.shape(bounds.low), what
     wrong = oracle_bounds.outside(values, bounds)
-    if len(wrong):
-        at = tuple(wrong[0])
-        low, high = np.asarray(bounds.low)[at], np.asarray(bounds.high)[at]
-        got = np.asarray(values)[at]
-        raise AssertionError(
-            f"{what}: {len(wrong)} of {np.size(values)} wrong, first {got!r} at {list(at)}, "
-            f"expected {low!r} … {high!r}"
-        )
+    assert not len(wrong), (
+        f"{what}: {len(wrong)} of {np.size(values)} wrong; at {wrong[0]} value, least and most: "
+        f"{[np.asarray(one)[tuple(wrong[0])] for one in (values, bounds.low, bounds.high)]}"
+    )
 
 
 # -- the tests -----------------------------------------------------------------------------------
@@ -361,21 +357,3 @@ def test_chosen(seed):
 @pytest.mark.parametrize("seed", MANY)
 def test_many(seed):
     check_case(seed, whole=True)
-
-
-@pytest.mark.whole
-def test_a_wrong_number_is_found():
-    """One number of one array is wrong by a ten-thousandth: of activations, tables and slots."""
-    case = draw_case(787)
-    done = run(case, case.arrangements[0])
-    check_run(case, done)
-    for t in range(len(case.steps)):
-        after = done.states[t + 1]
-        arrays = [*done.activations[t], *after.tables.values()]
-        arrays += [slot for slots in after.slots.values() for slot in slots.values()]
-        for array in filter(np.size, arrays):
-            right = array.copy()
-            array.flat[0] = np.float32(array.flat[0]) * 1.0001 + 1e-4
-            with pytest.raises(AssertionError):
-                check_run(case, done)
-            array[...] = right

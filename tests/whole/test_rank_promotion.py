@@ -8,24 +8,18 @@ from facade_cases import mesh
 from flax import nnx
 
 import tpu_embed
-from tpu_embed import nn
-from tpu_embed import optimizers as o
+from tpu_embed import nn, optimizers
 
 FEATURES = {
     "item": tpu_embed.FeatureConfig(tpu_embed.TableConfig(11, 4, name="item"), on_bad_id="drop"),
     "user": tpu_embed.FeatureConfig(tpu_embed.TableConfig(5, 4, name="user"), on_bad_id="clip"),
 }
-IDS = {
-    "item": np.arange(24, dtype=np.int32).reshape(8, 3) % 11,
-    "user": np.arange(16, dtype=np.int32).reshape(8, 2) % 5,
-}
+IDS = {"item": np.arange(24).reshape(8, 3) % 11, "user": np.arange(16).reshape(8, 2) % 5}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.quick(1)
-def test_a_step_of_the_engine(devices):
+def test_a_step_of_the_engine():
     with jax.numpy_rank_promotion("raise"):
-        engine = tpu_embed.EmbeddingEngine(FEATURES, o.Adam(0.1), mesh=mesh(devices))
+        engine = tpu_embed.EmbeddingEngine(FEATURES, optimizers.Adam(0.1), mesh=mesh(2))
         state = engine.init(jax.random.key(0))
 
         @jax.jit
@@ -44,7 +38,7 @@ def test_layers_and_plain_tables():
         return tpu_embed.embedding_lookup(table, ids, weights, combiner="mean").sum()
 
     with jax.numpy_rank_promotion("raise"):
-        embed = nn.Embed(11, 4, optimizer=o.SGD(0.1), mesh=mesh(2), rngs=nnx.Rngs(0))
+        embed = nn.Embed(11, 4, optimizer=optimizers.SGD(0.1), mesh=mesh(2), rngs=nnx.Rngs(0))
         nn.fused_value_and_grad(lambda embed: embed(IDS["item"]).sum())(embed)
         weights = jnp.ones(IDS["item"].shape)
         tpu_embed.sparse_value_and_grad(loss)(jnp.ones((11, 4)), IDS["item"], weights)
