@@ -132,63 +132,52 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("case", DIFFERENT)
 @pytest.mark.quick(1)
-def test_other_tables_are_refused_and_nothing_changes(case):
+def test_other_tables_are_refused_and_nothing_changes(case, refused):
     ours, theirs, error = DIFFERENT[case]
     mine, other = tiny(**ours), tiny(**theirs)
     here, there = started(mine), started(other)
     maps = mine.vocabularies and (mine.vocabularies.now, mine.vocabularies.counters)
-    with pytest.raises(ValueError, match=error):
-        mine.adopt(there, other)
+    refused(error, mine.adopt, there, other)
     assert maps == (mine.vocabularies and (mine.vocabularies.now, mine.vocabularies.counters))
     mine.lookup(here, mine.place({"x": np.arange(8)[:, None]}, training=False))
 
 
-def test_what_is_no_newest_state_of_the_other_engine_is_refused():
+def test_what_is_no_newest_state_of_the_other_engine_is_refused(refused):
     mine, other = (tiny(vocabulary=DynamicVocabulary()) for _ in range(2))
     first = other.init(jax.random.key(0))
-    with pytest.raises(TypeError, match=r"other: expected an EmbeddingEngine, got dict"):
-        mine.adopt(first, {})
+    refused(r"other: expected an EmbeddingEngine, got dict", mine.adopt, first, {}, error=TypeError)
     state, _ = other.admit(jax.tree.map(jax.numpy.copy, first), other.place({"x": [1, 2]}))
-    with pytest.raises(ValueError, match=r"state: expected the newest state, of step 1"):
-        mine.adopt(first, other)
-    with pytest.raises(ValueError, match=r"state: expected the newest state"):
-        mine.adopt(state, mine)
+    refused(r"state: expected the newest state, of step 1", mine.adopt, first, other)
+    refused(r"state: expected the newest state", mine.adopt, state, mine)
     with pytest.raises(ValueError, match=r"adopt: expected a call outside a jit"):
         jax.jit(lambda state: mine.adopt(state, other))(state)
     with pytest.raises(ValueError, match=r"state: expected stacks"):
         mine.adopt(tiny(9, vocabulary=DynamicVocabulary()).init(jax.random.key(0)), other)
     ahead = other.place({"x": [3, 4]})
-    with pytest.raises(ValueError, match=r"other engine: expected no batch placed ahead, got 1;"):
-        mine.adopt(state, other)
+    refused(r"other engine: expected no batch placed ahead, got 1;", mine.adopt, state, other)
     assert (mine.vocabularies.admitted, len(mine.vocabularies)) == (0, 0)
     donated, (state, _) = state, other.admit(state, ahead)
-    with pytest.raises(ValueError, match=r"state: stack .* donated"):
-        mine.adopt(donated, other)
+    refused(r"state: stack .* donated", mine.adopt, donated, other)
 
 
-def test_batches_from_before_are_refused_by_engines_of_one_layout():
+def test_batches_from_before_are_refused_by_engines_of_one_layout(refused):
     mine, other = (tiny(vocabulary=DynamicVocabulary(), rule=o.SGD(1.0)) for _ in range(2))
     state, kept = other.admit(other.init(jax.random.key(0)), other.place({"x": [1, 2]}))
     looked = other.place({"x": [1, 2]}, training=False)
     own = [mine.place({"x": [1, 2]}) for _ in range(2)]
     new = mine.adopt(state, other)
     for batch in (kept, looked):
-        with pytest.raises(ValueError, match="placed since the maps were loaded"):
-            mine.lookup(new, batch)
+        refused("placed since the maps were loaded", mine.lookup, new, batch)
         assert np.isnan(jax.jit(mine.lookup)(new, batch)["x"]).all()
-    with pytest.raises(ValueError, match=r"the batch of step 2, .* got the one of step 1"):
-        mine.admit(new, own[0])
+    refused(r"the batch of step 2, .* got the one of step 1", mine.admit, new, own[0])
     for batch in (own[1], other.place({"x": [3, 4]})):
-        with pytest.raises(ValueError, match="placed since the maps were rewound or loaded"):
-            mine.admit(new, batch)
-    with pytest.raises(ValueError, match="share their maps"):
-        mine.lookup(state, mine.place({"x": [1, 2]}, training=False))
+        refused("placed since the maps were rewound or loaded", mine.admit, new, batch)
+    refused("share their maps", mine.lookup, state, mine.place({"x": [1, 2]}, training=False))
     looked = mine.place({"x": [1, 2]}, training=False)
     mine.lookup(new, looked)
     other.vocabularies.rewind(state)
     new = mine.adopt(state, other)
-    with pytest.raises(ValueError, match="placed since the maps were loaded"):
-        mine.lookup(new, looked)
+    refused("placed since the maps were loaded", mine.lookup, new, looked)
     new, batch = mine.admit(new, mine.place({"x": [1, 5]}))
     found = np.asarray(mine.lookup(new, batch)["x"])
     np.testing.assert_array_equal(found[:1], other.lookup(state, kept)["x"][:1])
@@ -287,7 +276,9 @@ def test_rows_on_their_way_home_are_waited_for(monkeypatch):
     assert_same_rows((mine, new), (other, state))
 
 
-def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(monkeypatch):
+def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(
+    monkeypatch, refused
+):
     other, mine = (tiny(200, storage=HostStorage(device_rows=8)) for _ in range(2))
     own = started(mine)
     state = other.init(jax.random.key(0))
@@ -300,8 +291,7 @@ def test_rows_that_were_lost_are_an_error_and_rows_without_room_change_nothing(m
     other.storage.flush()
     with monkeypatch.context() as patched:
         patched.setattr(HostRows, "write", full)
-        with pytest.raises(OSError, match="No space left"):
-            mine.adopt(state, other)
+        refused("No space left", mine.adopt, state, other, error=OSError)
         mine.vocabularies.check_newest(own)
         state, _ = other.admit(state, other.place({"x": np.arange(8)[:, None]}))
         with pytest.raises(RuntimeError, match=r"HostStorage: expected rows of \['t'\] written"):

@@ -29,16 +29,16 @@ MANY = range(*map(int, os.environ.get("EXCHANGE_SEEDS", "10:40").split(":")))
 KERNELS = ["reference"] if cpu.load().path is None else ["native", "reference"]
 
 
-@pytest.mark.parametrize(
-    ("seed", "devices", "traced", "kernels"),
-    [
-        (0, 1, False, "native"),
-        (1, 1, True, "reference"),
-        (2, 8, False, "native"),
-        (3, 8, True, "native"),
-        (4, 4, False, "reference"),
-    ],
-)
+CASES = [
+    (0, 1, False, "native"),
+    (1, 1, True, "reference"),
+    (2, 8, False, "native"),
+    (3, 8, True, "native"),
+    (4, 4, False, "reference"),
+]
+
+
+@pytest.mark.parametrize(("seed", "devices", "traced", "kernels"), CASES)
 @pytest.mark.quick(1)
 def test_bits_are_those_of_the_description(seed, devices, traced, kernels, monkeypatch):
     monkeypatch.setenv("TPU_EMBED_KERNELS", kernels if kernels in KERNELS else "reference")
@@ -151,7 +151,7 @@ def test_another_dtype_is_refused():
         cases.make_engine(cases.draw(0), 1, exchange_dtype="float16")
 
 
-def test_single_occurrences_and_float64_are_refused_unless_replicated():
+def test_single_occurrences_and_float64_are_refused_unless_replicated(refused):
     def make(**options):
         table = TableConfig(4, 2, name="t", **options)
         return EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
@@ -160,8 +160,7 @@ def test_single_occurrences_and_float64_are_refused_unless_replicated():
         make(optimizer=optimizers.SGD(0.1, use_gradient_accumulation=False))
     with jax.enable_x64(True):
         make(dtype="float64", placement="replicated")
-        with pytest.raises(ValueError, match="table 't' of float64"):
-            make(dtype="float64")
+        refused("table 't' of float64", make, dtype="float64")
 
 
 def test_it_is_described_and_float32_is_the_default():

@@ -102,17 +102,17 @@ def test_a_column_of_lists_is_ragged(column):
     assert _host([[7, 3], [5, 1]]).bags.tolist() == [0, 0, 1, 1]  # lists of equal lengths, too
 
 
+WITH_GAPS = [
+    [[7, None, 3], [None]],
+    [[7, NAN, 3], [None]],
+    pd.Series([[7, None, 3], [None]]),
+    pa.array([[7, None, 3], [None]], pa.list_(pa.uint8())),
+    SparseIds([[0, 0], [0, 1], [0, 2], [1, 0]], [7, None, 3, None], (2, 3)),
+]
+
+
 @pytest.mark.parametrize("policy", ["error", "drop", "clip"])
-@pytest.mark.parametrize(
-    "column",
-    [
-        [[7, None, 3], [None]],
-        [[7, NAN, 3], [None]],
-        pd.Series([[7, None, 3], [None]]),
-        pa.array([[7, None, 3], [None]], pa.list_(pa.uint8())),
-        SparseIds([[0, 0], [0, 1], [0, 2], [1, 0]], [7, None, 3, None], (2, 3)),
-    ],
-)
+@pytest.mark.parametrize("column", WITH_GAPS)
 def test_an_id_that_is_missing_leaves_its_bag_with_its_weight(column, policy):
     host = _host(column, np.array([0.5, 2.0, 3.0, 4.0]), on_bad_id=policy)
     assert (host.ids.tolist(), host.bags.tolist()) == ([7, 3], [0, 0])
@@ -123,11 +123,9 @@ def test_an_id_that_is_missing_leaves_its_bag_with_its_weight(column, policy):
     assert (gap.ids.tolist(), gap.bags.tolist()) == ([7, 3], [0, 2])
 
 
-def test_bad_ids_beside_missing_ones_are_named():
-    with pytest.raises(ValueError, match="got id 300 at example 1, position 1;"):
-        _host([[7], [None, 300]])
-    with pytest.raises(ValueError, match="got id -2 at example 2;"):
-        _host(pd.Series([7, None, -2], dtype="Int64"))
+def test_bad_ids_beside_missing_ones_are_named(refused):
+    refused("got id 300 at example 1, position 1;", _host, [[7], [None, 300]])
+    refused("got id -2 at example 2;", _host, pd.Series([7, None, -2], dtype="Int64"))
     assert _host(pd.Series([7, None, 900], dtype="Int64"), on_bad_id="clip").ids[2] == 299
 
 
@@ -149,20 +147,19 @@ def test_columns_of_weights(weights):
     assert host.weights.tolist() == [0.5, 1.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("ids", "weights", "kind", "says"),
-    [
-        ([[7, 3]], [[1.0]], ValueError, "the row_splits of the ids, got others"),
-        ([[7, 3]], [[1.0, None]], ValueError, "expected real numbers, got object"),
-        ([[7, 3]], [[1.0, NAN]], ValueError, r"finite in float32, got nan at \[1\]"),
-        ([[7, 3]], pa.array([[1.0, None]]), ValueError, r"finite in float32, got nan at \[1\]"),
-        (np.array([[7, 3]]), [[1.0, 2.0]], ValueError, "expected an array, as the ids, got list"),
-        ([7, 3], [1.0, 2.0], ValueError, r"expected no weights for ids \[B\]"),
-    ],
-)
-def test_weights_that_are_refused(ids, weights, kind, says):
-    with pytest.raises(kind, match="weights of user/x: .*" + says):
-        _host(ids, weights)
+BAD_WEIGHTS = [
+    ([[7, 3]], [[1.0]], ValueError, "the row_splits of the ids, got others"),
+    ([[7, 3]], [[1.0, None]], ValueError, "expected real numbers, got object"),
+    ([[7, 3]], [[1.0, NAN]], ValueError, r"finite in float32, got nan at \[1\]"),
+    ([[7, 3]], pa.array([[1.0, None]]), ValueError, r"finite in float32, got nan at \[1\]"),
+    (np.array([[7, 3]]), [[1.0, 2.0]], ValueError, "expected an array, as the ids, got list"),
+    ([7, 3], [1.0, 2.0], ValueError, r"expected no weights for ids \[B\]"),
+]
+
+
+@pytest.mark.parametrize(("ids", "weights", "kind", "says"), BAD_WEIGHTS)
+def test_weights_that_are_refused(ids, weights, kind, says, refused):
+    refused("weights of user/x: .*" + says, _host, ids, weights, error=kind)
 
 
 def test_gaps_in_lists_of_a_file_need_the_backend_of_arrow(tmp_path):
@@ -178,34 +175,32 @@ TIMES = r".*; times are no ids: give whole numbers, such as the hour"
 FLOATS = r"integer dtype, got float64; NaN in a pandas column .*astype\(\"Int64\"\).*fillna\(-1\)"
 
 
-@pytest.mark.parametrize(
-    ("column", "says"),
-    [
-        (pd.Series([7, None]), FLOATS),
-        ([7, 1.5], FLOATS),
-        (pd.Series([7, None], dtype="Float64"), "got Float64|got float64"),
-        (pa.array([1.5]), FLOATS),
-        ([[1.5], [2]], FLOATS),
-        (pd.Series(["a", None]), "got objects of str; tpu_embed.hash_ids"),
-        (pa.array([["a"]]), "got objects of str; tpu_embed.hash_ids"),
-        (pd.Series([True]), "got bool"),
-        (pd.Series(pd.to_datetime(["2020-01-01"])), f"got datetime64{TIMES}"),
-        (pd.Series(pd.to_datetime(["2020-01-01"]).tz_localize("UTC")), f"of Timestamp{TIMES}"),
-        (pa.array([datetime.date(2020, 1, 1), None]), f"got datetime64{TIMES}"),
-        (np.array([[3]], "timedelta64[s]"), f"got timedelta64{TIMES}"),
-        ([None, datetime.datetime(2020, 1, 1)], f"got objects of datetime{TIMES}"),
-        ([[1], 2], "expected a list of lists, got 2"),
-        ([2**64], "got objects of int"),
-    ],
-)
-def test_columns_that_are_not_ids(column, says):
-    with pytest.raises(TypeError, match="user/x: .*" + says):
-        _host(column)
+NO_IDS = [
+    (pd.Series([7, None]), FLOATS),
+    ([7, 1.5], FLOATS),
+    (pd.Series([7, None], dtype="Float64"), "got Float64|got float64"),
+    (pa.array([1.5]), FLOATS),
+    ([[1.5], [2]], FLOATS),
+    (pd.Series(["a", None]), "got objects of str; tpu_embed.hash_ids"),
+    (pa.array([["a"]]), "got objects of str; tpu_embed.hash_ids"),
+    (pd.Series([True]), "got bool"),
+    (pd.Series(pd.to_datetime(["2020-01-01"])), f"got datetime64{TIMES}"),
+    (pd.Series(pd.to_datetime(["2020-01-01"]).tz_localize("UTC")), f"of Timestamp{TIMES}"),
+    (pa.array([datetime.date(2020, 1, 1), None]), f"got datetime64{TIMES}"),
+    (np.array([[3]], "timedelta64[s]"), f"got timedelta64{TIMES}"),
+    ([None, datetime.datetime(2020, 1, 1)], f"got objects of datetime{TIMES}"),
+    ([[1], 2], "expected a list of lists, got 2"),
+    ([2**64], "got objects of int"),
+]
 
 
-def test_lists_of_other_things_are_no_bags():
-    with pytest.raises(ValueError, match="lists of different lengths; from_lists takes one flat"):
-        _host([[[1], [2, 3]]])
+@pytest.mark.parametrize(("column", "says"), NO_IDS)
+def test_columns_that_are_not_ids(column, says, refused):
+    refused("user/x: .*" + says, _host, column, error=TypeError)
+
+
+def test_lists_of_other_things_are_no_bags(refused):
+    refused("lists of different lengths; from_lists takes one flat", _host, [[[1], [2, 3]]])
     with pytest.raises(ValueError, match="expected ids whose values are known, got a tracer"):
         jax.jit(lambda ids: _host([ids, ids]).ids)(np.ones(2, int))
 
@@ -296,15 +291,14 @@ OF_NAMES = {
 
 
 @pytest.mark.parametrize("form", OF_NAMES)
-def test_strings_are_the_keys_of_a_living_table(form):
+def test_strings_are_the_keys_of_a_living_table(form, refused):
     given = OF_NAMES[form]
     found, expected = (
         host_ids("feature 'x'", KEYED, "t", ids, None) for ids in (given, hash_ids(given, None))
     )
     np.testing.assert_array_equal(found.keys, expected.keys)
     np.testing.assert_array_equal(found.ids, expected.ids)
-    with pytest.raises(TypeError, match=r"'x'.*hash_ids"):
-        host_ids("feature 'x'", PLAIN, "t", given, None)
+    refused(r"'x'.*hash_ids", host_ids, "feature 'x'", PLAIN, "t", given, None, error=TypeError)
 
 
 @pytest.mark.parametrize("feature", [PLAIN, KEYED])

@@ -149,23 +149,20 @@ WRONG_BLOCKS = [
 
 
 @pytest.mark.parametrize(("blocks", "said"), WRONG_BLOCKS)
-def test_wrong_blocks(blocks, said):
+def test_wrong_blocks(blocks, said, refused):
     engine, state = _engine(1)
-    with pytest.raises(ValueError, match=said):
-        engine.load(state, "mod", blocks)
-    with pytest.raises(ValueError, match="one array that the whole stack shares"):
-        engine.load(state, "optax", [], slot="count")
+    refused(said, engine.load, state, "mod", blocks)
+    refused("one array that the whole stack shares", engine.load, state, "optax", [], slot="count")
 
 
-def test_what_is_no_mapping():
+def test_what_is_no_mapping(refused):
     engine, state = _engine(1)
-    with pytest.raises(ValueError, match="tables: expected a mapping by name, got NoneType"):
-        engine.load_arrays(state, None)
+    refused("tables: expected a mapping by name, got NoneType", engine.load_arrays, state, None)
     with pytest.raises(ValueError, match="slots of table 'mod': expected a mapping by name, got i"):
         engine.load_arrays(state, {}, {"mod": 3})
 
 
-def test_masked_arrays_are_refused():
+def test_masked_arrays_are_refused(refused):
     engine, state = _engine(1)
     masked = np.ma.masked_array(np.ones((11, 2), np.float32), mask=True)
     for load in (
@@ -173,5 +170,4 @@ def test_masked_arrays_are_refused():
         lambda: engine.load(state, "mod", [masked]),
         lambda: engine.set_rows(state, "mod", np.arange(11), masked),
     ):
-        with pytest.raises(TypeError, match="table 'mod': expected an array, got a masked array"):
-            load()
+        refused("table 'mod': expected an array, got a masked array", load, error=TypeError)

@@ -35,15 +35,18 @@ def test_finite_steps_have_the_bits_of_allow(devices):
     assert not any(counts(guarded))
 
 
+BAD_STEPS = [
+    (["kernel"], NAN, 0),
+    (["sequence", "again"], INFINITY, BATCH - 1),
+    (["kernel"], -INFINITY, 5),
+    (["kernel", "every_row", "psum", "each"], NAN, 9),
+]
+
+
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize(
     ("bad", "value", "example"),
-    [
-        (["kernel"], NAN, 0),
-        (["sequence", "again"], INFINITY, BATCH - 1),
-        (["kernel"], -INFINITY, 5),
-        (["kernel", "every_row", "psum", "each"], NAN, 9),
-    ],
+    BAD_STEPS,
     ids=["first", "sequence", "minus infinity", "many"],
 )
 def test_a_bad_step_changes_nothing(devices, bad, value, example):

@@ -118,9 +118,8 @@ def test_error_under_checkify_is_reported():
     assert int(after.step) == 1
 
 
-def test_another_policy_is_refused():
-    with pytest.raises(ValueError, match=r"on_bad_gradient: expected 'allow' \| 'skip' \| 'error'"):
-        _small("ignore")
+def test_another_policy_is_refused(refused):
+    refused(r"on_bad_gradient: expected 'allow' \| 'skip' \| 'error'", _small, "ignore")
 
 
 def test_a_state_of_an_engine_without_a_guard_begins_to_count():
@@ -161,13 +160,12 @@ def test_the_stateful_door_goes_on_after_a_skip(pipelined):
     assert cases.by_feature(engine, embedding.state) == {"clicks/film": 2}
 
 
-def test_the_stateful_door_raises_and_waits_for_other_gradients():
+def test_the_stateful_door_raises_and_waits_for_other_gradients(refused):
     embedding, features, bad = _embedding("error")
     embedding.enqueue(features)
     embedding.dequeue()
     before = cases.held_by(embedding.state)
-    with pytest.raises(ValueError, match=NAMED):
-        embedding.apply_gradients(bad, name="first")
+    refused(NAMED, embedding.apply_gradients, bad, name="first")
     assert_same(cases.held_by(embedding.state), before)
     embedding.apply_gradients(jax.tree.map(np.ones_like, bad))
     assert int(embedding.state.step) == 1
