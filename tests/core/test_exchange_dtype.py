@@ -13,15 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tpu_embed import (
-    EmbeddingEngine,
-    FeatureConfig,
-    QuantizationConfig,
-    RaggedIds,
-    TableConfig,
-    TPUEmbedding,
-    optimizers,
-)
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, TableConfig, optimizers
 from tpu_embed.kernels import cpu
 
 whole = pytest.mark.whole
@@ -86,8 +79,9 @@ def same(found, expected):
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+QUANTIZED = tpu_embed.QuantizationConfig(33, -2.0, 2.0)
 JAGGED = {
-    "jagged": TableConfig(40, 8, name="t", quantization_config=QuantizationConfig(33, -2.0, 2.0)),
+    "jagged": TableConfig(40, 8, name="t", quantization_config=QUANTIZED),
     "bags": TableConfig(40, 8, name="b", combiner="mean"),
 }
 
@@ -175,7 +169,7 @@ def test_it_is_described_and_float32_is_the_default():
 def test_the_stateful_api_rounds_too():
     case = cases.draw(0)
     options = {"mesh": mesh_of(2), "exchange_dtype": "bfloat16"}
-    embedding = TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
+    embedding = tpu_embed.TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
     first, found = cases.on_host(embedding.retrieve()[0]), None
     for step in case.steps:
         ids, weights, gradients = cases.arrays(step)

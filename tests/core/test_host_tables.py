@@ -3,44 +3,35 @@
 import gc
 import threading
 
+import host_table_cases as cases
 import jax
 import numpy as np
 import pytest
-from host_table_cases import (
-    BATCH,
-    ITEMS,
-    RULES,
-    TwoEngines,
-    declared,
-    draw_batch,
-    engines,
-    gradients_of,
-    rows_of,
-)
+from facade_cases import mesh
+from host_table_cases import BATCH, TwoEngines, engines
 
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig, io, planning
 from tpu_embed import optimizers as o
 from tpu_embed.storage import HostRows
 
+STOCHASTIC = {"dtype": "bfloat16", "rounding": "stochastic"}
 CASES = {
     "one device": (1, "FTRL", {"lookahead": 2, "rows": 110}),
     "bfloat16": (2, "RowWiseAdagrad", {"dtype": "bfloat16", "dim": 5}),
-    "room for all": (1, "Adam", {"rows": ITEMS}),
-    "rounded at random": (2, "SGD", {"dim": 3, "dtype": "bfloat16", "rounding": "stochastic"}),
+    "room for all": (1, "Adam", {"rows": cases.ITEMS}),
+    "rounded at random": (2, "SGD", {"dim": 3, **STOCHASTIC}),
     "rounded exchange": (4, "Adagrad", {"exchange": "bfloat16"}),
     "eight devices": (8, "Adagrad", {"evict": "lfu", "lookahead": 0, "rows": 80, "groups": 2}),
 }
 
-WAITING = DynamicVocabulary(admit_after=2, evict="lfu", unseen="shared")
+EXPIRING = DynamicVocabulary(ttl=2), 80, 50
+WAITING = DynamicVocabulary(admit_after=2, evict="lfu", unseen="shared"), 30, 26
 LIVING = {
-    "expiring keys": (1, "Adagrad", (DynamicVocabulary(ttl=2), 80, 50), {"rows": 80}),
-    "rounded at random": (
-        2, "Adagrad", (DynamicVocabulary(ttl=2), 80, 50),
-        {"rows": 80, "dtype": "bfloat16", "rounding": "stochastic"},
-    ),
-    "keys that wait": (8, "RowWiseAdagrad", (WAITING, 30, 26), {"rows": 72, "lookahead": 0}),
-}  # fmt: skip
+    "expiring keys": (1, "Adagrad", EXPIRING, {"rows": 80}),
+    "rounded at random": (2, "Adagrad", EXPIRING, {"rows": 80, **STOCHASTIC}),
+    "keys that wait": (8, "RowWiseAdagrad", WAITING, {"rows": 72, "lookahead": 0}),
+}
 
 
 @pytest.mark.parametrize("case", LIVING)
@@ -64,38 +55,29 @@ def test_random_runs_equal_those_of_tables_on_the_devices(case):
 
 
 def test_the_stateful_api_has_the_same_bits():
-    rng = np.random.default_rng(0)
-    embeddings = [
-        tpu_embed.TPUEmbedding(
-            declared(RULES["Adagrad"], storage), None, pipeline_execution_with_tensor_core=True
-        )
-        for storage in (HostStorage(device_rows=100), None)
-    ]
-    given = np.random.default_rng(1)
-    for step in range(4):
-        batches = [(draw_batch(given), training) for training in (True, False, True)]
-        seed, found = int(rng.integers(100)), []
-        for embedding in embeddings:
-            for (features, weights), training in batches:
-                embedding.enqueue(features, weights, training=training)
-            some = []
-            for _, training in batches:
-                some.append(embedding.dequeue())
+    def run(storage):
+        features, pipelined = cases.declared(cases.RULES["Adagrad"], storage), True
+        embedding, rng = tpu_embed.TPUEmbedding(features, None, pipelined), np.random.default_rng(1)
+        for step in range(4):
+            kinds, found = (True, False, True), []
+            for training in kinds:
+                embedding.enqueue(*cases.draw_batch(rng), training=training)
+            for training in kinds:
+                found.append(embedding.dequeue())
                 if training:
-                    embedding.apply_gradients(gradients_of(some[-1], seed + step))
-            found.append([rows_of(one) for each in some for one in each.values()])
-        for one, other in zip(*found, strict=True):
-            np.testing.assert_array_equal(one, other)
+                    embedding.apply_gradients(cases.gradients_of(found[-1], step))
+            yield from (cases.rows_of(one) for each in found for one in each.values())
+
+    for one, other in zip(run(HostStorage(device_rows=100)), run(None), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def make(rows=16, size=200, lookahead=None, vocabulary=None, devices=8, **options):
     """Return an engine with one table on the host, and a first state."""
     storage = HostStorage(device_rows=rows, **options)
     table = TableConfig(size, 4, name="items", storage=storage, vocabulary=vocabulary)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",))
-    engine = tpu_embed.EmbeddingEngine(
-        FeatureConfig(table), o.Adagrad(0.5), mesh=mesh, lookahead=lookahead
-    )
+    options = {"mesh": mesh(devices), "lookahead": lookahead}
+    engine = tpu_embed.EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.5), **options)
     return engine, engine.init(jax.random.key(3))
 
 
@@ -163,13 +145,13 @@ def test_a_lost_row_stops_the_training(monkeypatch, refused):
 
 
 def test_rows_in_a_file_are_those_in_memory(tmp_path):
-    pairs = [make(), make(path=tmp_path)]
     batches = [np.random.default_rng(i).integers(0, 200, 16) for i in range(6)]
-    states = [train(engine, state, *batches) for engine, state in pairs]
-    both = [*zip([engine for engine, _ in pairs], states, strict=True)]
-    np.testing.assert_array_equal(*(e.rows(state, "items", np.arange(200)) for e, state in both))
-    counts = [engine.storage.counters["items"] for engine, _ in pairs]
-    assert counts[0]["sent"] == counts[1]["sent"] > 0
+    rows, sent = [], []
+    for engine, state in (make(), make(path=tmp_path)):
+        rows.append(engine.rows(train(engine, state, *batches), "items", np.arange(200)))
+        sent.append(engine.storage.counters["items"]["sent"])
+    np.testing.assert_array_equal(*rows)
+    assert sent[0] == sent[1] > 0
     assert not list(tmp_path.iterdir())  # it has no name
 
 
@@ -202,11 +184,10 @@ def test_no_thread_outlives_its_engine():
     engine.storage.flush()
     del engine, state
     gc.collect()
-    names = [thread.name for thread in threading.enumerate()]
     for thread in {*threading.enumerate()} - of_others:
         if "write-back" in thread.name:
             thread.join(60)
-            assert not thread.is_alive(), names
+            assert not thread.is_alive(), thread.name
 
 
 def test_a_lookup_batch_is_refused_once_a_row_on_the_devices_has_another_key(refused):
@@ -231,18 +212,13 @@ def test_the_row_at_home_of_a_forgotten_key_is_not_brought():
     assert (counts["missed"], counts["brought"], counts["late"]) == (24, 0, 0)
 
 
-REFUSED = {
-    "tables": lambda engine, state: engine.tables(state),
-    "slots": lambda engine, state: engine.slots(state),
-    "load": lambda engine, state: engine.load(state, "items", [np.zeros((200, 4))]),
-    "table_statistics": lambda engine, state: tpu_embed.metrics.table_statistics(engine, state),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-@pytest.mark.quick(2)
-def test_what_needs_the_whole_table_is_refused(what, refused):
-    refused(f"{what}: .*engine.touched.* and engine.rows", REFUSED[what], *make())
+def test_what_needs_the_whole_table_is_refused(refused):
+    engine, state = make()
+    instead = ": .*engine.touched.* and engine.rows"
+    refused("tables" + instead, engine.tables, state)
+    refused("slots" + instead, engine.slots, state)
+    refused("load" + instead, engine.load, state, "items", [np.zeros((200, 4))])
+    refused("table_statistics" + instead, tpu_embed.metrics.table_statistics, engine, state)
 
 
 def test_engines_that_differ_in_initializers_draw_their_own_rows():
@@ -274,10 +250,9 @@ def test_rows_are_set_where_they_are_while_nothing_is_placed_ahead(refused):
     np.testing.assert_array_equal(engine.rows(state, "items", ids), 2.0**40)
     with pytest.raises(TypeError, match=r"table 'items': .*masked"):
         engine.set_rows(state, "items", [3], np.ma.masked_array(np.ones((1, 4)), mask=True))
-    with pytest.raises(ValueError, match="a call outside a jit, for a table on the host"):
-        jax.jit(lambda s: engine.set_rows(s, "items", ids, values))(state)
-    with pytest.raises(ValueError, match="a call outside a jit, for a table on the host"):
-        jax.jit(lambda s: engine.rows(s, "items", ids))(state)
+    outside = "a call outside a jit, for a table on the host"
+    refused(outside, jax.jit(lambda s: engine.set_rows(s, "items", ids, values)), state)
+    refused(outside, jax.jit(lambda s: engine.rows(s, "items", ids)), state)
     for bad in ([3, 3], [200, 1], [-1, 1]):
         refused(r"table 'items': rows", engine.set_rows, state, "items", bad, np.zeros((2, 4)))
 

@@ -39,15 +39,14 @@ def test_error_names_everything(ids, where, refused):
 
 def test_errors_of_what_is_reshaped_or_cut(refused):
     """Bad ids past a sequence's end are bad, too."""
-    with pytest.raises(ValueError, match="got id 10 at row 3, position 0;"):
-        _host(RaggedIds([1, 2, 3, 10], [0, 1, 1, 3, 4]), output_shape=(2, 2))
+    shaped = RaggedIds([1, 2, 3, 10], [0, 1, 1, 3, 4])
+    refused("got id 10 at row 3, position 0;", _host, shaped, output_shape=(2, 2))
     for ids in (np.array([[1, 2, 99]]), RaggedIds([1, 2, 99], [0, 3])):
         refused("id 99 at example 0, position 2", _host, ids, max_sequence_length=2)
 
 
 def test_minus_one_is_padding_in_dense_arrays_only():
     assert _host(np.array([-1, 3])).ids.tolist() == [[[-1]], [[3]]]
-    assert _host(np.array([-1, 3]), on_bad_id="clip").ids.tolist() == [[[-1]], [[3]]]
     assert _host(np.array([[-1, 30]]), on_bad_id="clip").ids.tolist() == [[[-1, 9]]]
     assert _host(RaggedIds([-1, 30], [0, 2]), on_bad_id="clip").ids.tolist() == [0, 9]
 
@@ -69,9 +68,9 @@ def test_policies_in_dtypes_narrower_than_the_vocabulary(dtype):
     clipped = [min(max(number, 0), size - 1) for number in numbers]
     dropped = [number if 0 <= number < size else -1 for number in numbers]
     for policy, expected in {"clip": clipped, "drop": dropped}.items():
-        dense = _host(ids, size=size, on_bad_id=policy).ids
-        assert dense.ravel().tolist() == expected
-        ragged = _host(RaggedIds(ids, [0, 3]), size=size, on_bad_id=policy).ids
+        options = {"size": size, "on_bad_id": policy}
+        assert _host(ids, **options).ids.ravel().tolist() == expected
+        ragged = _host(RaggedIds(ids, [0, 3]), **options).ids
         assert ragged.tolist() == [number for number in expected if number >= 0]
 
 
@@ -86,8 +85,7 @@ def test_a_larger_vocabulary_needs_x64(refused):
     refused(says, _host, ids, size=2**32)
     with jax.enable_x64(True):
         judged = _host(ids, size=2**32).ids
-        assert judged.dtype == np.int64
-        assert judged.tolist() == [[[2**31]]]
+        assert (judged.dtype, judged.tolist()) == (np.int64, [[[2**31]]])
         assert _host(RaggedIds(np.array([5], np.int8), [0, 1]), size=2**32).ids.dtype == np.int64
         clipped = _host(np.array([[-2, 2**40]]), size=2**32, on_bad_id="clip").ids
         assert clipped.tolist() == [[[0, 2**32 - 1]]]
@@ -124,8 +122,7 @@ FLAT_WEIGHTS = [
 @pytest.mark.parametrize(("ids", "weights"), FLAT_WEIGHTS)
 def test_places_of_flat_weights(ids, weights):
     kept = _host(ids, weights).weights
-    assert kept.dtype == np.float32
-    assert kept.tolist() == NUMBERS.tolist()
+    assert (kept.dtype, kept.tolist()) == (np.float32, NUMBERS.tolist())
 
 
 def test_dense_weights_are_zero_at_padding():
@@ -144,10 +141,8 @@ def test_weights_have_the_tables_arithmetic_dtype():
 
 def test_weights_of_a_sequence_stay_with_their_ids():
     assert _host(_ragged(NUMBERS), max_sequence_length=1).weights.tolist() == [0.5, 0.0]
-    assert _host(DENSE, DENSE * 0.5, max_sequence_length=1).weights[..., 0].tolist() == [
-        [0.5],
-        [1.5],
-    ]
+    dense = _host(DENSE, DENSE * 0.5, max_sequence_length=1).weights
+    assert dense.ravel().tolist() == [0.5, 1.5]
 
 
 BAD_WEIGHTS = [

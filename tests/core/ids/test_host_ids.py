@@ -9,11 +9,9 @@ import scipy.sparse
 from tpu_embed import FeatureConfig, RaggedIds, SparseIds, TableConfig
 from tpu_embed.core.ids import host_ids
 
-V = 6
 
-
-def _feature(size: int = V, **options) -> FeatureConfig:
-    return FeatureConfig(TableConfig(size, 4), **options)
+def _feature(**options) -> FeatureConfig:
+    return FeatureConfig(TableConfig(6, 4), **options)
 
 
 def _host(feature, ids, weights=None):
@@ -31,8 +29,7 @@ def test_inputs_are_not_written_to():
     weights = np.ones((1, 3), np.float32)
     _host(_feature(on_bad_id="drop"), ids, weights)
     _host(_feature(on_bad_id="clip"), ids, weights)
-    assert ids.tolist() == [[9, -1, 2]]
-    assert weights.tolist() == [[1.0, 1.0, 1.0]]
+    assert (ids.tolist(), weights.tolist()) == ([[9, -1, 2]], [[1.0, 1.0, 1.0]])
 
 
 def test_arrays_of_jax_are_taken():
@@ -111,10 +108,7 @@ BAD_CONTAINERS = [
     (SparseIds([[0, 2]], [1], (1, 2)), r"indices inside dense_shape \(1, 2\), got \[0, 2\]"),
     (SparseIds([[0, 0], [-1, 0]], [1, 1], (1, 2)), r"inside dense_shape .*got \[-1, 0\]"),
     (SparseIds([[1, 0], [0, 1]], [1, 2], (2, 2)), "sorted by row, then column, none twice"),
-    (
-        SparseIds(np.array([[0, 1], [0, 0]], np.uint8), [1, 2], (2, 2)),
-        r"sorted .*\[0, 1\] before \[0, 0\]",
-    ),
+    (SparseIds(np.array([[0, 1], [0, 0]], np.uint8), [1, 2], (2, 2)), r"\[0, 1\] before \[0, 0\]"),
     (SparseIds([[0, 1], [0, 1]], [1, 2], (2, 2)), r"none twice, got \[0, 1\] before \[0, 1\]"),
     (SparseIds([[0, 1, 0], [0, 0, 1]], [1, 2], (2, 2, 2)), r"sorted .*\[0, 1, 0\] before \[0"),
     (RaggedIds([[1]], [0, 1]), r"RaggedIds.values \[N\], got shape \(1, 1\)"),
@@ -132,6 +126,6 @@ def test_containers_that_are_refused(ids, says, refused):
     refused("user/x: expected .*" + says, _host, _feature(), ids)
 
 
-def test_more_bags_than_int32_can_number():
-    with pytest.raises(ValueError, match=r"at most 2147483647 bags in a batch, got 65536 x 65536"):
-        _host(_feature(), SparseIds([], [], (2**16, 2**16, 1)))
+def test_more_bags_than_int32_can_number(refused):
+    says = r"at most 2147483647 bags in a batch, got 65536 x 65536"
+    refused(says, _host, _feature(), SparseIds([], [], (2**16, 2**16, 1)))

@@ -47,11 +47,9 @@ def test_order_is_sorted_keys_then_positions_then_fields():
 
 
 def test_a_single_feature_is_a_structure():
-    feature = _feature()
-    structure = flatten(feature)
+    structure = flatten(feature := _feature())
     assert (structure.paths, structure.features) == (("feature",), (feature,))
-    assert structure.match(7, what="features") == [7]
-    assert structure.unflatten([8]) == 8
+    assert (structure.match(7, what="features"), structure.unflatten([8])) == ([7], 8)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +83,8 @@ def test_tables_are_numbered_by_first_appearance_named_ones_too():
 
 @pytest.mark.parametrize("names", [("users", "users"), ("table_1", None)])
 def test_names_that_coincide(names, refused):
-    config = [FeatureConfig(TableConfig(5, 2, name=name)) for name in names]
     says = rf"a name of its own for each table, got '{names[0]}' for tables 0, 1; .*one TableConfig"
-    refused(says, flatten, config)
+    refused(says, flatten, [FeatureConfig(TableConfig(5, 2, name=name)) for name in names])
 
 
 BAD_CONFIGS = [
@@ -108,14 +105,14 @@ def test_configs_that_are_refused(config, says, refused):
 NEST = {"a": Pair(_feature(), [_feature(), _feature()]), "b": Record(_feature(), (_feature(),))}
 
 
-def test_a_list_is_a_leaf_where_a_feature_stands():
+def test_a_list_is_a_leaf_where_a_feature_stands(refused):
     values = {"b": Record([6, 7], ([],)), "a": Pair([[1], [2, 3]], [[4], "anything"])}
     found = flatten(NEST).match(values, what="features", columns=True)
     assert found == [[[1], [2, 3]], [4], "anything", [6, 7], []]
-    with pytest.raises(TypeError, match=r"gradients: a/right: expected one .*, got a list$"):
-        flatten(NEST).match(values, what="gradients")
-    with pytest.raises(TypeError, match=r"features: 0: .*got a tuple; a column may be a list"):
-        flatten([_feature()]).match_weighted([(1, 2)], None)
+    says = r"gradients: a/right: expected one .*, got a list$"
+    refused(says, flatten(NEST).match, values, what="gradients", error=TypeError)
+    says = r"features: 0: .*got a tuple; a column may be a list"
+    refused(says, flatten([_feature()]).match_weighted, [(1, 2)], None, error=TypeError)
 
 
 def test_any_mapping_matches_any_other():

@@ -11,15 +11,8 @@ import pytest
 from bag_cases import draw_bags, draw_weights
 from facade_cases import mesh
 
-from tpu_embed import (
-    EmbeddingEngine,
-    FeatureConfig,
-    QuantizationConfig,
-    RaggedIds,
-    SparseIds,
-    TableConfig,
-    optimizers,
-)
+import tpu_embed
+from tpu_embed import EmbeddingEngine, FeatureConfig, RaggedIds, SparseIds, TableConfig, optimizers
 from tpu_embed.kernels import dispatch, reference
 
 BATCH, ROWS, DIM = 8, 13, 5
@@ -75,7 +68,7 @@ def declared_features():
     """Return every input form for each combiner, plain and quantized, by path."""
     features = {}
     for combiner in ("sum", "mean", "sqrtn"):
-        for quantization in (None, QuantizationConfig(9, -0.5, 0.5)):
+        for quantization in (None, tpu_embed.QuantizationConfig(9, -0.5, 0.5)):
             kind = combiner if quantization is None else f"{combiner} quantized"
             options = {"combiner": combiner, "quantization_config": quantization}
             table = TableConfig(ROWS, DIM, name=kind, **options)
@@ -120,7 +113,7 @@ def test_a_batch_without_a_single_id_goes_the_whole_way(name):
 @pytest.mark.parametrize("buckets", [2, 5, 256])
 def test_rows_are_rounded_to_buckets(buckets):
     low, high = -1.0, 2.0
-    config = QuantizationConfig(buckets, low, high)
+    config = tpu_embed.QuantizationConfig(buckets, low, high)
     engine = EmbeddingEngine(FeatureConfig(TableConfig(501, 1, quantization_config=config)))
     rows = np.linspace(-2, 3, 501).astype(np.float32)[:, None]
     state = engine.load_arrays(engine.init(jax.random.key(0)), {"table_0": rows})

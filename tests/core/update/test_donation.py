@@ -47,9 +47,6 @@ def chosen(state, batch):
     return jax.lax.cond(state.step > 0, step, lambda state, batch: state, state, batch)
 
 
-PROGRAMS = [step, nested, repeated, scanned, chosen]
-
-
 def lowered(program, **options):
     _, state, batch = made()
     with warnings.catch_warnings(record=True) as caught:
@@ -58,7 +55,7 @@ def lowered(program, **options):
     return [f"{one.message}" for one in caught if "update:" in f"{one.message}"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [step, nested, repeated, scanned, chosen])
 def test_a_program_that_copies_is_told_once(program):
     (text,) = lowered(program)
     assert re.search(SAYS, text)
@@ -67,13 +64,9 @@ def test_a_program_that_copies_is_told_once(program):
 
 def test_a_program_that_makes_its_tables_copies_none():
     engine, _, batch = made()
-
-    def fresh(key, batch):
-        return step(engine.init(key), batch)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(fresh).lower(jax.random.key(0), batch)
+        jax.jit(lambda key: step(engine.init(key), batch)).lower(jax.random.key(0))
 
 
 def test_nobody_is_told_who_does_not_run_it(refused):
@@ -91,6 +84,5 @@ def test_outside_a_jit_too(monkeypatch):
     found = engine.lookup(state, batch)
     with pytest.warns(UserWarning, match="outside a jit, engine.update_in_place") as caught:
         [engine.update(state, batch, found) for _ in range(2)]
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert [one.filename for one in caught] == [__file__]
     engine.update_in_place(state, batch, found)

@@ -62,12 +62,8 @@ def test_a_scan_skips_single_steps():
 
 # -- "error" -------------------------------------------------------------------------------------
 
-SMALL = {
-    "clicks": {"film": FeatureConfig(cases.make_table("films"))},
-    "user": FeatureConfig(cases.make_table("users")),
-}
-
-
+FILMS, USERS = (FeatureConfig(cases.make_table(name)) for name in ("films", "users"))
+SMALL = {"clicks": {"film": FILMS}, "user": USERS}
 NAMED = "feature 'clicks/film' of table 'films': expected finite numbers"
 
 
@@ -76,25 +72,22 @@ def _small(policy="error", devices=2):
     """Return an engine, features, and gradients of which one feature's is bad."""
     engine = EmbeddingEngine(SMALL, o.Adagrad(0.1), mesh=mesh(devices), on_bad_gradient=policy)
     ids = np.arange(cases.BATCH, dtype=np.int32)[:, None] % cases.V
-    bad = np.ones((cases.BATCH, cases.D), np.float32)
-    bad[3, 1] = cases.NAN
-    features = {"clicks": {"film": ids}, "user": ids}
-    return engine, features, {"clicks": {"film": bad}, "user": np.ones_like(bad)}
+    ones = np.ones((cases.BATCH, cases.D), np.float32)
+    bad = np.where(np.arange(ones.size).reshape(ones.shape) == 7, cases.NAN, ones)
+    return engine, {"clicks": {"film": ids}, "user": ids}, {"clicks": {"film": bad}, "user": ones}
 
 
 @pytest.mark.parametrize("verb", ["update", "update_in_place"])
 def test_error_raises_outside_a_jit_and_changes_nothing(verb):
     engine, features, bad = _small()
     state, batch = engine.init(jax.random.key(0)), engine.place(features)
-    before = cases.held_by(state)
+    before, update = cases.held_by(state), getattr(engine, verb)
     with pytest.raises(ValueError, match=NAMED) as error:
-        getattr(engine, verb)(state, batch, bad)
+        update(state, batch, bad)
     assert "user" not in str(error.value)
     assert_same(cases.held_by(state), before)
-    good = jax.tree.map(np.ones_like, bad)
-    after = getattr(engine, verb)(state, batch, good)
-    assert int(after.step) == 1
-    assert cases.counts(after) == [0, 0]
+    after = update(state, batch, jax.tree.map(np.ones_like, bad))
+    assert (int(after.step), cases.counts(after)) == (1, [0, 0])
 
 
 def test_error_inside_a_jit_skips_and_counts():
@@ -114,8 +107,7 @@ def test_error_under_checkify_is_reported():
     error, _ = checked(state, features, bad)
     assert "feature 'clicks/film' of table 'films'" in error.get()
     error, after = checked(state, features, jax.tree.map(np.ones_like, bad))
-    assert error.get() is None
-    assert int(after.step) == 1
+    assert (error.get(), int(after.step)) == (None, 1)
 
 
 def test_another_policy_is_refused(refused):
@@ -135,9 +127,8 @@ def test_a_state_of_an_engine_without_a_guard_begins_to_count():
 
 def _embedding(policy, **options):
     """Return an embedding whose programs are those of the engine of `_small`."""
-    embedding = tpu_embed.TPUEmbedding(
-        SMALL, o.Adagrad(0.1), mesh=mesh(2), on_bad_gradient=policy, **options
-    )
+    options |= {"mesh": mesh(2), "on_bad_gradient": policy}
+    embedding = tpu_embed.TPUEmbedding(SMALL, o.Adagrad(0.1), **options)
     engine, features, bad = _small(policy)
     embedding.engine._programs = engine._programs
     return embedding, features, bad
