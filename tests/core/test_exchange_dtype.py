@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 
@@ -11,6 +12,7 @@ import jax
 import living_cases
 import numpy as np
 import pytest
+from facade_cases import mesh
 from jax.sharding import Mesh
 
 import tpu_embed
@@ -50,15 +52,11 @@ def test_bits_of_many_cases(seed, monkeypatch):
 
 
 def mesh_of(*sizes):
-    """Return a mesh with the axes "x" and, of two sizes, "y"."""
-    devices = np.asarray(jax.devices()[: int(np.prod(sizes))])
-    return Mesh(devices.reshape(sizes), ("x", "y")[: len(sizes)])
+    """Return a mesh with the axes "x" and "y"."""
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), ("x", "y"))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shard_axes"),
-    [((4, 1), ("y",)), ((2, 4), ("x",)), ((2, 4), ("y",))],
-)
+@pytest.mark.parametrize(("sizes", "shard_axes"), [((4, 1), "y"), ((2, 4), "x"), ((2, 4), "y")])
 @whole
 def test_shards_that_several_devices_have(sizes, shard_axes):
     """With a single shard that all replicas have, sums are sent all the same."""
@@ -91,7 +89,7 @@ def train_jagged(devices, rule, seed=0):
     features = {
         name: FeatureConfig(table, jagged=name == "jagged") for name, table in JAGGED.items()
     }
-    options = {"mesh": mesh_of(devices), "exchange_dtype": "bfloat16"}
+    options = {"mesh": mesh(devices), "exchange_dtype": "bfloat16"}
     engine = EmbeddingEngine(features, rule, **options)
     state, rng, found = engine.init(jax.random.key(0)), np.random.default_rng(seed), []
     for _ in range(2):
@@ -105,10 +103,8 @@ def train_jagged(devices, rule, seed=0):
     return cases.on_host((found, engine.tables(state), engine.slots(state)))
 
 
-@pytest.mark.parametrize(
-    "rule", [optimizers.Adagrad(0.1), pytest.param(optimizers.LAMB(), marks=whole)]
-)
-@pytest.mark.whole
+@pytest.mark.parametrize("rule", [optimizers.Adagrad(0.1), optimizers.LAMB()])
+@whole
 def test_jagged_and_quantized_rows_have_the_bits_of_one_device(rule, monkeypatch):
     """On one device a kernel sums what the host has routed, or XLA does."""
     expected = train_jagged(4, rule)
@@ -120,38 +116,30 @@ def test_jagged_and_quantized_rows_have_the_bits_of_one_device(rule, monkeypatch
 COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* (?:.*)?(all-to-all|all-gather|all-reduce)\(")
 
 
-def lowered(engine, case):
-    """Return the step of a placed batch, not compiled yet."""
-    ids, weights, gradients = cases.arrays(case.steps[0])
+def test_what_is_sent_of_sharded_tables_has_16_bits():
+    """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
+    case = cases.draw(10)
+    engine, (ids, weights, gradients) = cases.make_engine(case, 4), cases.arrays(case.steps[0])
     state, batch = engine.init(jax.random.key(0)), engine.place(ids, weights)
 
     def step(state, batch, gradients):
         return engine.lookup(state, batch), engine.update(state, batch, gradients)
 
-    return jax.jit(step, donate_argnums=0).lower(state, batch, gradients)
-
-
-def test_what_is_sent_of_sharded_tables_has_16_bits():
-    """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
-    case = cases.draw(10)
-    sent = COLLECTIVE.findall(lowered(cases.make_engine(case, 4), case).compile().as_text())
+    program = jax.jit(step, donate_argnums=0).lower(state, batch, gradients).compile()
+    sent = COLLECTIVE.findall(program.as_text())
     assert {dtype for dtype, name in sent if name == "all-to-all"} == {"u16"}
     # The replicated table sums its gradients in float32.
     assert {dtype for dtype, name in sent if dtype.startswith("f")} == {"f32"}
 
 
-def test_another_dtype_is_refused():
-    with pytest.raises(ValueError, match=r"exchange_dtype: expected 'float32' \| 'bfloat16', got"):
-        cases.make_engine(cases.draw(0), 1, exchange_dtype="float16")
-
-
-def test_single_occurrences_and_float64_are_refused_unless_replicated(refused):
-    def make(**options):
+def test_other_dtypes_and_single_occurrences_are_refused_unless_replicated(refused):
+    def make(exchange_dtype="bfloat16", **options):
         table = TableConfig(4, 2, name="t", **options)
-        return EmbeddingEngine(FeatureConfig(table), exchange_dtype="bfloat16")
+        return EmbeddingEngine(FeatureConfig(table), exchange_dtype=exchange_dtype)
 
-    with pytest.raises(ValueError, match="use_gradient_accumulation=False for table 't'"):
-        make(optimizer=optimizers.SGD(0.1, use_gradient_accumulation=False))
+    refused(r"exchange_dtype: expected 'float32' \| 'bfloat16', got", make, "float16")
+    each = optimizers.SGD(0.1, use_gradient_accumulation=False)
+    refused("use_gradient_accumulation=False for table 't'", make, optimizer=each)
     with jax.enable_x64(True):
         make(dtype="float64", placement="replicated")
         refused("table 't' of float64", make, dtype="float64")
@@ -168,7 +156,7 @@ def test_it_is_described_and_float32_is_the_default():
 
 def test_the_stateful_api_rounds_too():
     case = cases.draw(0)
-    options = {"mesh": mesh_of(2), "exchange_dtype": "bfloat16"}
+    options = {"mesh": mesh(2), "exchange_dtype": "bfloat16"}
     embedding = tpu_embed.TPUEmbedding(case.features, optimizers.SGD(float(cases.RATE)), **options)
     first, found = cases.on_host(embedding.retrieve()[0]), None
     for step in case.steps:
