@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from adopt_cases import contents, draw, engine, map_contents
 
-FEW = range(2)
-MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "2:20").split(":")))
+MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "0:20").split(":")))
 OPERATIONS, KEYS = 40, 40
 KINDS = {
     "stays": {},
@@ -52,9 +51,13 @@ class World:
     def both(self):
         return (self.stays, self.now)
 
-    def place(self):
+    def drawn(self, **options):
+        """Return a batch, placed by either engine."""
         features = draw(self.rng, KEYS)
-        self.placed.append([made.place(features) for made in self.both()])
+        return [made.place(features, **options) for made in self.both()]
+
+    def place(self):
+        self.placed.append(self.drawn())
 
     def admit(self):
         if len(self.admitted) > 1:
@@ -68,21 +71,24 @@ class World:
     def update(self):
         if not self.admitted:
             return
-        found = [made.lookup(*some) for made, *some in self.with_states(self.admitted[0])]
-        same(*found)
-        seed = int(self.rng.integers(2**31))
-        gradients = [gradients_of(one, seed) for one in found]
-        pair = zip(self.with_states(self.admitted.pop(0)), gradients, strict=True)
-        self.states = [made.update_in_place(*some, grads) for (made, *some), grads in pair]
+        batches = self.admitted.pop(0)
+        found = self.looked_up(batches)
+        gradients = jax.tree.map(lambda a: self.rng.normal(size=a.shape).astype("f"), found)
+        pair = self.with_states(batches)
+        self.states = [made.update_in_place(*some, gradients) for made, *some in pair]
         self.counts["updates"] += 1
 
     def with_states(self, batches):
         return [*zip(self.both(), self.states, batches, strict=True)]
 
+    def looked_up(self, batches):
+        """Return the activations, which both engines have."""
+        found, other = (made.lookup(*some) for made, *some in self.with_states(batches))
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+        return found
+
     def evaluate(self):
-        features = draw(self.rng, KEYS)
-        batches = [made.place(features, training=False) for made in self.both()]
-        same(*(made.lookup(*some) for made, *some in self.with_states(batches)))
+        self.looked_up(self.drawn(training=False))
 
     def finish(self):
         while self.placed or self.admitted:
@@ -111,10 +117,9 @@ class World:
         self.counts["moves"] += 1
 
     def compare(self):
-        found = [contents(*some) for some in zip(self.both(), self.states, strict=True)]
-        assert found[0] == found[1]
-        maps = [map_contents(made) for made in self.both()]
-        assert maps[0] == maps[1]
+        found, other = (contents(*some) for some in zip(self.both(), self.states, strict=True))
+        assert found == other
+        assert map_contents(self.stays) == map_contents(self.now)
 
     def run(self):
         ways = [self.place] * 5 + [self.admit] * 4 + [self.update] * 3
@@ -128,24 +133,9 @@ class World:
         return self.counts | {"evicted": self.stays.vocabularies.counters["items"]["evicted"]}
 
 
-def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def gradients_of(activations, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), activations)
-
-
-@pytest.mark.parametrize("seed", FEW)
-@pytest.mark.whole
-def test_a_run_that_moves_is_the_one_that_stays(seed):
-    counts = World(seed).run()
-    assert counts["moves"] > 1
-    assert min(counts.values()) > 0, counts
-
-
-@pytest.mark.whole
 @pytest.mark.parametrize("seed", MANY)
+@pytest.mark.whole
 def test_many(seed):
-    World(seed).run()
+    """A run that moves is the one that stays."""
+    counts = World(seed).run()
+    assert min(counts.values()) > 0, counts

@@ -16,12 +16,8 @@ from tpu_embed import optimizers as o
 IDS = np.array([[0, 1, 1], [2, -1, -1]], np.int32)
 
 
-def _table(vocabulary_size=5, name="t", **options):
-    return tpu_embed.TableConfig(vocabulary_size, 2, name=name, **options)
-
-
-def _engine(optimizer, devices=1, **options):
-    features = {"x": tpu_embed.FeatureConfig(_table(**options))}
+def _engine(optimizer, devices=1, size=5, **options):
+    features = {"x": tpu_embed.FeatureConfig(tpu_embed.TableConfig(size, 2, name="t", **options))}
     return tpu_embed.EmbeddingEngine(features, optimizer, mesh=mesh(devices))
 
 
@@ -68,7 +64,9 @@ def test_a_rate_without_arguments_is_read_at_every_eager_update():
 def test_every_table_has_the_rate_of_its_own():
     zeros = jax.nn.initializers.zeros
     config = {
-        name: tpu_embed.FeatureConfig(_table(name=name, initializer=zeros, optimizer=o.SGD(rate)))
+        name: tpu_embed.FeatureConfig(
+            tpu_embed.TableConfig(5, 2, zeros, name=name, optimizer=o.SGD(rate))
+        )
         for name, rate in {"a": rates(0.5), "b": 2.0, "c": rates(0.25)}.items()
     }
     engine = tpu_embed.EmbeddingEngine(config, mesh=mesh(1))
@@ -144,7 +142,7 @@ def test_an_update_in_place_is_an_update():
 
 
 def test_traced_ids_need_no_spec():
-    engine = _engine(o.SGD(0.5), devices=2, vocabulary_size=40)
+    engine = _engine(o.SGD(0.5), devices=2, size=40)
     state, features = engine.init(jax.random.key(0)), {"x": np.arange(8, dtype=np.int32)[:, None]}
     spec = engine.place(features).spec
     with pytest.warns(UserWarning, match="spec: ids traced inside a jit need no capacities"):

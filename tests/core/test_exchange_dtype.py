@@ -86,9 +86,7 @@ JAGGED = {
 
 def train_jagged(devices, rule, seed=0):
     """Return activations, tables and slots after two steps of a jagged and a ragged feature."""
-    features = {
-        name: FeatureConfig(table, jagged=name == "jagged") for name, table in JAGGED.items()
-    }
+    features = {n: FeatureConfig(table, jagged=n == "jagged") for n, table in JAGGED.items()}
     options = {"mesh": mesh(devices), "exchange_dtype": "bfloat16"}
     engine = EmbeddingEngine(features, rule, **options)
     state, rng, found = engine.init(jax.random.key(0)), np.random.default_rng(seed), []

@@ -62,14 +62,14 @@ def test_nests_frames_weights_and_sources():
     config = {"of": {"user": user, "item": FeatureConfig(ITEMS)}, "item": FeatureConfig(ITEMS)}
     engine = tpu_embed.EmbeddingEngine(config, SGD(0.1), mesh=mesh(2))
     state = engine.init(jax.random.key(0))
-    ids, weights = {"of": {"item": np.full((2, 1), 3)}}, {"of": {"item": np.full((2, 1), 2.0)}}
+    ids, weights = ({"of": {"item": np.full((2, 1), x)}} for x in (3, 2.0))
     sources = ([(ids, weights)] * 2, [({"item": pd.Series([3, 3])}, None)])
-    found = []
-    for source in sources:
-        for (batch,) in Prefetcher(engine, source, weighted=True, training=False):
-            found.append(engine.lookup(state, batch))
+    twice, again, alone = (
+        engine.lookup(state, batch)
+        for source in sources
+        for (batch,) in Prefetcher(engine, source, weighted=True, training=False)
+    )
     row = engine.tables(state)["items"][3]
-    twice, again, alone = found
     assert list(twice) == list(again) == ["of"]
     np.testing.assert_array_equal(twice["of"]["item"], [2 * row] * 2)
     assert (list(alone), alone["of"]) == (["of", "item"], {})

@@ -41,21 +41,19 @@ def test_rows_are_the_oracles_step_by_step():
 def row_per_key(step, rows):
     """Return a batch in which each key is the number of a row of its own, and unseen ones none."""
 
-    def numbered(table, keys, unseen):
-        known = rows[table]
-        return np.array([known.get(int(k) % 2**64, unseen) for k in keys.reshape(-1)])
+    def numbered(table, keys, unseen=-1):
+        found = [rows[table].get(int(key) % 2**64, unseen) for key in keys.reshape(-1)]
+        return np.reshape(found, keys.shape)
 
     batch = cases.draw(step)
     bags, seen, one = batch["bags"], batch["seen"], batch["one"]
-    values = numbered("items", bags.values, -1)
+    values = numbered("items", bags.values)
     kept = values >= 0
-    row = np.repeat(np.arange(cases.SIZES["bags"]), np.diff(bags.row_splits))[kept]
-    counts = np.bincount(row, minlength=cases.SIZES["bags"])
-    padded = np.where(seen == -1, -1, numbered("items", seen, -1).reshape(seen.shape))
+    splits = np.append(0, np.cumsum(kept))[bags.row_splits]  # how many are kept before each bag
     return batch | {
-        "bags": RaggedIds(values[kept], np.append(0, np.cumsum(counts)), bags.weights[kept]),
+        "bags": RaggedIds(values[kept], splits, bags.weights[kept]),
         "one": np.where(one == -1, -1, numbered("tags", one, cases.TAGS - 1)),
-        "seen": padded,
+        "seen": np.where(seen == -1, -1, numbered("items", seen)),
     }
 
 

@@ -37,10 +37,9 @@ def engines(evict):
     found = []
     for shares in (None, None, 0):
         table = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary(evict=evict))
-        options = {} if shares is None else {"vocabularies": found[shares][0].vocabularies}
-        made = tpu_embed.EmbeddingEngine(
-            {"x": FeatureConfig(table)}, o.SGD(1.0), mesh=mesh(1), **options
-        )
+        maps = None if shares is None else found[shares][0].vocabularies
+        options = {"mesh": mesh(1), "vocabularies": maps}
+        made = tpu_embed.EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(1.0), **options)
         step = functools.partial(lambda made, *args: made.update(*args, ONES), made)
         found.append((made, jax.jit(made.lookup), jax.jit(step)))
     return found

@@ -42,7 +42,7 @@ def trained(make):
     return made, state, write
 
 
-def refused(made, state, batch):
+def assert_stale(made, state, batch):
     """Check that a batch is refused by every call, and inside a jit."""
     for call in (made.lookup, made.admit):
         with pytest.raises(ValueError, match=AGAIN):
@@ -58,7 +58,7 @@ def test_it_is_refused_once_rows_at_home_are_set(how, refused):
     before = np.array(made.lookup(state, batch)["x"])
     np.testing.assert_array_equal(jax.jit(made.lookup)(state, batch)["x"], before)
     old, state = state, write(state)
-    refused(made, state, batch)
+    assert_stale(made, state, batch)
     again = made.place(ids(1, 2), training=False)
     for lookup in (made.lookup, jax.jit(made.lookup)):
         np.testing.assert_array_equal(lookup(state, again)["x"], SEVENS)
@@ -90,7 +90,7 @@ def test_it_is_refused_by_any_state_with_other_rows_at_home(how):
         state = made.init(jax.random.key(8))
     else:
         state = made.set_rows(state, "t", [9], SEVENS[:1], slot=how)
-    refused(made, state, batch)
+    assert_stale(made, state, batch)
 
 
 @pytest.mark.parametrize("how", ["restore", "adopt"])
@@ -141,7 +141,7 @@ def test_it_is_pickled_with_its_rows():
     for one in copies:
         for lookup in (made.lookup, jax.jit(made.lookup)):
             np.testing.assert_array_equal(lookup(state, one)["x"], expected)
-        refused(made, new, one)
+        assert_stale(made, new, one)
 
 
 def test_one_that_was_placed_ahead_of_others_is_pickled_without_rows(refused):

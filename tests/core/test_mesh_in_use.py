@@ -40,9 +40,10 @@ def _features(step=0):
     return {name: rng.integers(-1, 5, (8, 3)).astype(np.int32) for name in FEATURES}
 
 
-def _loss(activations, labels):
-    # Linear in the activations, so that their gradients are the same on every mesh.
-    return sum((a * labels).sum() for a in activations.values())
+@jax.grad
+def _gradients(activations):
+    # Of a loss that is linear in the activations: they are the same on every mesh.
+    return sum((a * LABELS).sum() for a in activations.values())
 
 
 LABELS = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -58,14 +59,14 @@ def _eager(engine):
 
 def _jitted(engine):
     @jax.jit
-    def step(state, batch, labels):
+    def step(state, batch):
         activations = engine.lookup(state, batch)
-        return activations, engine.update(state, batch, jax.grad(_loss)(activations, labels))
+        return activations, engine.update(state, batch, _gradients(activations))
 
     # Ids traced in the jit, and ids that were placed.
-    state, features = engine.init(jax.random.key(0)), jax.tree.map(jnp.asarray, _features())
-    step(state, features, LABELS)
-    activations, state = step(state, engine.place(_features()), LABELS)
+    state = engine.init(jax.random.key(0))
+    step(state, jax.tree.map(jnp.asarray, _features()))
+    activations, state = step(state, engine.place(_features()))
     return activations, engine.tables(state), engine.slots(state)
 
 
@@ -73,7 +74,7 @@ def _stateful(_):
     embedding = tpu_embed.TPUEmbedding(FEATURES, o.Adagrad(0.25))
     embedding.enqueue(_features())
     activations = embedding.dequeue()
-    embedding.apply_gradients(jax.grad(_loss)(activations, LABELS))
+    embedding.apply_gradients(_gradients(activations))
     tables, slots = embedding.retrieve()
     assert_same(list(embedding.embedding_tables.values()), list(tables.values()))
     return activations, tables, slots
@@ -94,7 +95,8 @@ def _on_one_device():
 @pytest.mark.quick(1)
 def test_a_step_under_the_mesh_in_use_has_the_bits_of_one_device(kind, api):
     with jax.set_mesh(_mesh(kind)):
-        assert_same(api(_engine(kind)), _on_one_device())
+        found = api(_engine(kind))
+    assert_same(found, _on_one_device())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,12 +202,12 @@ def test_layers_take_ids_that_are_split_in_any_way(shape, split):
     with jax.set_mesh(_mesh("explicit")):
         embed = nn.Embed(11, 4, rngs=nnx.Rngs(0))
         bag = nn.EmbeddingBag(tpu_embed.TableConfig(11, 4, combiner="sum"), rngs=nnx.Rngs(0))
-        rows = jax.device_get((embed.embedding, bag.embedding))
+        rows, bags = jax.device_get((embed.embedding, bag.embedding))
         given = jax.device_put(ids, jax.NamedSharding(_mesh("explicit"), PartitionSpec(*split)))
-        found = jax.device_get((embed(given), bag(given), bag(given[..., None])))
-    expected = rows[0][ids], rows[1][ids].astype(np.float64).sum(1), rows[1][ids]
-    assert_same((found[0], found[2]), (expected[0], expected[2]))
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)  # a float32 sum of 2 or 4 rows
+        found, sums, alone = jax.device_get((embed(given), bag(given), bag(given[..., None])))
+    assert_same((found, alone), (rows[ids], bags[ids]))
+    # A float32 sum of 2 or 4 rows.
+    np.testing.assert_allclose(sums, bags[ids].astype(np.float64).sum(1), rtol=1e-6)
 
 
 def test_the_placement_is_chosen_for_the_mesh_in_use():

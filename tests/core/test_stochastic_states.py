@@ -71,7 +71,6 @@ HOMES = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.quick(1)
 def test_a_key_is_rounded_alike_in_whatever_row_it_stands(home, monkeypatch):
     if home == "eight devices":
         monkeypatch.setenv("TPU_EMBED_KERNELS", "reference")
@@ -163,9 +162,7 @@ def test_row_numbers_go_home_with_static_rows(way, tmp_path):
     ids, rule = np.arange(16), o.SGD(LR)
     table = TableConfig(40, 4, name="films", dtype="bfloat16", rounding="stochastic")
     there = dataclasses.replace(table, storage=HostStorage(device_rows=24))
-    made, hosted = (
-        EmbeddingEngine(FeatureConfig(one), rule, mesh=mesh(2)) for one in (table, there)
-    )
+    made, hosted = (EmbeddingEngine(FeatureConfig(t), rule, mesh=mesh(2)) for t in (table, there))
     state = made.init(jax.random.key(1))
     state = made.update(state, made.place(ids), gradients_of(ids, 0))
     if way == "adopt":

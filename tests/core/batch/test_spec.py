@@ -34,7 +34,7 @@ def test_there_are_eight_buckets_an_octave():
 
 
 def form(width=3, batch=B, inner=(), combines=True, weighted=False):
-    return FeatureShape(batch, inner, combines, weighted, width)
+    return FeatureShape(batch, inner, combines, width, weighted)
 
 
 CAPACITIES = ("ids", "row_capacity", "partials", "merged")

@@ -68,27 +68,24 @@ def test_added_examples_have_zero_activations(ids, refused):
 
 
 def test_columns_of_a_data_set():
-    features = {
-        "int": pd.Series([3, None, 2], dtype="Int64"),
-        "unsigned": pd.Series([3, None, 2], dtype="UInt8"),
-        "arrow": pa.array([3, None, 2]),
-        "bags": pa.array([[1, 2], None, [3]]),
-        "list": [3, 1, 2],
-        "lists": [[], [1, 2], [3]],
-        "nest": [np.array([3, 1, 2]), [0.5, 1.0, 2.0]],
-        "names": pd.Series(["a", None, "b"]),
-        "none": [None, None],
+    columns = {
+        "int": (pd.Series([3, None, 2], dtype="Int64"), [3, -1, 2, -1]),
+        "unsigned": (pd.Series([3, None, 2], dtype="UInt8"), [3, None, 2, None]),
+        "arrow": (pa.array([3, None, 2]), [3, -1, 2, -1]),
+        "bags": (pa.array([[1, 2], None, [3]]), [0, 2, 2, 3, 3]),
+        "list": ([3, 1, 2], [3, 1, 2, -1]),
+        "lists": ([[], [1, 2], [3]], [0, 0, 2, 3, 3]),
+        "floats": ([0.5, 1.0, 2.0], [0.5, 1.0, 2.0, 0.0]),
+        "names": (pd.Series(["a", None, "b"]), ["a", None, "b", None]),
     }
-    padded = pad_batch(features, 4)
-    assert padded["int"].tolist() == padded["arrow"].tolist() == [3, -1, 2, -1]
-    unsigned = padded["unsigned"]
-    assert (unsigned.dtype, unsigned.tolist()) == (np.uint8, [3, None, 2, None])
-    assert padded["bags"].row_splits.tolist() == [0, 2, 2, 3, 3]
-    assert padded["list"].tolist() == [3, 1, 2, -1]
-    assert padded["lists"].row_splits.tolist() == [0, 0, 2, 3, 3]
-    assert [leaf.tolist() for leaf in padded["nest"]] == [[3, 1, 2, -1], [0.5, 1.0, 2.0, 0.0]]
-    assert padded["names"].tolist() == ["a", None, "b", None]
+    padded = pad_batch({name: column for name, (column, _) in columns.items()}, 4)
+    for name, (_, expected) in columns.items():
+        assert getattr(padded[name], "row_splits", padded[name]).tolist() == expected
+    assert padded["unsigned"].dtype == np.uint8
     assert tpu_embed.hash_ids(padded["names"], 1000).tolist()[1::2] == [-1, -1]
+    nest = {"nest": [np.array([3, 1, 2]), [0.5, 1.0, 2.0]], "none": [None, None]}
+    padded = pad_batch(nest, 4)
+    assert [leaf.tolist() for leaf in padded["nest"]] == [[3, 1, 2, -1], [0.5, 1.0, 2.0, 0.0]]
     assert padded["none"] == [None, None]
 
 

@@ -23,7 +23,9 @@ RULES = (o.SGD(0.1), o.Adagrad(0.1), o.RowWiseAdagrad(0.1))
 HOLDERS = ("devices", "host", "devices", "file", "devices", "host", "file", "devices")
 
 
-def one_case(seed, path, monkeypatch):
+@pytest.mark.parametrize("seed", MANY)
+@pytest.mark.quick(1)
+def test_rows_are_the_same_everywhere(seed, tmp_path, monkeypatch):
     rng = np.random.default_rng(seed)
     dim, dtype = int(rng.integers(1, 40)), str(rng.choice(["float32", "bfloat16"]))
     rule = RULES[rng.integers(len(RULES))]
@@ -52,8 +54,8 @@ def one_case(seed, path, monkeypatch):
     for number, holder in enumerate(HOLDERS):
         other = make(on_host=holder == "host")
         if holder == "file":
-            io.save(path / f"{number}", engine, state)
-            state = io.restore(path / f"{number}", other).state
+            io.save(tmp_path / f"{number}", engine, state)
+            state = io.restore(tmp_path / f"{number}", other).state
         else:
             state = other.adopt(state, engine)
         engine = other
@@ -62,16 +64,3 @@ def one_case(seed, path, monkeypatch):
             for slot, rows in {None: wanted[0][name], **wanted[1][name]}.items():
                 found = np.asarray(engine.rows(state, name, ids, slot=slot))
                 assert found.tobytes() == rows[ids].tobytes(), (holder, name, slot)
-
-
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.whole) for n in range(2, 6))]
-)
-def test_rows_are_the_same_everywhere(seed, tmp_path, monkeypatch):
-    one_case(seed, tmp_path, monkeypatch)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("seed", MANY)
-def test_many(seed, tmp_path, monkeypatch):
-    one_case(seed, tmp_path, monkeypatch)

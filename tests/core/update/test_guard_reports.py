@@ -16,10 +16,6 @@ from tpu_embed import optimizers as o
 # -- inside a jit --------------------------------------------------------------------------------
 
 
-def _loss(activations, factor):
-    return sum((a * factor).sum() for a in activations.values())
-
-
 def test_inside_a_jit_as_outside():
     """The state is donated, the ids are traced."""
     names = ["kernel", "sequence", "half", "copies"]
@@ -27,8 +23,8 @@ def test_inside_a_jit_as_outside():
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids, factor):
-        activations = engine.lookup(state, ids)
-        return engine.update(state, ids, jax.grad(_loss)(activations, factor))
+        gradients = jax.grad(lambda found: sum((factor * a).sum() for a in found.values()))
+        return engine.update(state, ids, gradients(engine.lookup(state, ids)))
 
     held = jax.tree.map(np.copy, cases.held_by(before))
     expected = engine.update(before, batch, jax.tree.map(np.ones_like, gradients))
@@ -44,15 +40,10 @@ def test_a_scan_skips_single_steps():
     engine, state, batch, gradients = cases.engine_of(["kernel"], 2)
     factors = np.array([1, cases.NAN, 1, cases.INFINITY, 1], np.float32)
 
-    @jax.jit
-    def train(state, factors):
-        def step(state, factor):
-            spoilt = {"kernel": gradients["kernel"] * factor}
-            return engine.update(state, batch, spoilt), state.step
+    def step(state, factor):
+        return engine.update(state, batch, {"kernel": gradients["kernel"] * factor}), state.step
 
-        return jax.lax.scan(step, state, factors)
-
-    found, steps = train(state, factors)
+    found, steps = jax.lax.scan(step, state, factors)
     assert steps.tolist() == [0, 1, 1, 2, 2]
     assert cases.counts(found) == [2]
     for _ in range(3):

@@ -124,15 +124,8 @@ def test_a_block_on_two_devices_is_summed_in_two_parts():
     assert (np.abs(found - in_blocks(ids, gradients, 8)) <= 120 * 2.0**-24 * size).all()
 
 
-TRACED = [
-    ("mod", contextlib.nullcontext),
-    ("replicated", dispatch.reference_only),
-    pytest.param("mod", dispatch.reference_only, marks=pytest.mark.whole),
-    pytest.param("replicated", contextlib.nullcontext, marks=pytest.mark.whole),
-]
-
-
-@pytest.mark.parametrize(("placement", "kernels"), TRACED)
+@pytest.mark.parametrize("kernels", [dispatch.reference_only, contextlib.nullcontext])
+@pytest.mark.parametrize("placement", ["replicated", "mod"])
 @pytest.mark.quick(1)
 def test_ids_inside_a_jit_are_summed_like_placed_ones(placement, kernels, spoiled):
     """FTRL moves every row that it is given, so rows without ids must not be among them."""
