@@ -15,7 +15,6 @@ from facade_cases import mesh
 import tpu_embed
 from tpu_embed import DynamicVocabulary, FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.rows import devices
 from tpu_embed.storage import HostRows
 from tpu_embed.vocabulary import COUNTERS
 
@@ -238,7 +237,8 @@ def assert_same_rows(*pair):
 
 @pytest.mark.parametrize("target", ["devices", "host"])
 def test_rows_go_in_blocks(target, monkeypatch):
-    monkeypatch.setattr(devices, "BLOCK", 64 * 24)  # two numbers, and two in each of two slots
+    # Two numbers, and two in each of two slots.
+    monkeypatch.setattr("tpu_embed.core.rows.devices.BLOCK", 64 * 24)
     other, storage = tiny(200), HostStorage(device_rows=8)
     mine = tiny(200, placement="div", **({} if target == "devices" else {"storage": storage}))
     state = started(other)

@@ -42,11 +42,9 @@ def trained(devices):
     return engine, state, engine.lookup(state, batch)
 
 
-SOME = [["history"], ["far", "item"], ["key", "last", "shaped"]]
-
-
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("names", SOME, ids="+".join)
+@pytest.mark.parametrize("names", [["history"], ["far", "item"], ["key", "last", "shaped"]])
+@pytest.mark.quick(3)
 def test_what_is_left_has_the_rows_that_it_has_among_all(names, devices):
     engine, state, expected = trained(devices)
     batch = engine.place({name: ALL[name] for name in names}, training=False)

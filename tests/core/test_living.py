@@ -123,24 +123,19 @@ def test_work_is_in_place_and_few_programs_are_compiled():
     made = cases.engine(1)
     state, _ = cases.train(made, made.init(jax.random.key(cases.KEY)), 4)
     before = made.compilations
-    held = {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()}
-    old = state
+    old, held = state.tables, [table.unsafe_buffer_pointer() for table in state.tables.values()]
     state, _ = cases.train(made, state, 4, first=4)
     assert made.compilations == before
-    assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
-    assert all(table.is_deleted() for table in old.tables.values())
+    assert [table.unsafe_buffer_pointer() for table in state.tables.values()] == held
+    assert all(table.is_deleted() for table in old.values())
 
 
 def test_admitting_compiles_a_program_per_stack_whichever_get_keys_together():
-    living = DynamicVocabulary()
-    names = {name: dim for dim, name in enumerate(("a", "b", "c"), 1)}
-    made = cases.engine(1, features={
-        name: FeatureConfig(TableConfig(40, dim, name=name, vocabulary=living))
-        for name, dim in names.items()
-    })  # fmt: skip
+    living, names = DynamicVocabulary(), "abc"
+    tables = [TableConfig(40, 1 + i, name=n, vocabulary=living) for i, n in enumerate(names)]
+    made = cases.engine(1, features={table.name: FeatureConfig(table) for table in tables})
     state, key = made.init(jax.random.key(cases.KEY)), itertools.count(100)
-    subsets = [s for n in range(4) for s in itertools.combinations(names, n)]
-    for subset in subsets:
+    for subset in [s for n in range(4) for s in itertools.combinations(names, n)]:
         given = {name: np.full(8, next(key) if name in subset else -1) for name in names}
         before = state
         state, batch = made.admit(state, made.place(given))
@@ -176,9 +171,8 @@ def test_more_keys_than_rows_are_unseen_and_nobody_elses_row_changes():
     before = np.asarray(made.tables(state)["t"])
     state = made.update(state, batch, {"x": np.ones((8, 2), np.float32)})
     np.testing.assert_array_equal(made.tables(state)["t"], before - 1)
-    assert made.vocabularies.counters["t"] | {"evicted": 0} == {
-        "keys": 3, "admitted": 3, "evicted": 0, "expired": 0, "unseen": 5, "forgotten": 0,
-    }  # fmt: skip
+    counts = {"keys": 3, "admitted": 3, "evicted": 0, "expired": 0, "unseen": 5, "forgotten": 0}
+    assert made.vocabularies.counters["t"] | {"evicted": 0} == counts
 
 
 def test_an_empty_batch_is_a_step():

@@ -156,14 +156,11 @@ class Model:
         """Compare which keys came and went with the map; return how many were evicted."""
         last, now = self.engine.vocabularies.last["t"], self.oracles[0]
         gone = [key for key in before.row_of if key not in now.row_of]
-        expired = now.counters["expired"] - before.counters["expired"]
-        assert last.admitted.tolist() == new
-        assert last.step == now.step
-        assert last.expired.size == expired
-        assert last.evicted.size == now.counters["evicted"] - before.counters["evicted"]
+        assert (last.step, last.admitted.tolist()) == (now.step, new)
         assert sorted([*last.evicted.tolist(), *last.expired.tolist()]) == sorted(gone)
         assert all(before.last[before.row_of[k]] < now.step - 1 for k in last.expired.tolist())
-        assert last.unseen == now.counters["unseen"] - before.counters["unseen"]
+        counts = {"expired": last.expired.size, "evicted": last.evicted.size, "unseen": last.unseen}
+        assert counts == {n: now.counters[n] - before.counters[n] for n in counts}
         return last.evicted.size
 
     def check(self):

@@ -11,7 +11,6 @@ from living_cases import KEY, ids, mesh, on_host, simple, train_once
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine import logical_rows
 from tpu_embed.storage import HostRows
 
 FILES = """
@@ -161,7 +160,7 @@ def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(HostRows, "write", watched)
-        patched.setattr(logical_rows, "raise_on_all", refuse)
+        patched.setattr("tpu_embed.core.engine.logical_rows.raise_on_all", refuse)
         refused("disk gone", call, error=OSError)
     np.testing.assert_array_equal(read(), before)
     state = call()

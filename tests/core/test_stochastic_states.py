@@ -32,13 +32,16 @@ def gradients_of(keys, step):
     return np.array(numbers, np.float32)
 
 
+def admitted(made, state, keys=KEYS):
+    """Return a state and an admitted batch of six keys, padded to eight bags."""
+    return made.admit(state, made.place(np.append(keys, keys[:2])[:, None]))
+
+
 def train(made, state, steps, keys=KEYS):
-    """Train on all keys in each step, padded to eight bags."""
-    padded = np.concatenate([keys, keys[:1].repeat(8 - keys.size)])
+    """Train on all keys in each step."""
     for step in steps:
-        gradients = gradients_of(padded, step)
-        gradients[keys.size :] = 0
-        state, batch = made.admit(state, made.place(padded[:, None]))
+        state, batch = admitted(made, state, keys)
+        gradients = np.pad(gradients_of(keys, step), ((0, 2), (0, 0)))
         state = made.update_in_place(state, batch, gradients)
     return state
 
@@ -54,7 +57,7 @@ def expected_rows():
     made = keyed()
     state = made.init(jax.random.key(1))
     seed = seed_of(made, state)
-    state, _ = made.admit(state, made.place(np.concatenate([KEYS, KEYS[:2]])[:, None]))
+    state, _ = admitted(made, state)
     table = np.asarray(made.rows(state, "items", keys=KEYS)).astype(np.float32)
     for step in range(3):
         bits = oracle.random_bits(seed, "items", step + 1, KEYS[:, None], np.arange(4))
@@ -113,7 +116,7 @@ def test_a_table_of_keys_resumes_elsewhere(tmp_path, rounding):
     if rounding == "stochastic":
         state, key, first = train(made, state, range(2)), None, 2
     else:
-        state, _ = made.admit(state, made.place(np.concatenate([KEYS, KEYS[:2]])[:, None]))
+        state, _ = admitted(made, state)
     io.save(tmp_path / "saved", made, state)
     for home in HOMES if rounding == "nearest" else ["on the host"]:
         other = keyed(**HOMES[home])

@@ -58,6 +58,7 @@ CASES = [
     *(("feature", SEQUENCE, {name: value}) for name, value in SEQUENCE_CHANGES.items()),
     *(("engine", FEATURE, {name: value}) for name, value in OPTIONS.items()),
 ]
+NAMES = [f"{kind}-{''.join(change)}" for kind, _, change in CASES]
 SAME_BYTES = {"shard_axes", "stack_tables"}
 """Changes that leave everything as it is here."""
 
@@ -84,7 +85,7 @@ def test_every_field_is_changed_here():
 
 
 @pytest.mark.parametrize("devices", [1, 8, pytest.param(2, marks=pytest.mark.whole)])
-@pytest.mark.parametrize(("kind", "feature", "change"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "feature", "change"), CASES, ids=NAMES)
 @pytest.mark.quick(7)
 def test_whatever_place_reads_is_bound(kind, feature, change, devices, refused):
     one = engine(devices, feature=feature)

@@ -11,7 +11,6 @@ from jaxlib.mlir import ir
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, optimizers
-from tpu_embed._types import PADDING_ID
 from tpu_embed.core.exchange import route
 from tpu_embed.kernels import dispatch
 
@@ -25,7 +24,7 @@ KERNELS = {"native": contextlib.nullcontext, "reference": dispatch.reference_onl
 def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels):
     """In two sorts, where a number of 32 bits cannot hold row and block."""
     with jax.enable_x64(dtype == "int64"), KERNELS[kernels]():
-        rows = np.where(np.arange(N) % 5, np.arange(N) % 3, PADDING_ID).astype(dtype)
+        rows = np.where(np.arange(N) % 5, np.arange(N) % 3, -1).astype(dtype)
         rows[rows == 2] = num_rows - 1
         # The block of each id, as of two features that stand one after the other.
         blocks = (np.arange(N) % (N // 2) * BLOCKS // (N // 2)).astype(np.int32)

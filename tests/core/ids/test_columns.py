@@ -56,8 +56,7 @@ ONE_ID_EACH = {
 @pytest.mark.parametrize("column", ONE_ID_EACH.values(), ids=ONE_ID_EACH)
 def test_what_is_missing_from_a_column_is_padding(column):
     host = _host(column)
-    assert host.padded
-    assert host.ids.tolist() == [[[7]], [[-1]], [[5]]]
+    assert (host.padded, host.ids.tolist()) == (True, [[[7]], [[-1]], [[5]]])
     assert host.shape == _host(np.array([7, -1, 5])).shape  # so it runs the same program
 
 
@@ -209,8 +208,7 @@ def test_columns_through_an_engine():
     columns = {"one": pd.Series([3, None], dtype="UInt8"), "bag": pa.array([[1, None, 2], None])}
     arrays = {"one": np.array([3, -1]), "bag": np.array([[1, -1, 2], [-1, -1, -1]])}
     found, expected = (engine.lookup(state, engine.place(given)) for given in (columns, arrays))
-    for path in features:
-        np.testing.assert_array_equal(found[path], expected[path])
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert not jnp.any(found["one"][1])
     counted = batch_statistics(engine, columns)["items"]
     assert (counted["ids"], counted["unique"], counted["bad"]) == (3, 3, 0)

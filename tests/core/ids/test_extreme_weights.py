@@ -8,10 +8,8 @@ import numpy as np
 import oracle
 import pytest
 from facade_cases import mesh
-from flax import nnx
 
 import tpu_embed
-from tpu_embed import nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import serving_lookup
 from tpu_embed.kernels import dispatch
@@ -150,18 +148,6 @@ def test_embedding_lookup(combiner):
     np.testing.assert_allclose(found, activations(combiner), **TOLERANCE)
     np.testing.assert_allclose(slices.to_dense(), row_gradients(combiner), **TOLERANCE)
     check_weight_gradients(by_weights, combiner)
-
-
-@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-@pytest.mark.quick(1)
-def test_layer(combiner):
-    table = tpu_embed.TableConfig(V, D, combiner=combiner, optimizer=o.SGD(1.0))
-    bag = nn.EmbeddingBag(table, mesh=mesh(1), rngs=nnx.Rngs(0))
-    bag.load(ROWS)
-    loss = lambda bag: (GRADIENT * bag(IDS, WEIGHTS)).sum()  # noqa: E731
-    np.testing.assert_allclose(bag(IDS, WEIGHTS), activations(combiner), **TOLERANCE)
-    nn.fused_value_and_grad(loss)(bag)
-    check_rows(np.asarray(bag.embedding), combiner)
 
 
 def step(engine, state, weights):

@@ -3,22 +3,14 @@
 import collections
 import dataclasses
 import types
-from typing import NamedTuple
 
 import pytest
 
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.core.ids.structure import flatten
 
-
-class Pair(NamedTuple):
-    right: object
-    left: object
-
-
-class OtherPair(NamedTuple):
-    right: object
-    left: object
+Pair = collections.namedtuple("Pair", ["right", "left"])
+OtherPair = collections.namedtuple("OtherPair", ["right", "left"])
 
 
 @dataclasses.dataclass

@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, initializers
 from tpu_embed import optimizers as o
-from tpu_embed.core.state import init
 
 SIZES = {"item": 21, "shop": 3, "word": 10}
 NORMAL = jax.nn.initializers.normal(0.5)
@@ -71,7 +70,7 @@ def test_rows_tables_and_keys_differ():
 
 
 def test_many_chunks_are_one(monkeypatch):
-    monkeypatch.setattr(init, "CHUNK", 1)  # 64 rows at a time
+    monkeypatch.setattr("tpu_embed.core.state.init.CHUNK", 1)  # 64 rows at a time
     sizes = {"item": 200, "shop": 3}
     found = tables_of(make_engine(mesh(2), sizes=sizes))
     jax.tree.map(np.testing.assert_array_equal, found, row_by_row(sizes))
