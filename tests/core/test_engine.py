@@ -16,13 +16,15 @@ from tpu_embed import optimizers as o
 IDS = np.array([[0, 1, 1], [2, -1, -1]], np.int32)
 
 
-def _table(**options):
-    return tpu_embed.TableConfig(**{"vocabulary_size": 5, "dim": 2, "name": "t"} | options)
+def _engine(optimizer, devices=1, size=5, **options):
+    features = {"x": tpu_embed.FeatureConfig(tpu_embed.TableConfig(size, 2, name="t", **options))}
+    return tpu_embed.EmbeddingEngine(features, optimizer, mesh=mesh(devices))
 
 
-def _engine(optimizer, devices=1, feature=None, **options):
-    feature = feature or tpu_embed.FeatureConfig(_table(**options))
-    return tpu_embed.EmbeddingEngine({"x": feature}, optimizer, mesh=mesh(devices))
+def _started(*given, ids=IDS, **options):
+    """Return an engine, its first state and a batch."""
+    engine = _engine(*given, **options)
+    return engine, engine.init(jax.random.key(0)), engine.place({"x": ids})
 
 
 def _ones(engine, state, batch):
@@ -30,48 +32,42 @@ def _ones(engine, state, batch):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_batch_that_is_only_looked_up_has_the_same_activations_and_no_update(devices):
-    engine = _engine(o.SGD(0.1), devices)
-    state = engine.init(jax.random.key(0))
-    whole, lookup = engine.place({"x": IDS}), engine.place({"x": IDS}, training=False)
+def test_a_batch_that_is_only_looked_up_has_the_same_activations_and_no_update(devices, refused):
+    engine, state, whole = _started(o.SGD(0.1), devices)
+    lookup = engine.place({"x": IDS}, training=False)
     activations = engine.lookup(state, lookup)
     assert_same(activations, engine.lookup(state, whole))
-    with pytest.raises(ValueError, match="batch: expected a batch placed for an update"):
-        engine.update(state, lookup, activations)
+    said = "batch: expected a batch placed for an update"
+    refused(said, engine.update, state, lookup, activations)
     # One device sends the same ids for either; several leave out the order of the sums.
     assert (lookup.packed.size < whole.packed.size) == (devices > 1)
-    with pytest.raises(ValueError, match=r"BatchSpec\.union: expected specs of one engine"):
-        tpu_embed.BatchSpec.union(whole.spec, lookup.spec)
+    union = tpu_embed.BatchSpec.union
+    refused(r"BatchSpec\.union: expected specs of one engine", union, whole.spec, lookup.spec)
 
 
-class Rates:
-    """A learning rate that has another value at every call."""
-
-    def __init__(self, *values):
-        self.values = list(values)
-
-    def __call__(self):
-        return self.values.pop(0)
+def rates(*values):
+    """Return a learning rate that has another one of these values at every call."""
+    return iter(values).__next__
 
 
 def test_a_rate_without_arguments_is_read_at_every_eager_update():
-    rate = Rates(0.5, 0.25, 2.0)
-    engine = _engine(o.SGD(rate), initializer=jax.nn.initializers.zeros, combiner="sum")
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    options = {"initializer": jax.nn.initializers.zeros, "combiner": "sum"}
+    engine, state, batch = _started(o.SGD(rates(0.5, 0.25, 2.0)), **options)
     gradients = _ones(engine, state, batch)
     for total in (0.5, 0.75, 2.75):
         state = engine.update(state, batch, gradients)
         expected = np.array([-1, -2, -1, 0, 0]) * total
         np.testing.assert_array_equal(engine.tables(state)["t"][:, 0], expected)
     assert engine.compilations == {"lookup": 1, "update": 1}
-    assert rate.values == []
 
 
 def test_every_table_has_the_rate_of_its_own():
     zeros = jax.nn.initializers.zeros
     config = {
-        name: tpu_embed.FeatureConfig(_table(name=name, initializer=zeros, optimizer=o.SGD(rate)))
-        for name, rate in {"a": Rates(0.5), "b": 2.0, "c": Rates(0.25)}.items()
+        name: tpu_embed.FeatureConfig(
+            tpu_embed.TableConfig(5, 2, zeros, name=name, optimizer=o.SGD(rate))
+        )
+        for name, rate in {"a": rates(0.5), "b": 2.0, "c": rates(0.25)}.items()
     }
     engine = tpu_embed.EmbeddingEngine(config, mesh=mesh(1))
     state, batch = engine.init(jax.random.key(0)), engine.place(dict.fromkeys(config, IDS[:, 0]))
@@ -82,49 +78,40 @@ def test_every_table_has_the_rate_of_its_own():
 
 
 def test_inside_a_jit_its_value_is_an_operand():
-    engine = _engine(o.SGD(Rates(0.5, 0.25)), combiner="sum")
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    engine, state, batch = _started(o.SGD(rates(0.5, 0.25)), combiner="sum")
     before, gradients = np.asarray(engine.tables(state)["t"]), _ones(engine, state, batch)
 
-    @jax.jit
-    def step(state, rates):
-        return engine.update(state, batch, gradients, learning_rates=rates)
-
-    state = step(state, engine.learning_rates())
-    state = step(state, engine.learning_rates())
+    step = jax.jit(lambda s, rates: engine.update(s, batch, gradients, learning_rates=rates))
+    for _ in range(2):
+        state = step(state, engine.learning_rates())
     assert step._cache_size() == 1
     expected = before[2] - np.float32(0.5) - np.float32(0.25)
     assert_same(np.asarray(engine.tables(state)["t"])[2], expected)
 
 
-@pytest.mark.parametrize("value", [None, "a", [0.1, 0.2], np.ones((1,))])
-def test_a_callable_that_returns_no_number_is_refused(value):
-    engine = _engine(o.SGD(lambda: value))
-    with pytest.raises(ValueError, match=r"learning_rate .*: expected a call that returns a num"):
-        engine.learning_rates()
+def test_a_callable_that_returns_no_number_is_refused(refused):
+    for value in (None, "a", [0.1, 0.2], np.ones((1,))):
+        rates = _engine(o.SGD(lambda value=value: value)).learning_rates
+        refused(r"learning_rate .*: expected a call that returns a num", rates)
 
 
-def test_inside_a_jit_its_value_must_be_given():
-    engine = _engine(o.SGD(Rates()))
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+def test_inside_a_jit_its_value_must_be_given(refused):
+    engine, state, batch = _started(o.SGD(rates()))
     gradients = {"x": np.ones((2, 2), np.float32)}
     update, inside = engine.update, jax.jit(lambda given: engine.update(state, batch, given))
-    for call, got in (
-        (lambda: jax.jit(update)(state, batch, gradients), "None"),
-        (lambda: inside(gradients), "None"),
-        (lambda: update(state, batch, gradients, learning_rates=(0.1, 0.2)), "2"),
-        (lambda: update(state, batch, gradients, learning_rates=0.1), "0.1"),
-    ):
-        said = rf"learning_rates: expected 1 value\(s\), .*outside.*, got {got}; .*engine.learning"
-        with pytest.raises(ValueError, match=said):
-            call()
-    with pytest.raises(ValueError, match=r"learning_rates: expected 0 value\(s\)"):
-        _engine(o.SGD(0.1)).update(state, batch, gradients, learning_rates=(0.1,))
+    said = r"learning_rates: expected 1 value\(s\), .*outside.*, got {}; .*engine.learning"
+    refused(said.format(None), jax.jit(update), state, batch, gradients)
+    refused(said.format(None), inside, gradients)
+    for value, got in (((0.1, 0.2), "2"), (0.1, "0.1")):
+        refused(said.format(got), update, state, batch, gradients, learning_rates=value)
+    update, said = _engine(o.SGD(0.1)).update, r"learning_rates: expected 0 value\(s\)"
+    refused(said, update, state, batch, gradients, learning_rates=(0.1,))
 
 
 def test_a_gradient_that_is_none_moves_momentum():
-    engine = _engine(o.Momentum(1.0, momentum=0.5), initializer=jax.nn.initializers.zeros)
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS[:, 0]})
+    engine, state, batch = _started(
+        o.Momentum(1.0, momentum=0.5), initializer=jax.nn.initializers.zeros, ids=IDS[:, 0]
+    )
     state = engine.update(state, batch, {"x": np.ones((2, 2), np.float32)})
     said = "feature 'x': None is taken as zeros of shape \\(2, 2\\)"
     with pytest.warns(UserWarning, match=said) as found:
@@ -136,18 +123,16 @@ def test_a_gradient_that_is_none_moves_momentum():
     assert np.asarray(engine.slots(state)["t"]["momenta"])[0].tolist() == [0.25, 0.25]
 
 
-def test_gradients_of_another_shape_while_tracing():
-    engine = _engine(o.SGD(0.1))
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
-    with pytest.raises(ValueError, match=r"feature 'x': expected shape \(2, 2\), got \(2, 3\)"):
-        jax.jit(engine.update)(state, batch, {"x": np.ones((2, 3), np.float32)})
-    with pytest.raises(ValueError, match="activation_gradients: y is not among the features"):
-        jax.jit(engine.update)(state, batch, {"x": None, "y": None})
+def test_gradients_of_another_shape_while_tracing(refused):
+    engine, state, batch = _started(o.SGD(0.1))
+    update, wide = jax.jit(engine.update), {"x": np.ones((2, 3), np.float32)}
+    refused(r"feature 'x': expected shape \(2, 2\), got \(2, 3\)", update, state, batch, wide)
+    more = {"x": None, "y": None}
+    refused("activation_gradients: y is not among the features", update, state, batch, more)
 
 
 def test_an_update_in_place_is_an_update():
-    engine = _engine(o.Adagrad(0.5), devices=2)
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": np.tile(IDS, (4, 1))})
+    engine, state, batch = _started(o.Adagrad(0.5), devices=2, ids=np.tile(IDS, (4, 1)))
     gradients = _ones(engine, state, batch)
     expected = engine.update(state, batch, gradients)
     with pytest.raises(ValueError, match="feature 'x': expected shape"):
@@ -157,7 +142,7 @@ def test_an_update_in_place_is_an_update():
 
 
 def test_traced_ids_need_no_spec():
-    engine = _engine(o.SGD(0.5), devices=2, vocabulary_size=40)
+    engine = _engine(o.SGD(0.5), devices=2, size=40)
     state, features = engine.init(jax.random.key(0)), {"x": np.arange(8, dtype=np.int32)[:, None]}
     spec = engine.place(features).spec
     with pytest.warns(UserWarning, match="spec: ids traced inside a jit need no capacities"):
@@ -165,37 +150,27 @@ def test_traced_ids_need_no_spec():
     assert_same(found, engine.lookup(state, features))
 
 
-def test_a_call_inside_shard_map_is_refused():
-    engine = _engine(o.SGD(0.5), devices=2)
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
-
-    def inside(_):
-        return engine.lookup(state, batch)["x"]
-
-    spec = PartitionSpec("d")
-    mapped = jax.shard_map(inside, mesh=mesh(2), in_specs=spec, out_specs=spec)
-    with pytest.raises(ValueError, match="calls outside shard_map, got one inside, over the axes"):
-        mapped(jnp.zeros(2))
+def test_a_call_inside_shard_map_is_refused(refused):
+    engine, state, batch = _started(o.SGD(0.5), devices=2)
+    specs = {"in_specs": PartitionSpec("d"), "out_specs": PartitionSpec("d")}
+    mapped = jax.shard_map(lambda _: engine.lookup(state, batch)["x"], mesh=mesh(2), **specs)
+    refused("calls outside shard_map, got one inside, over the axes", mapped, jnp.zeros(2))
 
 
-def test_a_batch_of_another_engine_is_refused():
-    engine, state = _engine(o.SGD(0.5)), _engine(o.SGD(0.5)).init(jax.random.key(0))
-    batch = engine.place({"x": IDS})
-    others = [
+def test_a_batch_of_another_engine_is_refused(refused):
+    engine, state, batch = _started(o.SGD(0.5))
+    for other in (
         _engine(o.SGD(0.5), devices=2).place({"x": IDS}),
         jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch),
         dataclasses.replace(batch, packed=batch.packed[:, :-1]),
-    ]
-    for other in others:
-        with pytest.raises(ValueError, match="batch: expected a Batch of this engine's place"):
-            engine.lookup(state, other)
-    with pytest.raises(ValueError, match="weights and spec: expected None with a Batch"):
-        engine.lookup(state, batch, {"x": np.ones(IDS.shape, np.float32)})
+    ):
+        refused("batch: expected a Batch of this engine's place", engine.lookup, state, other)
+    weights = {"x": np.ones(IDS.shape, np.float32)}
+    refused("weights and spec: expected None with a Batch", engine.lookup, state, batch, weights)
 
 
-def test_placement_auto_must_be_resolved():
-    with pytest.raises(ValueError, match=r"table 't': placement: .* got 'auto'"):
-        _engine(o.SGD(0.5), placement="auto")
+def test_placement_auto_must_be_resolved(refused):
+    refused(r"table 't': placement: .* got 'auto'", _engine, o.SGD(0.5), placement="auto")
 
 
 def test_quantized_lookups():
@@ -244,42 +219,36 @@ OTHER_STATES = {
 
 
 @pytest.mark.parametrize("case", OTHER_STATES)
-def test_a_state_of_another_kind(case):
+def test_a_state_of_another_kind(case, refused):
     change, said = OTHER_STATES[case]
-    engine = _engine(o.SGD(0.1))
-    state, batch = engine.init(jax.random.key(0)), engine.place({"x": IDS})
+    engine, state, batch = _started(o.SGD(0.1))
     gradients = _ones(engine, state, batch)
     for call in (engine.update, engine.update_in_place):
-        with pytest.raises(ValueError, match=said):
-            call(change(state), batch, gradients)
-    with pytest.raises(ValueError, match=said):
-        engine.lookup(change(state), batch)
+        refused(said, call, change(state), batch, gradients)
+    refused(said, engine.lookup, change(state), batch)
 
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.quick(1)
-def test_what_was_donated_is_refused(devices):
+def test_what_was_donated_is_refused(devices, refused):
     engine = _engine(o.Adagrad(0.1), devices=devices)
     ids = np.zeros((8, 2), np.int32)
     batch, old = engine.place({"x": ids}), engine.init(jax.random.key(0))
     gradients = {"x": jax.numpy.ones((8, 2))}
     state = engine.update_in_place(old, batch, gradients)
-    calls = [
-        lambda: engine.lookup(old, batch),
-        lambda: engine.update(old, batch, gradients),
-        lambda: engine.update_in_place(old, batch, gradients),
-        lambda: engine.tables(old),
-        lambda: engine.slots(old),
-        lambda: engine.set_rows(old, "t", [0], [[1.0, 2.0]]),
-        lambda: engine.load_arrays(old, {"t": np.zeros((5, 2))}),
-    ]
-    for call in (engine.lookup, engine.update):  # warm: compiled and called before
-        call(state, batch, *([gradients] if call == engine.update else []))
-    for call in calls:
-        with pytest.raises(ValueError, match=r"stack 't@mod.*expected arrays that exist"):
-            call()
+    engine.lookup(state, batch)  # warm: compiled and called before
+    engine.update(state, batch, gradients)
+    for call, *given in (
+        (engine.lookup, batch),
+        (engine.update, batch, gradients),
+        (engine.update_in_place, batch, gradients),
+        (engine.tables,),
+        (engine.slots,),
+        (engine.set_rows, "t", [0], [[1.0, 2.0]]),
+        (engine.load_arrays, {"t": np.zeros((5, 2))}),
+    ):
+        refused(r"stack 't@mod.*expected arrays that exist", call, old, *given)
     jax.jit(lambda batch, gradients: (batch, gradients), donate_argnums=(0, 1))(batch, gradients)
-    with pytest.raises(ValueError, match=r"batch: expected arrays that exist"):
-        engine.lookup(state, batch)
+    refused(r"batch: expected arrays that exist", engine.lookup, state, batch)
     with pytest.raises(ValueError, match=r"gradient of feature 'x': expected arrays that exist"):
         engine.update(state, {"x": ids}, gradients)

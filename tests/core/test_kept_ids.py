@@ -18,48 +18,40 @@ B, H, L, V, D = 8, 7, 3, 20, 2
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("jagged", [False, True])
 def test_every_form_keeps_the_last_ids(devices, jagged):
-    rng = np.random.default_rng(0)
-    lengths = np.array([7, 0, 3, 5, 1, 4, 7, 2])
-    dense = np.where(np.arange(H) < lengths[:, None], rng.integers(0, V, (B, H)), -1)
+    """As if the batch had no others."""
+    rng, lengths = np.random.default_rng(0), np.array([7, 0, 3, 5, 1, 4, 7, 2])
+    filled = np.arange(H) < lengths[:, None]
+    dense = np.where(filled, rng.integers(0, V, (B, H)), -1)
     weights = rng.uniform(0.5, 2, (B, H)).astype(np.float32)
-    flat, scales = dense[dense >= 0], weights[dense >= 0]
-    splits = np.concatenate([[0], np.cumsum(lengths)])
-    forms = {
-        "dense": (dense, weights),
-        "sparse": (SparseIds(np.argwhere(dense >= 0), flat, (B, H), scales), None),
-        "ragged": (RaggedIds(flat, splits, scales), None),
-    }
-    table = TableConfig(V, D, name="t")
-    feature = FeatureConfig(table, L, jagged=jagged, keep="last")
-    engine = tpu_embed.EmbeddingEngine(feature, o.Adagrad(0.5), mesh=mesh(devices))
-    state = engine.init(jax.random.key(0))
-    values = np.asarray(engine.tables(state)["t"])
-    expected = np.zeros((B, L, D), np.float32)
-    for e, row in enumerate(dense):
-        kept = [(n, w) for n, w in zip(row, weights[e], strict=True) if n >= 0][-L:]
-        for position, (number, weight) in enumerate(kept):
-            expected[e, position] = values[number] * weight
+    flat, scales, splits = dense[filled], weights[filled], np.append(0, np.cumsum(lengths))
+    sparse = SparseIds(np.argwhere(filled), flat, (B, H), scales)
+    forms = [(dense, weights), (sparse, None), (RaggedIds(flat, splits, scales), None)]
+    # Columns from the first that is kept on; there are L of padding behind the last.
+    columns = np.maximum(lengths - L, 0)[:, None] + np.arange(L)
+    wide = [np.pad(x, ((0, 0), (0, L)), constant_values=-1) for x in (dense, weights)]
+    last = [np.take_along_axis(x, columns, axis=1) for x in wide]
     given = rng.normal(size=(B, L, D)).astype(np.float32)
+    table = TableConfig(V, D, name="t")
+    feature, plain = (FeatureConfig(table, L, jagged=jagged, keep=k) for k in ("last", "first"))
+    engine, other = (
+        tpu_embed.EmbeddingEngine(f, o.Adagrad(0.5), mesh=mesh(devices)) for f in (feature, plain)
+    )
+    state = engine.init(jax.random.key(0))
 
     def padded(found):
         return found.to_padded(L)[0] if jagged else found
 
-    def step(state, *ids):
-        found = engine.lookup(state, *ids)
-        gradients = given
+    def step(made, state, *ids):
+        found, gradients = made.lookup(state, *ids), given
         if jagged:
             width = found.values.shape[1]
             gradients = Jagged.from_padded(given, np.minimum(lengths, L), devices, width)
-        return padded(found), engine.tables(engine.update(state, ids[0], gradients, *ids[1:]))
+        return padded(found), made.tables(made.update(state, ids[0], gradients, *ids[1:]))
 
-    results = {name: step(state, engine.place(*pair)) for name, pair in forms.items()}
-    results["traced"] = jax.jit(step)(state, jnp.asarray(dense), jnp.asarray(weights))
-    for name, (found, tables) in results.items():
-        np.testing.assert_array_equal(found, expected, name)
-        np.testing.assert_array_equal(tables["t"], results["dense"][1]["t"], name)
-    # Rows of which no id is among the last L are not touched.
-    touched = np.unique([n for row in dense for n in row[row >= 0][-L:]])
-    changed = np.flatnonzero((np.asarray(results["dense"][1]["t"]) != values).any(axis=1))
-    assert changed.tolist() == touched.tolist()
-    served = serving_lookup({"t": values}, dense, feature, weights)
-    np.testing.assert_allclose(padded(served), expected, rtol=1e-6)
+    expected = step(other, state, other.place(*last))
+    found = [step(engine, state, engine.place(*pair)) for pair in forms]
+    in_jit = jax.jit(lambda *given: step(engine, *given))
+    for one in (*found, in_jit(state, jnp.asarray(dense), jnp.asarray(weights))):
+        jax.tree.map(np.testing.assert_array_equal, one, expected)
+    served = serving_lookup(engine.tables(state), dense, feature, weights)
+    np.testing.assert_allclose(padded(served), expected[0], rtol=1e-6)

@@ -41,21 +41,19 @@ def test_rows_are_the_oracles_step_by_step():
 def row_per_key(step, rows):
     """Return a batch in which each key is the number of a row of its own, and unseen ones none."""
 
-    def numbered(table, keys, unseen):
-        known = rows[table]
-        return np.array([known.get(int(k) % 2**64, unseen) for k in keys.reshape(-1)])
+    def numbered(table, keys, unseen=-1):
+        found = [rows[table].get(int(key) % 2**64, unseen) for key in keys.reshape(-1)]
+        return np.reshape(found, keys.shape)
 
     batch = cases.draw(step)
     bags, seen, one = batch["bags"], batch["seen"], batch["one"]
-    values = numbered("items", bags.values, -1)
+    values = numbered("items", bags.values)
     kept = values >= 0
-    row = np.repeat(np.arange(cases.SIZES["bags"]), np.diff(bags.row_splits))[kept]
-    counts = np.bincount(row, minlength=cases.SIZES["bags"])
-    padded = np.where(seen == -1, -1, numbered("items", seen, -1).reshape(seen.shape))
+    splits = np.append(0, np.cumsum(kept))[bags.row_splits]  # how many are kept before each bag
     return batch | {
-        "bags": RaggedIds(values[kept], np.append(0, np.cumsum(counts)), bags.weights[kept]),
+        "bags": RaggedIds(values[kept], splits, bags.weights[kept]),
         "one": np.where(one == -1, -1, numbered("tags", one, cases.TAGS - 1)),
-        "seen": padded,
+        "seen": np.where(seen == -1, -1, numbered("items", seen)),
     }
 
 
@@ -65,44 +63,36 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
     living = {f.table.name: f.table for f in features.values()}
     sizes = {"items": 200, "tags": 50, "users": 9}
     fixed = {
-        name: TableConfig(sizes[name], t.dim, name=name, combiner=t.combiner, optimizer=t.optimizer)
-        for name, t in living.items()
+        name: dataclasses.replace(table, vocabulary_size=sizes[name], vocabulary=None)
+        for name, table in living.items()
     }
     twin = cases.engine(
         features={
-            path: FeatureConfig(
-                fixed[f.table.name], max_sequence_length=f.max_sequence_length, on_bad_id="drop"
-            )
+            path: dataclasses.replace(f, table=fixed[f.table.name], on_bad_id="drop")
             for path, f in features.items()
         }
     )
     state, maps = twin.init(jax.random.key(cases.KEY)), cases.oracles()
     # The shared row is drawn by its number in a table of that size, as `init` draws it.
-    shared = np.asarray(
-        cases.engine().tables(cases.engine().init(jax.random.key(cases.KEY)))["tags"]
-    )[cases.TAGS - 1]
-    state = twin.set_rows(state, "tags", [cases.TAGS - 1], shared[None])
-    numbers = {"items": {}, "tags": {}}
-    next_row = {"items": 0, "tags": cases.TAGS}
+    made, found, _ = trained
+    shared = made.tables(made.init(jax.random.key(cases.KEY)))["tags"][cases.TAGS - 1]
+    state = twin.set_rows(state, "tags", [cases.TAGS - 1], np.asarray(shared)[None])
+    known, next_row = {}, {"items": 0, "tags": cases.TAGS}
     for step, activations in enumerate(trained[2]):
         for name, keys in cases.keys_in_order(cases.draw(step)).items():
-            _, new, _ = maps[name].take(keys)
-            for key, _ in new:
+            of = known.setdefault(name, {})
+            for key, _ in maps[name].take(keys)[1]:
                 # Each admission gets a row that nobody had before.
-                numbers[name][key] = next_row[name]
+                of[key] = next_row[name]
                 value = cases.initial_row(living[name], key)
                 state = twin.set_rows(state, name, [next_row[name]], value[None])
                 next_row[name] += 1
-        known = {
-            name: {k: r for k, r in of.items() if k in maps[name].row_of}
-            for name, of in numbers.items()
-        }
+            known[name] = {key: row for key, row in of.items() if key in maps[name].row_of}
         batch = twin.place(row_per_key(step, known))
         expected = twin.lookup(state, batch)
         jax.tree.map(np.testing.assert_array_equal, activations, expected)
         state = twin.update_in_place(state, batch, cases.gradients(expected, step))
     assert next_row["items"] > 30  # keys came back
-    made, found, _ = trained
     tables, slots = twin.tables(state), twin.slots(state)
     for name, of in known.items():
         arrays = {f"table {name}": tables[name]}
@@ -115,18 +105,15 @@ def test_values_are_those_of_a_table_with_a_row_per_key(trained):
 @pytest.mark.parametrize("devices", [1, 8, pytest.param(4, marks=pytest.mark.whole)])
 @pytest.mark.quick(1)
 def test_bits_are_the_same_on_other_devices_and_in_other_placements(trained, devices):
-    features, options = cases.configs(), {}
+    features = cases.configs()
     if devices == 4:
         placements = {"items": "div", "tags": "replicated", "users": "mod"}
         tables = {
-            name: dataclasses.replace(table, placement=placements[name])
-            for name, table in {f.table.name: f.table for f in features.values()}.items()
+            f.table: dataclasses.replace(f.table, placement=placements[f.table.name])
+            for f in features.values()
         }
-        features = {
-            n: dataclasses.replace(f, table=tables[f.table.name]) for n, f in features.items()
-        }
-        options["stack_tables"] = False
-    made = cases.engine(devices, features=features, **options)
+        features = {n: dataclasses.replace(f, table=tables[f.table]) for n, f in features.items()}
+    made = cases.engine(devices, features=features, stack_tables=devices != 4)
     state, seen = cases.train(made, made.init(jax.random.key(cases.KEY)), STEPS)
     cases.assert_same(cases.whole(made, state), trained[1])
     jax.tree.map(np.testing.assert_array_equal, seen, trained[2])
@@ -136,24 +123,19 @@ def test_work_is_in_place_and_few_programs_are_compiled():
     made = cases.engine(1)
     state, _ = cases.train(made, made.init(jax.random.key(cases.KEY)), 4)
     before = made.compilations
-    held = {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()}
-    old = state
+    old, held = state.tables, [table.unsafe_buffer_pointer() for table in state.tables.values()]
     state, _ = cases.train(made, state, 4, first=4)
     assert made.compilations == before
-    assert {name: table.unsafe_buffer_pointer() for name, table in state.tables.items()} == held
-    assert all(table.is_deleted() for table in old.tables.values())
+    assert [table.unsafe_buffer_pointer() for table in state.tables.values()] == held
+    assert all(table.is_deleted() for table in old.values())
 
 
 def test_admitting_compiles_a_program_per_stack_whichever_get_keys_together():
-    living = DynamicVocabulary()
-    names = {name: dim for dim, name in enumerate(("a", "b", "c"), 1)}
-    made = cases.engine(1, features={
-        name: FeatureConfig(TableConfig(40, dim, name=name, vocabulary=living))
-        for name, dim in names.items()
-    })  # fmt: skip
+    living, names = DynamicVocabulary(), "abc"
+    tables = [TableConfig(40, 1 + i, name=n, vocabulary=living) for i, n in enumerate(names)]
+    made = cases.engine(1, features={table.name: FeatureConfig(table) for table in tables})
     state, key = made.init(jax.random.key(cases.KEY)), itertools.count(100)
-    subsets = [s for n in range(4) for s in itertools.combinations(names, n)]
-    for subset in subsets:
+    for subset in [s for n in range(4) for s in itertools.combinations(names, n)]:
         given = {name: np.full(8, next(key) if name in subset else -1) for name in names}
         before = state
         state, batch = made.admit(state, made.place(given))
@@ -173,12 +155,10 @@ def test_every_64_bit_number_is_a_key_where_there_is_no_padding():
     state, batch = made.admit(state, batch)
     rows = made.lookup(state, batch)["x"]
     table = made.structure.tables[0]
-    for row, key in zip(rows, odd.tolist(), strict=True):
-        np.testing.assert_array_equal(row, cases.initial_row(table, key))
+    np.testing.assert_array_equal(rows, [cases.initial_row(table, key) for key in odd.tolist()])
     signed = made.place({"x": odd.view(np.int64)}, training=False)  # -1 is padding here
     np.testing.assert_array_equal(made.lookup(state, signed)["x"][2:], np.zeros((2, 2)))
-    flat = RaggedIds(odd.view(np.int64), [0, 1, 2, 3, 4])
-    flat = made.place({"x": flat}, training=False)
+    flat = made.place({"x": RaggedIds(odd.view(np.int64), [*range(5)])}, training=False)
     np.testing.assert_array_equal(made.lookup(state, flat)["x"], rows)
 
 
@@ -191,9 +171,8 @@ def test_more_keys_than_rows_are_unseen_and_nobody_elses_row_changes():
     before = np.asarray(made.tables(state)["t"])
     state = made.update(state, batch, {"x": np.ones((8, 2), np.float32)})
     np.testing.assert_array_equal(made.tables(state)["t"], before - 1)
-    assert made.vocabularies.counters["t"] | {"evicted": 0} == {
-        "keys": 3, "admitted": 3, "evicted": 0, "expired": 0, "unseen": 5, "forgotten": 0,
-    }  # fmt: skip
+    counts = {"keys": 3, "admitted": 3, "evicted": 0, "expired": 0, "unseen": 5, "forgotten": 0}
+    assert made.vocabularies.counters["t"] | {"evicted": 0} == counts
 
 
 def test_an_empty_batch_is_a_step():

@@ -40,9 +40,8 @@ def engine_of(case):
     table = TableConfig(CAPACITY, 2, name="t", vocabulary=DynamicVocabulary(**options))
     users = TableConfig(5, 2, name="users")
     features = {"x": FeatureConfig(table), "user": FeatureConfig(users)}
-    return tpu_embed.EmbeddingEngine(
-        features, o.Adagrad(RATE), mesh=mesh(devices), lookahead=lookahead
-    )
+    options = {"mesh": mesh(devices), "lookahead": lookahead}
+    return tpu_embed.EmbeddingEngine(features, o.Adagrad(RATE), **options)
 
 
 class Model:
@@ -51,13 +50,12 @@ class Model:
     def __init__(self, case, seed):
         self.rng, self.engine = np.random.default_rng(seed), engine_of(case)
         _, options, self.lookahead = CASES[case]
-        self.shared = options.get("unseen") == "shared"
-        options = {k: v for k, v in options.items() if k != "unseen"}
+        options = {"waiting": 4 * CAPACITY, "lookahead": self.lookahead} | options
+        rows = CAPACITY - (options.pop("unseen", None) == "shared")
         self.state = self.engine.init(jax.random.key(KEY))
         self.engine.vocabularies.rewind(self.state)
-        rows = CAPACITY - self.shared
-        oracle = VocabularyOracle(rows, waiting=4 * CAPACITY, lookahead=self.lookahead, **options)
-        self.oracles = [oracle]  # after the admitted step, and after each that was placed since
+        # After the admitted step, and after each that was placed since.
+        self.oracles = [VocabularyOracle(rows, **options)]
         self.values, self.sums = {}, {}  # by key
         self.placed, self.admitted = collections.deque(), collections.deque()
         self.counts = collections.Counter()
@@ -78,8 +76,7 @@ class Model:
             self.state, batch = self.engine.admit(self.state, batch)
             before = self.oracles.pop(0)
             self.begin(new)
-            had = {key for key in keys if key in self.oracles[0].row_of}
-            counts = collections.Counter(key for key in keys if key in had)
+            counts = collections.Counter(key for key in keys if key in self.oracles[0].row_of)
             self.admitted.append((self.oracles[0].step, batch, counts))
             self.check_last(before, new)
 
@@ -132,19 +129,16 @@ class Model:
             self.refused(given, f"at most {keys.size - enough} of these keys")
             return
         before, self.oracles = self.oracles[0], [after]
-        old, old_arrays = (
-            self.state,
-            jax.tree.map(np.asarray, (self.state.tables, self.state.slots)),
-        )
+        old = self.state.tables, self.state.slots
+        held = jax.tree.map(np.array, old)
         self.state = given()
-        jax.tree.map(np.testing.assert_array_equal, (old.tables, old.slots), old_arrays)
+        jax.tree.map(np.testing.assert_array_equal, old, held)
         self.begin([key for key, _ in new])
         for key, row in zip(keys.tolist(), values, strict=True):
             (self.values if slot is None else self.sums)[key] = row
-        self.counts["set"] += 1
-        self.counts["new"] += len(new)
-        self.counts["known"] += keys.size - len(new)
-        self.counts["evicting"] += self.check_last(before, [key for key, _ in new])
+        evicted = self.check_last(before, [key for key, _ in new])
+        known = keys.size - len(new)
+        self.counts.update({"set": 1, "new": len(new), "known": known, "evicting": evicted})
 
     def load(self, state, name, values, keys, slot):
         cut = len(keys) // 2
@@ -162,14 +156,11 @@ class Model:
         """Compare which keys came and went with the map; return how many were evicted."""
         last, now = self.engine.vocabularies.last["t"], self.oracles[0]
         gone = [key for key in before.row_of if key not in now.row_of]
-        expired = now.counters["expired"] - before.counters["expired"]
-        assert last.admitted.tolist() == new
-        assert last.step == now.step
-        assert last.expired.size == expired
-        assert last.evicted.size == now.counters["evicted"] - before.counters["evicted"]
+        assert (last.step, last.admitted.tolist()) == (now.step, new)
         assert sorted([*last.evicted.tolist(), *last.expired.tolist()]) == sorted(gone)
         assert all(before.last[before.row_of[k]] < now.step - 1 for k in last.expired.tolist())
-        assert last.unseen == now.counters["unseen"] - before.counters["unseen"]
+        counts = {"expired": last.expired.size, "evicted": last.evicted.size, "unseen": last.unseen}
+        assert counts == {n: now.counters[n] - before.counters[n] for n in counts}
         return last.evicted.size
 
     def check(self):

@@ -11,7 +11,6 @@ from living_cases import KEY, ids, mesh, on_host, simple, train_once
 import tpu_embed
 from tpu_embed import FeatureConfig, HostStorage, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.engine import logical_rows
 from tpu_embed.storage import HostRows
 
 FILES = """
@@ -25,9 +24,12 @@ STRIDES = [17, pytest.param(1, marks=pytest.mark.whole)]
 VALUES = np.array([[5.0, 6], [7, 8]], np.float32)
 
 
-def features(storage):
-    drawn = jax.nn.initializers.normal()
-    return FeatureConfig(TableConfig(ROWS, 2, drawn, name="items", storage=storage))
+def by_id():
+    """Return an engine of a table of ids on the host, and its first state."""
+    drawn, storage = jax.nn.initializers.normal(), HostStorage(device_rows=6)
+    feature = FeatureConfig(TableConfig(ROWS, 2, drawn, name="items", storage=storage))
+    made = tpu_embed.EmbeddingEngine(feature, o.Adagrad(0.5), mesh=mesh(1), lookahead=0)
+    return made, made.init(jax.random.key(0))
 
 
 def is_in_set_rows(code):
@@ -63,12 +65,11 @@ def content(made, state):
 
 
 @pytest.mark.parametrize("stride", STRIDES)
-@pytest.mark.parametrize("where", ["on the devices", "on the host"])
-def test_of_keys(where, stride):
+@pytest.mark.parametrize("make", [simple, on_host])
+def test_of_keys(make, stride):
     """If the step is admitted, its state is lost, because it was not returned."""
-    make = {"on the devices": lambda: simple(capacity=4), "on the host": lambda: on_host(4)}[where]
-    made, first = make()
-    expected, undone = {}, 0
+    made, first = make(4)
+    undone = []
 
     def begin():
         made.vocabularies.rewind(first)
@@ -81,31 +82,25 @@ def test_of_keys(where, stride):
         return made.set_rows(state, "t", keys=[2, 9], values=VALUES)
 
     def check(state, before, admitted):
-        nonlocal undone
         maps = made.vocabularies
         assert maps.placed == maps.admitted
         if maps.admitted == admitted:
-            undone += 1
+            undone.append(state)
             jax.tree.map(np.testing.assert_array_equal, content(made, state), before)
             state = call(state)
-            jax.tree.map(np.testing.assert_array_equal, content(made, state), expected["after"])
+            jax.tree.map(np.testing.assert_array_equal, content(made, state), after)
             made.place(ids(1, 2))  # no turn is left behind that it would wait for
 
-    state, *_ = begin()
-    expected["after"] = content(made, call(state))
+    after = content(made, call(*begin()))
     sweep(stride, begin, call, check)
-    assert undone > 3
+    assert len(undone) > 3
 
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_of_ids_on_the_host(stride):
     """Some of the rows are on the devices, some at home, and some were never touched."""
-    made = tpu_embed.EmbeddingEngine(
-        features(HostStorage(device_rows=6)), o.Adagrad(0.5), mesh=mesh(1), lookahead=0
-    )
-    first = made.init(jax.random.key(0))
-    given = np.array([1, 5, 9])
-    values = np.arange(1.0, 7).reshape(3, 2)
+    made, first = by_id()
+    given, values, lost = [1, 5, 9], np.arange(1.0, 7).reshape(3, 2), []
 
     def rows(state):
         return [made.rows(state, "items", np.arange(ROWS), slot=s) for s in (None, "accumulators")]
@@ -131,34 +126,27 @@ def test_of_ids_on_the_host(stride):
         expected[given] = values
         np.testing.assert_array_equal(rows(state)[0], expected)
 
-    lost = []
     sweep(stride, begin, call, check)
     # Only on the way out of the call, when all is written, is a state lost that was not returned.
     assert len(lost) <= 2
 
 
 @pytest.mark.parametrize("keyed", [False, True])
-def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monkeypatch):
+def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monkeypatch, refused):
     """The error of another process comes after the rows of this one were written."""
+    made, state = on_host(4) if keyed else by_id()
+    rows, keys = (None, [1, 2, 3]) if keyed else ([1, 2, 3], None)
     if keyed:
-        made, state = on_host(capacity=4)
         state = train_once(made, train_once(made, state, 1, 2), 3, 4)
-        what = {"keys": [1, 2, 3]}
-    else:
-        storage = HostStorage(device_rows=6)
-        made = tpu_embed.EmbeddingEngine(features(storage), o.SGD(0.5), mesh=mesh(1))
-        state = made.init(jax.random.key(0))
-        what = {"ids": [1, 2, 3]}
     (name,) = made.table_configs
 
     def read():
-        return made.rows(state, name, **what)
+        return made.rows(state, name, rows, keys=keys)
 
     def call():
-        rows = what.get("ids")
-        return made.set_rows(state, name, rows, np.ones((3, 2)), keys=what.get("keys"))
+        return made.set_rows(state, name, rows, np.ones((3, 2)), keys=keys)
 
-    before, written = read(), []
+    before, written, write = read(), [], HostRows.write
 
     def refuse(what, path, function):
         found, count = function(), len(written)
@@ -166,17 +154,14 @@ def test_what_is_written_at_home_is_undone_if_another_process_fails(keyed, monke
             raise OSError("process 1 failed: disk gone")
         return found
 
-    write = HostRows.write
-
     def watched(*given):
         write(*given)
         written.append(1)
 
     with monkeypatch.context() as patched:
         patched.setattr(HostRows, "write", watched)
-        patched.setattr(logical_rows, "raise_on_all", refuse)
-        with pytest.raises(OSError, match="disk gone"):
-            call()
+        patched.setattr("tpu_embed.core.engine.logical_rows.raise_on_all", refuse)
+        refused("disk gone", call, error=OSError)
     np.testing.assert_array_equal(read(), before)
     state = call()
     np.testing.assert_array_equal(read(), np.ones((3, 2)))

@@ -17,21 +17,24 @@ def make_engine(dtype="float32"):
     return EmbeddingEngine(features, mesh=mesh(2))
 
 
-@pytest.mark.parametrize("odd", ["strided", "reversed", "broadcast", "in a record", "big-endian"])
-def test_ids_and_weights_may_lie_anywhere_in_memory(odd):
+def in_a_record(array):
+    record = np.zeros(array.shape, [("odd", "i1"), ("one", array.dtype)])
+    record["one"] = array
+    return record["one"]
+
+
+LAID = {
+    "strided": lambda array: np.stack([array, array], axis=1)[:, 0],
+    "reversed": lambda array: array[::-1].copy()[::-1],
+    "broadcast": lambda array: np.broadcast_to(array[0], array.shape),
+    "in a record": in_a_record,
+    "big-endian": lambda array: array.astype(array.dtype.newbyteorder(">")),
+}
+
+
+@pytest.mark.parametrize("laid", LAID.values(), ids=LAID)
+def test_ids_and_weights_may_lie_anywhere_in_memory(laid):
     """The compiled loops read contiguous arrays, which a column of a matrix is not."""
-
-    def laid(array):
-        record = np.zeros(array.shape, [("odd", "i1"), ("one", array.dtype)])
-        record["one"] = array
-        return {
-            "strided": np.stack([array, array], axis=1)[:, 0],
-            "reversed": array[::-1].copy()[::-1],
-            "broadcast": np.broadcast_to(array[0], array.shape),
-            "in a record": record["one"],
-            "big-endian": array.astype(array.dtype.newbyteorder(">")),
-        }[odd]
-
     engine, rng = make_engine(), np.random.default_rng(0)
     indices = np.argwhere(rng.random((B, H)) < 0.5)
     splits = np.searchsorted(indices[:, 0], np.arange(B + 1))

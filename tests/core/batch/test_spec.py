@@ -33,25 +33,15 @@ def test_there_are_eight_buckets_an_octave():
     assert len({bucket(n) for n in range(1025, 2049)}) == 8
 
 
-def form(width=3, **options):
-    return FeatureShape(
-        **{"batch": B, "inner": (), "combines": True, "weighted": False} | options, width=width
-    )
+def form(width=3, batch=B, inner=(), combines=True, weighted=False):
+    return FeatureShape(batch, inner, combines, width, weighted)
 
 
 CAPACITIES = ("ids", "row_capacity", "partials", "merged")
 WIDTHS = st.none() | st.integers(0, 5)
 STACKS = st.builds(StackSpec, st.just((0, 1)), *[st.integers(0, 50)] * 4)
-SPECS = st.builds(
-    lambda widths, weighted, stack: BatchSpec(
-        2,
-        tuple(form(width, weighted=w) for width, w in zip(widths, weighted, strict=True)),
-        (stack,),
-    ),
-    st.tuples(WIDTHS, WIDTHS),
-    st.tuples(st.booleans(), st.booleans()),
-    STACKS,
-)
+FORMS = st.builds(form, WIDTHS, weighted=st.booleans())
+SPECS = st.builds(BatchSpec, st.just(2), st.tuples(FORMS, FORMS), st.tuples(STACKS))
 
 
 @given(SPECS, SPECS, SPECS)
@@ -69,22 +59,20 @@ def test_union_is_a_least_upper_bound(a, b, c):
 BASE = BatchSpec(2, (form(),), (StackSpec((0,), 4, 2, 2),))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"replicas": 4}, "specs of one engine"),
-        ({"feature_shapes": ()}, "specs of one engine"),
-        ({"stacks": (StackSpec((1,), 4, 2, 2),)}, "specs of one engine"),
-        ({"feature_shapes": (form(batch=16),)}, r"feature 0: expected batch 8"),
-        ({"feature_shapes": (form(inner=(2,)),)}, r"activation shape \(\)"),
-        ({"feature_shapes": (form(combines=False),)}, "combined True"),
-    ],
-)
-def test_specs_that_have_no_union(change, says):
-    with pytest.raises(ValueError, match=says):
-        BatchSpec.union(BASE, dataclasses.replace(BASE, **change))
-    with pytest.raises(ValueError, match="at least one spec"):
-        BatchSpec.union()
+OTHER_SPECS = [
+    ({"replicas": 4}, "specs of one engine"),
+    ({"feature_shapes": ()}, "specs of one engine"),
+    ({"stacks": (StackSpec((1,), 4, 2, 2),)}, "specs of one engine"),
+    ({"feature_shapes": (form(batch=16),)}, r"feature 0: expected batch 8"),
+    ({"feature_shapes": (form(inner=(2,)),)}, r"activation shape \(\)"),
+    ({"feature_shapes": (form(combines=False),)}, "combined True"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), OTHER_SPECS)
+def test_specs_that_have_no_union(change, says, refused):
+    refused(says, BatchSpec.union, BASE, dataclasses.replace(BASE, **change))
+    refused("at least one spec", BatchSpec.union)
 
 
 # -- placing -------------------------------------------------------------------------------------
@@ -103,21 +91,22 @@ def draw(rng, longest=6):
 
 def test_a_given_spec_is_the_exact_shape():
     engine, rng = make_engine(), np.random.default_rng(0)
-    specs = [engine.place(draw(rng)).spec for _ in range(5)]
-    spec = BatchSpec.union(*specs)
-    assert engine.place(draw(rng, longest=2), spec=spec).spec == spec
-    shapes = {engine.place(draw(rng, longest=3), spec=spec).packed.shape for _ in range(5)}
-    assert len(shapes) == 1
+    spec = BatchSpec.union(*(engine.place(draw(rng)).spec for _ in range(5)))
+    batches = [engine.place(draw(rng, longest=2), spec=spec) for _ in range(5)]
+    assert {(one.spec, one.packed.shape) for one in batches} == {(spec, batches[0].packed.shape)}
+
+
+def with_sizes(spec, **sizes):
+    """Return a spec whose first stack has other capacities."""
+    first, *others = spec.stacks
+    return dataclasses.replace(spec, stacks=(dataclasses.replace(first, **sizes), *others))
 
 
 @pytest.mark.parametrize("field", CAPACITIES)
 def test_a_batch_that_does_not_fit_says_which_spec_does(field):
     engine, rng = make_engine(), np.random.default_rng(0)
     ids = draw(rng)
-    spec = engine.place(ids).spec
-    small = dataclasses.replace(
-        spec, stacks=(dataclasses.replace(spec.stacks[0], **{field: 1}), *spec.stacks[1:])
-    )
+    small = with_sizes(engine.place(ids).spec, **{field: 1})
     with pytest.raises(ValueError, match=r"spec: expected one that the batch fits") as error:
         engine.place(ids, spec=small)
     names = {kind.__name__: kind for kind in (BatchSpec, StackSpec, FeatureShape)}
@@ -126,17 +115,8 @@ def test_a_batch_that_does_not_fit_says_which_spec_does(field):
     assert engine.place(ids, spec=fitting).spec == fitting
 
 
-def fits(engine, ids, spec, **sizes):
-    stacks = (dataclasses.replace(spec.stacks[0], **sizes), *spec.stacks[1:])
-    try:
-        engine.place(ids, spec=dataclasses.replace(spec, stacks=stacks))
-    except ValueError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("devices", [2, 8])
-def test_capacities_are_the_exact_maxima(devices):
+def test_capacities_are_the_exact_maxima(devices, refused):
     """The most distinct rows, and partial sums, that a device has for a shard."""
     engine, rng = make_engine(devices), np.random.default_rng(0)
     for _ in range(5):
@@ -147,26 +127,26 @@ def test_capacities_are_the_exact_maxima(devices):
             found[example * devices // B, number % devices].add((number, example))
         rows = max(len({number for number, _ in some}) for some in found.values())
         partials = max(map(len, found.values()))
-        for field, least in {"row_capacity": rows, "partials": partials}.items():
-            assert fits(engine, ids, engine.place(ids).spec, **{field: least})
-            assert not fits(engine, ids, engine.place(ids).spec, **{field: least - 1})
+        spec = engine.place(ids).spec
+        engine.place(ids, spec=with_sizes(spec, row_capacity=rows, partials=partials))
+        for small in ({"row_capacity": rows - 1}, {"partials": partials - 1}):
+            refused("spec: expected one", engine.place, ids, spec=with_sizes(spec, **small))
 
 
-def test_a_wider_bag_does_not_fit():
+def test_a_wider_bag_does_not_fit(refused):
     engine = make_engine()
     ids = {"x": np.zeros((B, 2), int), "y": np.zeros((B, 2), int)}
     spec = engine.place(ids).spec
     assert engine.place(ids | {"x": np.zeros((B, 1), int)}, spec=spec).spec == spec
-    wider = ids | {"x": np.zeros((B, 3), int)}, None
-    for features, weights in (wider, (ids, {"x": np.ones((B, 2), np.float32), "y": None})):
-        with pytest.raises(ValueError, match="spec: expected one that the batch fits"):
-            engine.place(features, weights, spec=spec)
+    wider = ids | {"x": np.zeros((B, 3), int)}
+    weights = {"x": np.ones((B, 2), np.float32), "y": None}
+    refused("spec: expected one that the batch fits", engine.place, wider, spec=spec)
+    refused("spec: expected one that the batch fits", engine.place, ids, weights, spec=spec)
 
 
 def test_without_a_spec_the_union_of_small_batches_grows_and_never_shrinks():
     """`test_rooms.py` has the large ones."""
-    engine, rng = make_engine(), np.random.default_rng(0)
-    seen = []
+    engine, rng, seen = make_engine(), np.random.default_rng(0), []
     for longest in (2, 6, 3, 9, 1, 9):
         seen.append(engine.place(draw(rng, longest)).spec)
         assert BatchSpec.union(*seen) == seen[-1]
@@ -180,14 +160,11 @@ def test_new_exchange_capacities_find_the_ids_packed_as_the_spec_says():
     """The second batch fits the ids of the first, but not its rows: placing it grows the union."""
     engine = make_engine()
     state = engine.init(jax.random.key(0))
-    shops = np.zeros((B, 1), int)
-    same = RaggedIds.from_lists([[5] * 10] * B)
-    different = RaggedIds.from_lists([list(range(10 * i, 10 * i + 12)) for i in range(B)])
-    for ids in (same, different, same):
-        batch = engine.place({"x": ids, "y": shops})
-        found = engine.lookup(state, batch)
-        alone = make_engine().place({"x": ids, "y": shops})
-        np.testing.assert_array_equal(found["x"], engine.lookup(state, alone)["x"])
+    same, different = [[5] * 10] * B, [[*range(10 * i, 10 * i + 12)] for i in range(B)]
+    for bags in (same, different, same):
+        ids = {"x": RaggedIds.from_lists(bags), "y": np.zeros((B, 1), int)}
+        found, alone = (engine.lookup(state, e.place(ids)) for e in (engine, make_engine()))
+        np.testing.assert_array_equal(found["x"], alone["x"])
 
 
 def test_a_stream_of_batches_compiles_a_few_times():

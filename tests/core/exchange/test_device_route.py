@@ -11,7 +11,6 @@ from jaxlib.mlir import ir
 
 import tpu_embed
 from tpu_embed import FeatureConfig, TableConfig, optimizers
-from tpu_embed._types import PADDING_ID
 from tpu_embed.core.exchange import route
 from tpu_embed.kernels import dispatch
 
@@ -25,7 +24,7 @@ KERNELS = {"native": contextlib.nullcontext, "reference": dispatch.reference_onl
 def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels):
     """In two sorts, where a number of 32 bits cannot hold row and block."""
     with jax.enable_x64(dtype == "int64"), KERNELS[kernels]():
-        rows = np.where(np.arange(N) % 5, np.arange(N) % 3, PADDING_ID).astype(dtype)
+        rows = np.where(np.arange(N) % 5, np.arange(N) % 3, -1).astype(dtype)
         rows[rows == 2] = num_rows - 1
         # The block of each id, as of two features that stand one after the other.
         blocks = (np.arange(N) % (N // 2) * BLOCKS // (N // 2)).astype(np.int32)
@@ -39,18 +38,23 @@ def test_ids_are_sorted_as_on_the_host(num_rows, dtype, kernels):
         assert (found[0][order.size :] == num_rows).all()
 
 
+WAYS = {
+    "shards": (4000, "mod"),
+    "uneven blocks": (4000, "mod"),
+    "psum": (20, "replicated"),
+    "copies": (4000, "replicated"),
+}
+
+
 def step_of(way):
     """Return a training step of traced ids on 4 devices, and the shapes of its arguments."""
-    placement = "replicated" if way in ("psum", "copies") else "mod"
-    table = TableConfig(
-        20 if way == "psum" else 4000, 8, combiner="sum", name="t", placement=placement
-    )
+    size, placement = WAYS[way]
+    table = TableConfig(size, 8, combiner="sum", name="t", placement=placement)
     features = {"a": FeatureConfig(table), "b": FeatureConfig(table)}
     engine = tpu_embed.EmbeddingEngine(features, optimizers.Adagrad(0.1), mesh=mesh(4))
     rng = np.random.default_rng(0)
     batch = 36 if way == "uneven blocks" else 32
-    ids = {name: rng.integers(-1, table.vocabulary_size, (batch, 6)) for name in features}
-    ids = {name: one.astype(np.int32) for name, one in ids.items()}
+    ids = {name: rng.integers(-1, size, (batch, 6)).astype(np.int32) for name in features}
     weights = {name: rng.random(one.shape, np.float32) for name, one in ids.items()}
 
     def step(state, ids, weights):
@@ -76,7 +80,7 @@ def indexed(module):
     return found
 
 
-@pytest.mark.parametrize("way", ["shards", "uneven blocks", "psum", "copies"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.quick(3)
 def test_a_tpu_indexes_no_array_of_single_numbers(way):
     step, arguments = step_of(way)

@@ -8,10 +8,8 @@ import numpy as np
 import oracle
 import pytest
 from facade_cases import mesh
-from flax import nnx
 
 import tpu_embed
-from tpu_embed import nn
 from tpu_embed import optimizers as o
 from tpu_embed.io import serving_lookup
 from tpu_embed.kernels import dispatch
@@ -29,22 +27,27 @@ V = B * H
 ROWS = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 GRADIENT = np.random.default_rng(1).uniform(-0.2, 0.2, (B, D)).astype(np.float32)
 COMBINERS = ("mean", "sqrtn", "sum")
-SUMMED = np.clip(WEIGHTS, -1e36, 1e36)
-"""Weights of bags that are summed: 1e38 w itself is more than float32 holds."""
+
 # Products, sums and a quotient of numbers near 1, rounded by 2^-24 each.
 TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
 
 
-def weights_of(combiner):
-    return SUMMED if combiner == "sum" else WEIGHTS
+EVERY = {"mean": WEIGHTS, "sqrtn": WEIGHTS, "sum": np.clip(WEIGHTS, -1e36, 1e36)}
+"""Weights by combiner; of bags that are summed 1e38 w itself is more than float32 holds."""
 
 
 def gains(combiner):
-    return np.array([oracle.gains(bag, combiner) for bag in weights_of(combiner).tolist()])
+    return np.array([oracle.gains(bag, combiner) for bag in EVERY[combiner].tolist()])
 
 
 def activations(combiner):
     return np.einsum("bh,bhd->bd", gains(combiner), ROWS[IDS].astype(np.float64))
+
+
+def check(found):
+    """Compare the activations of every combiner."""
+    for combiner in COMBINERS:
+        np.testing.assert_allclose(found[combiner], activations(combiner), **TOLERANCE)
 
 
 def row_gradients(combiner):
@@ -54,7 +57,7 @@ def row_gradients(combiner):
 
 def weight_gradients(combiner):
     """Return the derivatives of Σ g a by the weights, `[B, H]`; zeros where the gains are."""
-    c, rows = weights_of(combiner).astype(np.float64), ROWS[IDS].astype(np.float64)
+    c, rows = EVERY[combiner].astype(np.float64), ROWS[IDS].astype(np.float64)
     by_row = np.einsum("bd,bhd->bh", GRADIENT, rows)
     if combiner == "sum":
         return by_row
@@ -67,7 +70,7 @@ def weight_gradients(combiner):
 
 def check_weight_gradients(found, combiner):
     """Compare in units of the largest weight of each bag; what is below `TINY` may be zero."""
-    expected, size = weight_gradients(combiner), np.abs(weights_of(combiner)).max(1, keepdims=True)
+    expected, size = weight_gradients(combiner), np.abs(EVERY[combiner]).max(1, keepdims=True)
     size = 1 if combiner == "sum" else np.where(size == 0, 1, size)
     allowed = np.maximum(1e-5 / size, TINY) + 1e-4 * np.abs(expected)
     assert np.isfinite(found).all()
@@ -102,14 +105,10 @@ def test_engine(devices, kernels, monkeypatch):
         pytest.skip("compiled library: not built")
     monkeypatch.setenv(dispatch.VARIABLE, kernels)
     engine, state = engine_of(devices, kernels)
-    ids, weights = dict.fromkeys(COMBINERS, IDS), {c: weights_of(c) for c in COMBINERS}
-    batch = engine.place(ids, weights)
-    found = engine.lookup(state, batch)
-    new = engine.tables(engine.update(state, batch, dict.fromkeys(COMBINERS, GRADIENT)))
+    found, tables = step(engine, state, EVERY)
+    check(found)
     for combiner in COMBINERS:
-        expected = activations(combiner)
-        np.testing.assert_allclose(found[combiner], expected, **TOLERANCE)
-        check_rows(np.asarray(new[combiner]), combiner)
+        check_rows(tables[combiner], combiner)
 
 
 def test_weights_inside_a_jit_and_their_gradients():
@@ -124,17 +123,15 @@ def test_weights_inside_a_jit_and_their_gradients():
 
         return jax.grad(loss, has_aux=True)(weights)
 
-    by_weights, found = both({c: jnp.asarray(weights_of(c)) for c in COMBINERS})
+    by_weights, found = both(jax.tree.map(jnp.asarray, EVERY))
+    check(found)
     for combiner in COMBINERS:
-        np.testing.assert_allclose(found[combiner], activations(combiner), **TOLERANCE)
         check_weight_gradients(by_weights[combiner], combiner)
 
 
 def test_serving_lookup():
-    weights, ids = {c: weights_of(c) for c in COMBINERS}, dict.fromkeys(COMBINERS, IDS)
-    found = serving_lookup(dict.fromkeys(COMBINERS, ROWS), ids, features_of(), weights)
-    for combiner in COMBINERS:
-        np.testing.assert_allclose(found[combiner], activations(combiner), **TOLERANCE)
+    ids = dict.fromkeys(COMBINERS, IDS)
+    check(serving_lookup(dict.fromkeys(COMBINERS, ROWS), ids, features_of(), EVERY))
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)
@@ -147,28 +144,15 @@ def test_embedding_lookup(combiner):
 
         return tpu_embed.sparse_value_and_grad(loss, argnums=(0, 1), has_aux=True)(table, weights)
 
-    (_, found), (slices, by_weights) = both(ROWS, weights_of(combiner))
+    (_, found), (slices, by_weights) = both(ROWS, EVERY[combiner])
     np.testing.assert_allclose(found, activations(combiner), **TOLERANCE)
     np.testing.assert_allclose(slices.to_dense(), row_gradients(combiner), **TOLERANCE)
     check_weight_gradients(by_weights, combiner)
 
 
-@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
-@pytest.mark.quick(1)
-def test_layer(combiner):
-    table = tpu_embed.TableConfig(V, D, combiner=combiner, optimizer=o.SGD(1.0))
-    bag = nn.EmbeddingBag(table, mesh=mesh(1), rngs=nnx.Rngs(0))
-    bag.load(ROWS)
-    loss = lambda bag: (GRADIENT * bag(IDS, WEIGHTS)).sum()  # noqa: E731
-    np.testing.assert_allclose(bag(IDS, WEIGHTS), activations(combiner), **TOLERANCE)
-    nn.fused_value_and_grad(loss)(bag)
-    check_rows(np.asarray(bag.embedding), combiner)
-
-
 def step(engine, state, weights):
     """Return activations and tables, as NumPy arrays."""
-    ids = dict.fromkeys(COMBINERS, IDS)
-    batch = engine.place(ids, {combiner: weights[combiner] for combiner in COMBINERS})
+    batch = engine.place(dict.fromkeys(COMBINERS, IDS), weights)
     new = engine.update(state, batch, dict.fromkeys(COMBINERS, GRADIENT))
     return jax.tree.map(np.asarray, (engine.lookup(state, batch), engine.tables(new)))
 
@@ -177,11 +161,8 @@ def test_a_power_of_two_changes_no_bits():
     engine, state = engine_of(1, dispatch.kernels_in_use())
     near = np.random.default_rng(2).uniform(0.1, 10, (B, H)).astype(np.float32)
     far = np.ldexp(near, np.linspace(-100, 100, B).astype(int)[:, None])
-    found, expected = (
-        step(engine, state, {"mean": weights, "sqrtn": weights, "sum": near})
-        for weights in (far, near)
-    )
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    both = [step(engine, state, {"mean": w, "sqrtn": w, "sum": near}) for w in (far, near)]
+    jax.tree.map(np.testing.assert_array_equal, *both)
 
 
 def test_weights_below_the_least_normal_number():
@@ -189,8 +170,7 @@ def test_weights_below_the_least_normal_number():
     engine, state = engine_of(1, dispatch.kernels_in_use())
     weights = np.repeat(np.array([[1e-40, 3e-40, 0]], np.float32), B, axis=0)
     found, _ = step(engine, state, dict.fromkeys(COMBINERS, weights))
-    expected = np.array([oracle.gains(bag, "mean") for bag in weights.tolist()])
-    expected = np.einsum("bh,bhd->bd", expected, ROWS[IDS])
+    expected = np.einsum("h,bhd->bd", oracle.gains(weights[0].tolist(), "mean"), ROWS[IDS])
     np.testing.assert_allclose(found["mean"], expected, **TOLERANCE)
 
 
@@ -215,13 +195,12 @@ LEFT = [[1, -1, 0, 1.3e-38], [1, 1e-39, -1e-39, 2]]
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.whole)])
 def test_a_divisor_below_the_least_normal_number_is_zero_on_any_number_of_devices(devices):
     weights, found = np.array(CANCELLED + LEFT, np.float32), []
-    rows = dict.fromkeys(COMBINERS, np.abs(ROWS))
+    ids = np.arange(weights.size).reshape(weights.shape)
+    rows, *batch = (dict.fromkeys(COMBINERS, x) for x in (np.abs(ROWS), ids, weights))
     for size in (1, devices):
         engine = tpu_embed.EmbeddingEngine(features_of(), mesh=mesh(size))
         state = engine.load_arrays(engine.init(jax.random.key(0)), rows)
-        ids = dict.fromkeys(COMBINERS, np.arange(weights.size).reshape(weights.shape))
-        batch = engine.place(ids, dict.fromkeys(COMBINERS, weights))
-        found.append(jax.device_get(engine.lookup(state, batch)))
+        found.append(jax.device_get(engine.lookup(state, engine.place(*batch))))
     jax.tree.map(np.testing.assert_array_equal, *found)
     assert not found[0]["mean"][: len(CANCELLED)].any()
     assert found[0]["mean"][len(CANCELLED) :].all()

@@ -1,11 +1,10 @@
 """pandas DataFrames, Arrow tables and record batches where a mapping of features is expected."""
 
-import jax
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from jax.sharding import Mesh
+from facade_cases import mesh
 from streamed import Streamed
 
 import tpu_embed
@@ -29,8 +28,7 @@ class Frame(pd.DataFrame):
 
 @pytest.fixture(scope="module")
 def engine():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    return tpu_embed.EmbeddingEngine(FEATURES, mesh=mesh)
+    return tpu_embed.EmbeddingEngine(FEATURES, mesh=mesh(2))
 
 
 @pytest.mark.parametrize("make", [*MAKERS.values(), Frame])
@@ -43,9 +41,9 @@ def test_a_frame_is_placed_as_its_columns_are(engine, make, more):
 
 
 @pytest.mark.parametrize("make", MAKERS.values())
-def test_a_missing_column_is_named(engine, make):
-    with pytest.raises(ValueError, match=r"features: user is missing: expected 2 entries"):
-        engine.place(make({"item": COLUMNS["item"]} | LABEL))
+def test_a_missing_column_is_named(engine, make, refused):
+    frame = make({"item": COLUMNS["item"]} | LABEL)
+    refused(r"features: user is missing: expected 2 entries", engine.place, frame)
 
 
 def test_missing_values_of_a_frame_are_padding(engine):
@@ -55,15 +53,12 @@ def test_missing_values_of_a_frame_are_padding(engine):
         np.testing.assert_array_equal(engine.place(frame).packed, engine.place(given).packed)
 
 
-def test_a_dict_has_the_columns_of_the_features_alone(engine):
+def test_a_dict_has_the_columns_of_the_features_alone(engine, refused):
     """A misspelt feature would otherwise be left alone, too."""
-    says = (
-        r"label, text are not among the features: .*got 4 entries .*; leave out what is no feature"
-    )
-    with pytest.raises(ValueError, match=says):
-        engine.place(COLUMNS | LABEL)
-    with pytest.raises(ValueError, match="features: label is not among the features"):
-        engine.place(COLUMNS | {"label": LABEL["label"]})
+    says = "label, text are not among the features: .*got 4 entries .*; leave out what is no"
+    refused(says, engine.place, COLUMNS | LABEL)
+    one_more = COLUMNS | {"label": LABEL["label"]}
+    refused("features: label is not among the features", engine.place, one_more)
 
 
 @pytest.mark.parametrize("kind", ["DataFrame", "Table"])
@@ -86,7 +81,7 @@ def test_a_frame_is_no_list(make, config):
 
 def test_columns_of_two_levels_are_nested_features():
     nested = {"click": dict(FEATURES), "view": {"user": FEATURES["user"]}}
-    engine = tpu_embed.EmbeddingEngine(nested, mesh=Mesh(np.array(jax.devices()[:2]), ("d",)))
+    engine = tpu_embed.EmbeddingEngine(nested, mesh=mesh(2))
     pairs = [("click", "user"), ("click", "item"), ("view", "user"), ("view", "label")]
     values = [*COLUMNS.values(), COLUMNS["user"], LABEL["label"]]
     frame = pd.DataFrame(dict(zip(pairs, values, strict=True)))
@@ -96,6 +91,5 @@ def test_columns_of_two_levels_are_nested_features():
 
 
 @pytest.mark.parametrize(("name", "make"), MAKERS.items())
-def test_pad_batch_says_what_to_give(name, make):
-    with pytest.raises(ValueError, match=f"got {name}; give a dict of its columns"):
-        tpu_embed.pad_batch(make(COLUMNS), 8)
+def test_pad_batch_says_what_to_give(name, make, refused):
+    refused(f"got {name}; give a dict of its columns", tpu_embed.pad_batch, make(COLUMNS), 8)

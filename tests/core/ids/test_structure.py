@@ -3,22 +3,14 @@
 import collections
 import dataclasses
 import types
-from typing import NamedTuple
 
 import pytest
 
 from tpu_embed import FeatureConfig, TableConfig
 from tpu_embed.core.ids.structure import flatten
 
-
-class Pair(NamedTuple):
-    right: object
-    left: object
-
-
-class OtherPair(NamedTuple):
-    right: object
-    left: object
+Pair = collections.namedtuple("Pair", ["right", "left"])
+OtherPair = collections.namedtuple("OtherPair", ["right", "left"])
 
 
 @dataclasses.dataclass
@@ -47,11 +39,9 @@ def test_order_is_sorted_keys_then_positions_then_fields():
 
 
 def test_a_single_feature_is_a_structure():
-    feature = _feature()
-    structure = flatten(feature)
+    structure = flatten(feature := _feature())
     assert (structure.paths, structure.features) == (("feature",), (feature,))
-    assert structure.match(7, what="features") == [7]
-    assert structure.unflatten([8]) == 8
+    assert (structure.match(7, what="features"), structure.unflatten([8])) == ([7], 8)
 
 
 @pytest.mark.parametrize(
@@ -84,40 +74,37 @@ def test_tables_are_numbered_by_first_appearance_named_ones_too():
 
 
 @pytest.mark.parametrize("names", [("users", "users"), ("table_1", None)])
-def test_names_that_coincide(names):
-    config = [FeatureConfig(TableConfig(5, 2, name=name)) for name in names]
+def test_names_that_coincide(names, refused):
     says = rf"a name of its own for each table, got '{names[0]}' for tables 0, 1; .*one TableConfig"
-    with pytest.raises(ValueError, match=says):
-        flatten(config)
+    refused(says, flatten, [FeatureConfig(TableConfig(5, 2, name=name)) for name in names])
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ({}, r"feature_config: expected at least one FeatureConfig, got \{\}"),
-        ({"a": {"b": None}}, r"feature_config: a/b: expected a FeatureConfig, got None"),
-        ([TableConfig(5, 2)], r"feature_config: 0: expected a FeatureConfig, got TableConfig"),
-        ("text", r"feature_config: expected a FeatureConfig, got 'text'"),
-        ({"a/b": _feature(), "a": {"b": _feature()}}, "path of its own .*got 'a/b' for features"),
-        ({"a": _feature(), 1: _feature()}, r"expected keys that can be sorted, got 'a', 1"),
-    ],
-)
-def test_configs_that_are_refused(config, says):
-    with pytest.raises(ValueError, match=says):
-        flatten(config)
+BAD_CONFIGS = [
+    ({}, r"feature_config: expected at least one FeatureConfig, got \{\}"),
+    ({"a": {"b": None}}, r"feature_config: a/b: expected a FeatureConfig, got None"),
+    ([TableConfig(5, 2)], r"feature_config: 0: expected a FeatureConfig, got TableConfig"),
+    ("text", r"feature_config: expected a FeatureConfig, got 'text'"),
+    ({"a/b": _feature(), "a": {"b": _feature()}}, "path of its own .*got 'a/b' for features"),
+    ({"a": _feature(), 1: _feature()}, r"expected keys that can be sorted, got 'a', 1"),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), BAD_CONFIGS)
+def test_configs_that_are_refused(config, says, refused):
+    refused(says, flatten, config)
 
 
 NEST = {"a": Pair(_feature(), [_feature(), _feature()]), "b": Record(_feature(), (_feature(),))}
 
 
-def test_a_list_is_a_leaf_where_a_feature_stands():
+def test_a_list_is_a_leaf_where_a_feature_stands(refused):
     values = {"b": Record([6, 7], ([],)), "a": Pair([[1], [2, 3]], [[4], "anything"])}
     found = flatten(NEST).match(values, what="features", columns=True)
     assert found == [[[1], [2, 3]], [4], "anything", [6, 7], []]
-    with pytest.raises(TypeError, match=r"gradients: a/right: expected one .*, got a list$"):
-        flatten(NEST).match(values, what="gradients")
-    with pytest.raises(TypeError, match=r"features: 0: .*got a tuple; a column may be a list"):
-        flatten([_feature()]).match_weighted([(1, 2)], None)
+    says = r"gradients: a/right: expected one .*, got a list$"
+    refused(says, flatten(NEST).match, values, what="gradients", error=TypeError)
+    says = r"features: 0: .*got a tuple; a column may be a list"
+    refused(says, flatten([_feature()]).match_weighted, [(1, 2)], None, error=TypeError)
 
 
 def test_any_mapping_matches_any_other():
@@ -127,27 +114,26 @@ def test_any_mapping_matches_any_other():
     assert flatten(types.MappingProxyType({"a": _feature()})).match({"a": 1}, what="f") == [1]
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "says"),
-    [
-        ({"a": Pair(1, [2, 3])}, ValueError, "b is missing: expected 2 entries"),
-        ({"a": Pair(1, [2, 3]), "b": 0, "c": 6}, ValueError, "c is not among the features"),
-        ({"a": Pair(1, [2]), "b": 0}, ValueError, "a/left/1 is missing"),
-        ({"a": Pair(1, [2, 3, 4]), "b": 0}, ValueError, "a/left/2 is not among the features"),
-        ({"a": Pair(1, (2, 3)), "b": 0}, TypeError, "a/left: expected a list, got a tuple"),
-        ({"a": (1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got a tuple"),
-        ({"a": OtherPair(1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got OtherPair"),
-        ([1, 2], TypeError, r"the top: expected a mapping, got a list"),
-        ({"a": None, "b": None}, TypeError, r"a: expected Pair, got NoneType"),
-        ({"a": Pair((1,), [2, 3]), "b": 0}, TypeError, "a/right: expected one feature's value"),
-        ({"a": Pair(1, [2, 3]), "b": {"ant": 1}}, TypeError, "b: expected Record, got a mapping"),
-        (
-            {"a": Pair(1, [2, 3]), "b": Record(Record(1, 2), (5,))},
-            TypeError,
-            "b/zebra: expected one",
-        ),
-    ],
-)
-def test_values_that_do_not_match(values, kind, says):
-    with pytest.raises(kind, match=f"features: {says}"):
-        flatten(NEST).match(values, what="features")
+OTHER_VALUES = [
+    ({"a": Pair(1, [2, 3])}, ValueError, "b is missing: expected 2 entries"),
+    ({"a": Pair(1, [2, 3]), "b": 0, "c": 6}, ValueError, "c is not among the features"),
+    ({"a": Pair(1, [2]), "b": 0}, ValueError, "a/left/1 is missing"),
+    ({"a": Pair(1, [2, 3, 4]), "b": 0}, ValueError, "a/left/2 is not among the features"),
+    ({"a": Pair(1, (2, 3)), "b": 0}, TypeError, "a/left: expected a list, got a tuple"),
+    ({"a": (1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got a tuple"),
+    ({"a": OtherPair(1, [2, 3]), "b": 0}, TypeError, r"a: expected Pair, got OtherPair"),
+    ([1, 2], TypeError, r"the top: expected a mapping, got a list"),
+    ({"a": None, "b": None}, TypeError, r"a: expected Pair, got NoneType"),
+    ({"a": Pair((1,), [2, 3]), "b": 0}, TypeError, "a/right: expected one feature's value"),
+    ({"a": Pair(1, [2, 3]), "b": {"ant": 1}}, TypeError, "b: expected Record, got a mapping"),
+    (
+        {"a": Pair(1, [2, 3]), "b": Record(Record(1, 2), (5,))},
+        TypeError,
+        "b/zebra: expected one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "kind", "says"), OTHER_VALUES)
+def test_values_that_do_not_match(values, kind, says, refused):
+    refused(f"features: {says}", flatten(NEST).match, values, what="features", error=kind)

@@ -33,11 +33,8 @@ def test_every_row_has_a_place_of_its_own_on_the_shard_that_the_placement_says(
         places = stack.physical(rows, table)
         every.append(places)
         shard, local = np.divmod(places, stack.num_rows)
-        by_mod = placement == "mod"
-        np.testing.assert_array_equal(shard, rows % shards if by_mod else rows // block)
-        np.testing.assert_array_equal(
-            local - table.offset, rows // shards if by_mod else rows % block
-        )
+        expected = np.divmod(rows, block) if placement != "mod" else np.divmod(rows, shards)[::-1]
+        np.testing.assert_array_equal((shard, local - table.offset), expected)
         # The rows of a shard are evenly apart, and a view reads all rows in logical order.
         np.testing.assert_array_equal(rows, shard * shard_step + (local - first) * row_step)
         view = stack.logical_view(stored, table)
@@ -45,8 +42,7 @@ def test_every_row_has_a_place_of_its_own_on_the_shard_that_the_placement_says(
         np.testing.assert_array_equal(view.reshape(-1, 2)[:size], stored[places])
     flat = np.concatenate(every)
     assert np.unique(flat).size == sum(sizes)
-    assert flat.min() >= 0
-    assert flat.max() < stack.physical_rows
+    assert 0 <= flat.min() <= flat.max() < stack.physical_rows
     # No more padding than the last rows of each table on each shard.
     assert stack.physical_rows < sum(sizes) + stack.num_shards * len(sizes)
 
@@ -56,10 +52,8 @@ def test_logical_ids_come_back_from_their_places(sizes, shards, placement, dtype
     stack = make_stack(sizes, shards, placement)
     # All tables at once: every id [sum of V] has the offset and the rows per shard of its table.
     ids = np.concatenate([np.arange(size, dtype=dtype) for size in sizes])
-    offset, per_shard = (
-        np.repeat(np.array([getattr(t, name) for t in stack.tables], dtype), sizes)
-        for name in ("offset", "rows_per_shard")
-    )
+    of_tables = [(table.offset, table.rows_per_shard) for table in stack.tables]
+    offset, per_shard = np.repeat(np.array(of_tables, dtype), sizes, axis=0).T
     shard, local = np.divmod(stack.physical_in(ids, offset, per_shard), dtype(stack.num_rows))
     found = stack.logical_in(shard, local - offset, per_shard)
     np.testing.assert_array_equal(found, ids, strict=True)
@@ -153,32 +147,31 @@ def test_a_stack_ends_where_sparse_cores_address_no_more():
     assert names(make_stacks(padded, packing="words")) == [["0", "1"], ["2"]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "gib", "shards"),
-    [
-        ("float32", o.SGD(0.1), 40, 3),
-        ("float32", None, 40, 3),
-        ("bfloat16", o.SGD(0.1), 40, 2),  # 20 GiB
-        ("bfloat16", o.Adagrad(0.1), 40, 3),  # the accumulators are float32
-        ("bfloat16", o.RowWiseAdagrad(0.1), 40, 2),
-        ("bfloat16", o.RowWiseAdagrad(0.1), 30, 1),
-    ],
-)
-def test_a_table_beyond_what_sparse_cores_address_is_refused(dtype, optimizer, gib, shards):
-    def make(shards):
-        table = resolved("big", gib * GIB, shards, dim=128, dtype=dtype, optimizer=optimizer)
-        return make_stacks([table], packing="words")
+LARGE_TABLES = [
+    ("float32", o.SGD(0.1), 40, 3),
+    ("float32", None, 40, 3),
+    ("bfloat16", o.SGD(0.1), 40, 2),  # 20 GiB
+    ("bfloat16", o.Adagrad(0.1), 40, 3),  # the accumulators are float32
+    ("bfloat16", o.RowWiseAdagrad(0.1), 40, 2),
+    ("bfloat16", o.RowWiseAdagrad(0.1), 30, 1),
+]
 
-    assert len(make(shards)) == 1
+
+@pytest.mark.parametrize(("dtype", "optimizer", "gib", "shards"), LARGE_TABLES)
+def test_a_table_beyond_what_sparse_cores_address_is_refused(
+    dtype, optimizer, gib, shards, refused
+):
+    options = {"dim": 128, "dtype": dtype, "optimizer": optimizer}
+    one, enough = ([resolved("big", gib * GIB, n, **options)] for n in (1, shards))
+    assert len(make_stacks(enough, packing="words")) == 1
     if shards > 1:
-        with pytest.raises(ValueError, match=rf"table 'big': .*16 GiB.* over {shards} shards"):
-            make(1)
+        says = rf"table 'big': .*16 GiB.* over {shards} shards"
+        refused(says, make_stacks, one, packing="words")
 
 
-def test_a_table_beyond_int32_needs_x64():
+def test_a_table_beyond_int32_needs_x64(refused):
     large = resolved("large", 2**31 + 10, 2)
-    with pytest.raises(ValueError, match=r"table 'large': .*2147483647 rows.*got 2147483658.*x64"):
-        make_stacks([large])
+    refused(r"table 'large': .*2147483647 rows.*got 2147483658.*x64", make_stacks, [large])
     with jax.enable_x64(True):
         stacks = make_stacks([large, resolved("small", 5, 2)])
         assert names(stacks) == [["large"], ["small"]]

@@ -11,13 +11,9 @@ from tpu_embed import Jagged
 
 VALUES = np.arange(1, 21, dtype=np.float32).reshape(2, 5, 2)
 SPLITS = np.array([[0, 2, 2, 3], [0, 0, 0, 5]], np.int32)
-LENGTHS = np.diff(SPLITS).reshape(-1)
-
-
-def sequences():
-    return [
-        VALUES[s, a:b] for s in range(2) for a, b in zip(SPLITS[s], SPLITS[s][1:], strict=False)
-    ]
+PLACES = [(s, *ends) for s in range(2) for ends in itertools.pairwise(SPLITS[s])]
+"""The part, the first and the end of each sequence."""
+SEQUENCES = [VALUES[s, first:end] for s, first, end in PLACES]
 
 
 def jagged():
@@ -28,7 +24,7 @@ def jagged():
 def test_an_empty_sequence_has_no_neighbours_value(wrap):
     first, last = wrap(lambda x: (x.first(), x.last()))(jagged())
     zeros = np.zeros(2, np.float32)
-    expected = [(rows[0], rows[-1]) if len(rows) else (zeros, zeros) for rows in sequences()]
+    expected = [(rows[0], rows[-1]) if len(rows) else (zeros, zeros) for rows in SEQUENCES]
     np.testing.assert_array_equal(first, [one for one, _ in expected])
     np.testing.assert_array_equal(last, [one for _, one in expected])
 
@@ -43,27 +39,24 @@ def test_derivatives_are_those_of_the_values():
     given = np.arange(12, dtype=np.float32).reshape(6, 2)
     gradient = jax.grad(lambda v: (jagged().with_values(v).last() * given).sum())(jagged().values)
     expected = np.zeros_like(VALUES)
-    for e in np.flatnonzero(LENGTHS):
-        expected[e // 3, SPLITS[e // 3, e % 3 + 1] - 1] = given[e]
+    for (s, first, end), number in zip(PLACES, given, strict=True):
+        expected[s, first:end][-1:] = number
     np.testing.assert_array_equal(gradient, expected)
 
 
 def test_values_attend_to_those_before_them_in_their_sequence():
     expected = np.zeros((2, 5, 5), bool)
-    for s, splits in enumerate(SPLITS):
-        for begin, end in itertools.pairwise(splits):
-            for i in range(begin, end):
-                expected[s, i, begin : i + 1] = True
+    for s, first, end in PLACES:
+        for i in range(first, end):
+            expected[s, i, first : i + 1] = True
     np.testing.assert_array_equal(jagged().attention_mask(), expected)
 
 
-def test_lists_have_the_values_of_each_example():
-    found = jagged().to_list()
-    assert len(found) == 6
-    for rows, expected in zip(found, sequences(), strict=True):
+def test_lists_have_the_values_of_each_example(refused):
+    for rows, expected in zip(jagged().to_list(), SEQUENCES, strict=True):
         np.testing.assert_array_equal(rows, expected)
-    with pytest.raises(TypeError, match=r"to_list: .*got a tracer; .*to_padded"):
-        jax.jit(lambda x: x.to_list())(jagged())
+    in_jit = jax.jit(lambda x: x.to_list())
+    refused(r"to_list: .*got a tracer; .*to_padded", in_jit, jagged(), error=TypeError)
 
 
 COMPUTES = {

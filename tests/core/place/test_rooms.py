@@ -59,13 +59,11 @@ def test_it_is_told(caplog):
 
 def test_the_places_of_jagged_features_are_not_counted_twice():
     """What two of them have together does not enlarge a spec that has room for each."""
-    table = TableConfig(V, 2)
-    features = {name: FeatureConfig(table, jagged=True) for name in ("a", "b")}
+    features = [FeatureConfig(TableConfig(V, 2), jagged=True)] * 2
     engine = tpu_embed.EmbeddingEngine(features, o.SGD(), mesh=mesh(1))
 
     def spec_of(*lengths):
-        ids = {n: RaggedIds.from_lists([[1] * k, []]) for n, k in zip("ab", lengths, strict=True)}
-        return engine.place(ids).spec
+        return engine.place([RaggedIds.from_lists([[1] * n, []]) for n in lengths]).spec
 
     spec_of(900, 100)
     spec = spec_of(100, 900)
@@ -75,13 +73,12 @@ def test_the_places_of_jagged_features_are_not_counted_twice():
 
 # -- long streams, without ids ---------------------------------------------------------------------
 
-FORM = FeatureShape(batch=B, inner=(), combines=True, weighted=False, width=None)
 DEVICES = 8
 
 
 def make_rooms():
-    feature = {f"f{g}": FeatureConfig(TableConfig(V, 2 + g, name=f"t{g}")) for g in range(3)}
-    return Rooms(tpu_embed.EmbeddingEngine(feature, o.SGD(), mesh=mesh(DEVICES)).layout)
+    features = [FeatureConfig(TableConfig(V, 2 + g)) for g in range(3)]
+    return Rooms(tpu_embed.EmbeddingEngine(features, o.SGD(), mesh=mesh(DEVICES)).layout)
 
 
 def settle(rooms, needed):
@@ -91,13 +88,10 @@ def settle(rooms, needed):
 
 def needs(rng, scale=1.0, weighted=False):
     """Return what a batch needs of three stacks, about 40,000 ids each times the scales."""
-    scales = np.broadcast_to(scale, 3)
-    stacks = []
-    for g, one in enumerate(scales):
-        ids = int(rng.poisson(40_000 * one))
-        stacks.append(StackSpec((g,), ids, ids // 10, ids // 8, ids))
-    form = FeatureShape(**{**vars(FORM), "weighted": weighted})
-    return BatchSpec(DEVICES, (form,) * 3, tuple(stacks), "update")
+    ids = rng.poisson(40_000 * np.broadcast_to(scale, 3)).tolist()
+    stacks = tuple(StackSpec((g,), n, n // 10, n // 8, n) for g, n in enumerate(ids))
+    form = FeatureShape(batch=B, inner=(), combines=True, weighted=weighted, width=None)
+    return BatchSpec(DEVICES, (form,) * 3, stacks, "update")
 
 
 def fits(spec, needed):
@@ -106,8 +100,7 @@ def fits(spec, needed):
 
 def test_a_stream_with_rare_outliers_has_few_specs():
     """Outliers differ in size and in the stacks that they are outliers of."""
-    rooms, rng = make_rooms(), np.random.default_rng(0)
-    specs, usual = [], 0
+    rooms, rng, specs, usual = make_rooms(), np.random.default_rng(0), [], 0
     for _ in range(3000):
         rare = rng.random() < 0.01
         scale = 1 + rare * rng.exponential(20, 3) * (rng.random(3) < 0.5)
@@ -122,9 +115,9 @@ def test_a_stream_with_rare_outliers_has_few_specs():
 
 def test_a_stream_that_changes_for_good_leaves_the_larger_spec():
     rooms, rng = make_rooms(), np.random.default_rng(0)
-    large = [settle(rooms, needs(rng, 10)) for _ in range(200)]
-    small = [settle(rooms, needs(rng)) for _ in range(200)]
-    again = [settle(rooms, needs(rng, 10)) for _ in range(200)]
+    large, small, again = (
+        [settle(rooms, needs(rng, scale)) for _ in range(200)] for scale in (10, 1, 10)
+    )
     assert len(set(small)) == 1
     assert fits(large[-1], small[-1])
     assert not fits(small[-1], large[-1])

@@ -6,6 +6,7 @@ Each way is tried from every device count to every other one where the arrays ha
 
 import functools
 import pickle
+import re
 
 import flax.nnx as nnx
 import jax
@@ -23,16 +24,14 @@ from tpu_embed.core.layout.stacks import stack_name
 
 DEVICES = (1, 2, 4, 8)
 PAIRS = [(a, b) for a in DEVICES for b in DEVICES if a != b]
-IDS = np.arange(8, dtype=np.int32)
+IDS, GRADIENTS = np.arange(8, dtype=np.int32), {"x": np.ones((8, 2), np.float32)}
 V = 24  # the same physical shape on 1, 2, 4 and 8 devices
 
 
 @functools.cache
-def engine_on(devices, name="items", size=V, **options):
-    table = TableConfig(size, 2, name=name)
-    return EmbeddingEngine(
-        {"x": FeatureConfig(table)}, o.Adagrad(0.1), mesh=mesh(devices), **options
-    )
+def engine_on(devices, name="items", size=V):
+    features = {"x": FeatureConfig(TableConfig(size, 2, name=name))}
+    return EmbeddingEngine(features, o.Adagrad(0.1), mesh=mesh(devices))
 
 
 @functools.cache
@@ -60,60 +59,40 @@ def by_orbax(state, tmp_path):
 @pytest.mark.parametrize("way", [by_pickle, by_tree, by_orbax])
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 @pytest.mark.quick(5)
-def test_a_state_of_another_device_count_is_refused(old, new, way, tmp_path):
+def test_a_state_of_another_device_count_is_refused(old, new, way, tmp_path, refused):
     kept, engine = way(state_on(old), tmp_path), engine_on(new)
     said = rf"the same tables in {old} shards? of {V // old} rows \(mod\), not in {new} shard"
-    batch, gradients = engine.place({"x": IDS}), {"x": np.ones((8, 2), np.float32)}
-    calls = [
-        lambda: engine.lookup(kept, batch),
-        lambda: engine.update(kept, batch, gradients),
-        lambda: engine.tables(kept),
-        lambda: engine.slots(kept),
-        lambda: engine.set_rows(kept, "items", [0], [[1.0, 2.0]]),
-        lambda: jax.jit(engine.lookup)(kept, batch),
-    ]
-    for call in calls:
-        with pytest.raises(ValueError, match=said):
-            call()
+    batch = engine.place({"x": IDS})
+    refused(said, engine.lookup, kept, batch)
+    refused(said, jax.jit(engine.lookup), kept, batch)
+    refused(said, engine.update, kept, batch, GRADIENTS)
+    refused(said, engine.tables, kept)
+    refused(said, engine.slots, kept)
+    refused(said, engine.set_rows, kept, "items", [0], [[1.0, 2.0]])
 
 
 @pytest.mark.parametrize("way", [by_pickle, by_tree, by_orbax])
 def test_a_state_of_this_layout_is_what_it_was(way, tmp_path):
     engine, state = engine_on(8), state_on(8)
     kept = jax.device_put(way(state, tmp_path), jax.tree.map(lambda leaf: leaf.sharding, state))
-    batch, gradients = engine.place({"x": IDS}), {"x": np.ones((8, 2), np.float32)}
-    expected = engine.tables(engine.update(state, batch, gradients))["items"]
-    np.testing.assert_array_equal(
-        engine.tables(engine.update(kept, batch, gradients))["items"], expected
-    )
+    batch = engine.place({"x": IDS})
+    updated = [engine.tables(engine.update(s, batch, GRADIENTS))["items"] for s in (state, kept)]
+    np.testing.assert_array_equal(*updated)
 
 
-@pytest.mark.parametrize(("old", "new"), [(8, 1), (1, 8)])
-def test_orbax_refuses_a_template_of_another_layout(old, new, tmp_path):
-    names = [next(iter(state_on(n).tables)) for n in (old, new)]
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "raw", state_on(old))
-        checkpointer.wait_until_finished()
-        with pytest.raises(ValueError) as error:
-            checkpointer.restore(tmp_path / "raw", state_on(new))
-    assert all(name in str(error.value) for name in names)
-
-
-def test_tpu_embedding_refuses_it():
+def test_tpu_embedding_refuses_it(refused):
     features = FeatureConfig(TableConfig(V, 2, name="items"))
     old, new = (tpu_embed.TPUEmbedding(features, o.Adagrad(0.1), mesh=mesh(n)) for n in (8, 1))
     mine = new.state
-    with pytest.raises(ValueError, match="the same tables in 8 shard"):
-        new.state = old.state
+    refused("the same tables in 8 shard", setattr, new, "state", old.state)
     assert new.state is mine
 
 
-def test_a_layer_refuses_it():
+def test_a_layer_refuses_it(refused):
     old, new = (bag_of(o.Adagrad(0.1), devices=n) for n in (8, 1))
     kept = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, nnx.state(old))))
     (theirs,), (ours,) = old.tables, new.tables
-    with pytest.raises(ValueError, match=theirs):  # in flax's words
-        nnx.update(new, kept)
+    refused(theirs, nnx.update, new, kept)  # in flax's words
     # A merge goes by position: the variables still say what they are.
     merged = nnx.merge(nnx.split(new)[0], kept)
     with pytest.raises(ValueError, match=r"restore with tpu_embed\.io") as error:
@@ -123,13 +102,13 @@ def test_a_layer_refuses_it():
 
 
 @pytest.mark.parametrize("other", [{"name": "users"}, {"size": V - 1}], ids=str)
-def test_engines_of_like_shapes_refuse_each_others_states(other):
+def test_engines_of_like_shapes_refuse_each_others_states(other, refused):
     """A vocabulary of one row less is padded to the same physical rows."""
     state = engine_on(8, **other).init(jax.random.key(0))
     shapes = [[leaf.shape for leaf in jax.tree.leaves(s)] for s in (state, state_on(8))]
     assert shapes[0] == shapes[1]
-    with pytest.raises(ValueError, match="other tables, or tables of another vocabulary size"):
-        engine_on(8).lookup(state, {"x": IDS})
+    says = "other tables, or tables of another vocabulary size"
+    refused(says, engine_on(8).lookup, state, {"x": IDS})
 
 
 def test_another_stacking_is_refused_by_both():
@@ -144,31 +123,18 @@ def test_another_stacking_is_refused_by_both():
 def test_names_show_the_layout_and_no_optimizer():
     numbers = {"placement": "mod", "shards": 8, "rows": 250, "kind": (64, "float32")}
     name = stack_name([("shop/items é" * 30, 2000)], **numbers)
-    assert name.isascii()
-    assert len(name) < 80
-    assert "/" not in name
-    assert "@mod8x250#" in name
+    assert re.fullmatch(r"[ -.0-~]{,60}@mod8x250#\w+", name)  # ASCII without a slash
     assert stack_name([("a", 1), ("b", 2)], **numbers).startswith("a+1@mod8x250#")
-    one, other = (
-        EmbeddingEngine(FeatureConfig(TableConfig(V, 2, name="t")), optimizer)
-        for optimizer in (o.Adagrad(0.1), o.Adam(0.3))
-    )
-    assert [g.name for g in one.layout.stacks] == [g.name for g in other.layout.stacks]
-
-
-def test_a_foreign_key_is_named_too():
     assert "not the name of a stack" in differences("items@mod8x250#0f3a", "stack_0")
 
 
-def test_slots_of_another_optimizer_are_named():
+def test_slots_of_another_optimizer_are_named(refused):
     table = TableConfig(10, 2, name="items")
-    engines = [EmbeddingEngine(FeatureConfig(table), rule) for rule in (o.Adagrad(0.1), o.SGD(0.1))]
-    state, ids = engines[0].init(jax.random.key(0)), np.zeros(8, np.int32)
+    one, other = (EmbeddingEngine(FeatureConfig(table), r) for r in (o.Adagrad(0.1), o.SGD(0.1)))
+    assert [s.name for s in one.layout.stacks] == [s.name for s in other.layout.stacks]
+    state, batch = one.init(jax.random.key(0)), other.place(IDS)
     more = r"state: stack 'items@.*': expected slots \[\], got also \['accumulators'\]; save"
-    with pytest.raises(ValueError, match=more):
-        engines[1].update(state, engines[1].place(ids), np.zeros((8, 2), np.float32))
-    with pytest.raises(ValueError, match=more):
-        engines[1].slots(state)
-    state = engines[1].init(jax.random.key(0))
-    with pytest.raises(ValueError, match=r"table 'items', slot 'accumulators': .* got none"):
-        engines[0].slots(state)
+    refused(more, other.update, state, batch, GRADIENTS["x"])
+    refused(more, other.slots, state)
+    state = other.init(jax.random.key(0))
+    refused(r"table 'items', slot 'accumulators': .* got none", one.slots, state)

@@ -12,7 +12,6 @@ from facade_cases import mesh
 
 from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
-from tpu_embed.core.update import in_place
 
 V, D = 2**18, 32  # 32 MiB, and as much for the slots
 SAYS = r"copies 64 MiB of tables and slots.*donate_argnums=0.*update_in_place"
@@ -31,10 +30,6 @@ def step(state, batch):
     return engine.update(state, batch, engine.lookup(state, batch))
 
 
-def nested(state, batch):
-    return jax.jit(step)(state, batch)
-
-
 def repeated(state, batch):
     return jax.lax.fori_loop(0, 3, lambda _, state: step(state, batch), state)
 
@@ -47,9 +42,6 @@ def chosen(state, batch):
     return jax.lax.cond(state.step > 0, step, lambda state, batch: state, state, batch)
 
 
-PROGRAMS = [step, nested, repeated, scanned, chosen]
-
-
 def lowered(program, **options):
     _, state, batch = made()
     with warnings.catch_warnings(record=True) as caught:
@@ -58,7 +50,7 @@ def lowered(program, **options):
     return [f"{one.message}" for one in caught if "update:" in f"{one.message}"]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [step, jax.jit(step), repeated, scanned, chosen])
 def test_a_program_that_copies_is_told_once(program):
     (text,) = lowered(program)
     assert re.search(SAYS, text)
@@ -67,31 +59,25 @@ def test_a_program_that_copies_is_told_once(program):
 
 def test_a_program_that_makes_its_tables_copies_none():
     engine, _, batch = made()
-
-    def fresh(key, batch):
-        return step(engine.init(key), batch)
-
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.jit(fresh).lower(jax.random.key(0), batch)
+        jax.jit(lambda key: step(engine.init(key), batch)).lower(jax.random.key(0))
 
 
-def test_nobody_is_told_who_does_not_run_it():
+def test_nobody_is_told_who_does_not_run_it(refused):
     engine, state, batch = made()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ValueError, match="not donated"):
-            engine.check_in_place(jax.jit(step), state, batch)
+        refused("not donated", engine.check_in_place, jax.jit(step), state, batch)
         jax.export.export(jax.jit(step), platforms=["cuda"])(state, batch)
 
 
 def test_outside_a_jit_too(monkeypatch):
-    monkeypatch.setattr(in_place, "LARGE", 1)
+    monkeypatch.setattr("tpu_embed.core.update.in_place.LARGE", 1)
     engine = EmbeddingEngine(FeatureConfig(TableConfig(8, 2)), o.SGD(0.1), mesh=mesh(1))
     state, batch = engine.init(jax.random.key(0)), engine.place(np.zeros((4, 1), int))
     found = engine.lookup(state, batch)
     with pytest.warns(UserWarning, match="outside a jit, engine.update_in_place") as caught:
         [engine.update(state, batch, found) for _ in range(2)]
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
+    assert [one.filename for one in caught] == [__file__]
     engine.update_in_place(state, batch, found)

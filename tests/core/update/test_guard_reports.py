@@ -16,10 +16,6 @@ from tpu_embed import optimizers as o
 # -- inside a jit --------------------------------------------------------------------------------
 
 
-def _loss(activations, factor):
-    return sum((a * factor).sum() for a in activations.values())
-
-
 def test_inside_a_jit_as_outside():
     """The state is donated, the ids are traced."""
     names = ["kernel", "sequence", "half", "copies"]
@@ -27,8 +23,8 @@ def test_inside_a_jit_as_outside():
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state, ids, factor):
-        activations = engine.lookup(state, ids)
-        return engine.update(state, ids, jax.grad(_loss)(activations, factor))
+        gradients = jax.grad(lambda found: sum((factor * a).sum() for a in found.values()))
+        return engine.update(state, ids, gradients(engine.lookup(state, ids)))
 
     held = jax.tree.map(np.copy, cases.held_by(before))
     expected = engine.update(before, batch, jax.tree.map(np.ones_like, gradients))
@@ -44,15 +40,10 @@ def test_a_scan_skips_single_steps():
     engine, state, batch, gradients = cases.engine_of(["kernel"], 2)
     factors = np.array([1, cases.NAN, 1, cases.INFINITY, 1], np.float32)
 
-    @jax.jit
-    def train(state, factors):
-        def step(state, factor):
-            spoilt = {"kernel": gradients["kernel"] * factor}
-            return engine.update(state, batch, spoilt), state.step
+    def step(state, factor):
+        return engine.update(state, batch, {"kernel": gradients["kernel"] * factor}), state.step
 
-        return jax.lax.scan(step, state, factors)
-
-    found, steps = train(state, factors)
+    found, steps = jax.lax.scan(step, state, factors)
     assert steps.tolist() == [0, 1, 1, 2, 2]
     assert cases.counts(found) == [2]
     for _ in range(3):
@@ -62,12 +53,8 @@ def test_a_scan_skips_single_steps():
 
 # -- "error" -------------------------------------------------------------------------------------
 
-SMALL = {
-    "clicks": {"film": FeatureConfig(cases.make_table("films"))},
-    "user": FeatureConfig(cases.make_table("users")),
-}
-
-
+FILMS, USERS = (FeatureConfig(cases.make_table(name)) for name in ("films", "users"))
+SMALL = {"clicks": {"film": FILMS}, "user": USERS}
 NAMED = "feature 'clicks/film' of table 'films': expected finite numbers"
 
 
@@ -76,25 +63,22 @@ def _small(policy="error", devices=2):
     """Return an engine, features, and gradients of which one feature's is bad."""
     engine = EmbeddingEngine(SMALL, o.Adagrad(0.1), mesh=mesh(devices), on_bad_gradient=policy)
     ids = np.arange(cases.BATCH, dtype=np.int32)[:, None] % cases.V
-    bad = np.ones((cases.BATCH, cases.D), np.float32)
-    bad[3, 1] = cases.NAN
-    features = {"clicks": {"film": ids}, "user": ids}
-    return engine, features, {"clicks": {"film": bad}, "user": np.ones_like(bad)}
+    ones = np.ones((cases.BATCH, cases.D), np.float32)
+    bad = np.where(np.arange(ones.size).reshape(ones.shape) == 7, cases.NAN, ones)
+    return engine, {"clicks": {"film": ids}, "user": ids}, {"clicks": {"film": bad}, "user": ones}
 
 
 @pytest.mark.parametrize("verb", ["update", "update_in_place"])
 def test_error_raises_outside_a_jit_and_changes_nothing(verb):
     engine, features, bad = _small()
     state, batch = engine.init(jax.random.key(0)), engine.place(features)
-    before = cases.held_by(state)
+    before, update = cases.held_by(state), getattr(engine, verb)
     with pytest.raises(ValueError, match=NAMED) as error:
-        getattr(engine, verb)(state, batch, bad)
+        update(state, batch, bad)
     assert "user" not in str(error.value)
     assert_same(cases.held_by(state), before)
-    good = jax.tree.map(np.ones_like, bad)
-    after = getattr(engine, verb)(state, batch, good)
-    assert int(after.step) == 1
-    assert cases.counts(after) == [0, 0]
+    after = update(state, batch, jax.tree.map(np.ones_like, bad))
+    assert (int(after.step), cases.counts(after)) == (1, [0, 0])
 
 
 def test_error_inside_a_jit_skips_and_counts():
@@ -114,13 +98,11 @@ def test_error_under_checkify_is_reported():
     error, _ = checked(state, features, bad)
     assert "feature 'clicks/film' of table 'films'" in error.get()
     error, after = checked(state, features, jax.tree.map(np.ones_like, bad))
-    assert error.get() is None
-    assert int(after.step) == 1
+    assert (error.get(), int(after.step)) == (None, 1)
 
 
-def test_another_policy_is_refused():
-    with pytest.raises(ValueError, match=r"on_bad_gradient: expected 'allow' \| 'skip' \| 'error'"):
-        _small("ignore")
+def test_another_policy_is_refused(refused):
+    refused(r"on_bad_gradient: expected 'allow' \| 'skip' \| 'error'", _small, "ignore")
 
 
 def test_a_state_of_an_engine_without_a_guard_begins_to_count():
@@ -136,9 +118,8 @@ def test_a_state_of_an_engine_without_a_guard_begins_to_count():
 
 def _embedding(policy, **options):
     """Return an embedding whose programs are those of the engine of `_small`."""
-    embedding = tpu_embed.TPUEmbedding(
-        SMALL, o.Adagrad(0.1), mesh=mesh(2), on_bad_gradient=policy, **options
-    )
+    options |= {"mesh": mesh(2), "on_bad_gradient": policy}
+    embedding = tpu_embed.TPUEmbedding(SMALL, o.Adagrad(0.1), **options)
     engine, features, bad = _small(policy)
     embedding.engine._programs = engine._programs
     return embedding, features, bad
@@ -161,13 +142,12 @@ def test_the_stateful_door_goes_on_after_a_skip(pipelined):
     assert cases.by_feature(engine, embedding.state) == {"clicks/film": 2}
 
 
-def test_the_stateful_door_raises_and_waits_for_other_gradients():
+def test_the_stateful_door_raises_and_waits_for_other_gradients(refused):
     embedding, features, bad = _embedding("error")
     embedding.enqueue(features)
     embedding.dequeue()
     before = cases.held_by(embedding.state)
-    with pytest.raises(ValueError, match=NAMED):
-        embedding.apply_gradients(bad, name="first")
+    refused(NAMED, embedding.apply_gradients, bad, name="first")
     assert_same(cases.held_by(embedding.state), before)
     embedding.apply_gradients(jax.tree.map(np.ones_like, bad))
     assert int(embedding.state.step) == 1

@@ -21,6 +21,9 @@ V, D, B, H = 200_000, 8, 64, 4
 IDS = np.zeros((B, H), np.int32)
 
 
+BATCH = {"bag": IDS, "one": IDS[:, 0]}
+
+
 @functools.cache
 def engine_of(rule, devices, path=None, policy="allow"):
     """Return an engine; one of each path, since what it has traced stays with it."""
@@ -29,14 +32,13 @@ def engine_of(rule, devices, path=None, policy="allow"):
     return EmbeddingEngine(features, rule, mesh=mesh(devices), on_bad_gradient=policy)
 
 
-def ids_of(engine):
-    return {"bag": IDS, "one": IDS[:, 0]}
-
-
-def operands(engine):
+def operands(engine, ids=BATCH):
     """Return shapes of a state and of a batch: nothing of a table's size is allocated."""
-    batch = engine.place(ids_of(engine))
-    return abstract_state(engine), abstract_batch(engine, batch.spec)
+    return abstract_state(engine), abstract_batch(engine, engine.place(ids).spec)
+
+
+def jitted(step, engine):
+    return jax.jit(functools.partial(step, engine), donate_argnums=0)
 
 
 def linear(engine, state, batch, other):
@@ -59,21 +61,15 @@ def constant(engine, state, batch, other):
     return engine.update(state, batch, jax.tree.map(jnp.ones_like, activations)), activations
 
 
-STEPS = {step.__name__: step for step in (linear, metric, constant)}
-RULES = {
-    "adagrad": o.Adagrad(0.1),
-    "lamb": o.LAMB(0.1),
-    "occurrences": o.SGD(0.1, use_gradient_accumulation=False),
-    "ftrl": o.FTRL(0.1),
-}
+ADAGRAD = o.Adagrad(0.1)
 CASES = [
-    ("linear", "adagrad", 1, "native"),
-    pytest.param("linear", "lamb", 8, "native", marks=pytest.mark.whole),
-    ("linear", "occurrences", 1, "reference"),
-    ("metric", "adagrad", 8, "reference"),
-    ("metric", "ftrl", 1, "native"),
-    ("constant", "adagrad", 8, "native"),
-    pytest.param("constant", "lamb", 1, "reference", marks=pytest.mark.whole),
+    (linear, ADAGRAD, 1, "native"),
+    (linear, o.LAMB(0.1), 8, "native"),
+    (linear, o.SGD(0.1, use_gradient_accumulation=False), 1, "reference"),
+    (metric, ADAGRAD, 8, "reference"),
+    (metric, o.FTRL(0.1), 1, "native"),
+    (constant, o.LAMB(0.1), 1, "reference"),
+    (constant, ADAGRAD, 8, "native"),
 ]
 
 
@@ -83,39 +79,30 @@ def test_tables_are_in_place_whatever_the_loss(step, rule, devices, path, monkey
     if path == "reference" or cpu.load().path is not None:
         monkeypatch.setenv(dispatch.VARIABLE, path)
     # Those whose gradients are not finite are skipped without a copy, too.
-    engine = engine_of(RULES[rule], devices, path, "skip" if step == "metric" else "allow")
+    engine = engine_of(rule, devices, path, "skip" if step is metric else "allow")
     state, batch = operands(engine)
-    jitted = jax.jit(functools.partial(STEPS[step], engine), donate_argnums=0)
-    engine.check_in_place(jitted, state, batch, batch)
-    memory = jitted.lower(state, batch, batch).compile().memory_analysis()
+    program = jitted(step, engine)
+    engine.check_in_place(program, state, batch, batch)
+    memory = program.lower(state, batch, batch).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 4 * V * D / devices / 4
 
 
 @pytest.mark.whole
 def test_so_are_those_of_ids_inside_the_jit():
-    engine = engine_of(RULES["adagrad"], 8)
-    state, ids = abstract_state(engine), ids_of(engine)
-    engine.check_in_place(
-        jax.jit(functools.partial(linear, engine), donate_argnums=0), state, ids, ids
-    )
+    engine = engine_of(ADAGRAD, 8)
+    engine.check_in_place(jitted(linear, engine), abstract_state(engine), BATCH, BATCH)
 
 
 def test_so_are_living_tables_in_a_step_that_is_compiled_from_shapes():
-    engine = EmbeddingEngine(
-        {"x": FeatureConfig(TableConfig(V, D, name="t", vocabulary=DynamicVocabulary()))},
-        o.Adagrad(0.1),
-        mesh=mesh(2),
-    )
-    placed = engine.place({"x": np.arange(B * H).reshape(B, H)})
+    table = TableConfig(V, D, name="t", vocabulary=DynamicVocabulary())
+    engine = EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.1), mesh=mesh(2))
+    placed = engine.place(np.arange(B * H).reshape(B, H))
     shapes = abstract_state(engine), abstract_batch(engine, placed.spec)
-    step = jax.jit(
-        lambda state, batch: engine.update(state, batch, {"x": jnp.ones((B, D))}), donate_argnums=0
-    )
+    step = jitted(lambda engine, *given: engine.update(*given, jnp.ones((B, D))), engine)
     engine.check_in_place(step, *shapes)
-    compiled = step.lower(*shapes).compile()
     # It runs on a state and a batch of these shapes.
     state, batch = engine.admit(engine.init(jax.random.key(0)), placed)
-    assert int(compiled(state, batch).step) == 1
+    assert int(step.lower(*shapes).compile()(state, batch).step) == 1
 
 
 def test_numbers_are_those_of_a_step_without_lookups():
@@ -126,14 +113,9 @@ def test_numbers_are_those_of_a_step_without_lookups():
     state = engine.load_arrays(engine.init(jax.random.key(0)), {"t": rows})
     ids = {"x": (np.arange(32, dtype=np.int32) % 7).reshape(8, 4)}
     batch, ones = engine.place(ids), {"x": jnp.ones((8, 2))}
-
-    @jax.jit
-    def both(state):
-        activations = engine.lookup(state, batch)
-        return engine.update(state, batch, ones), activations
-
+    new, _ = jax.jit(constant, static_argnums=0)(engine, state, batch, None)
     expected = engine.tables(engine.update(state, batch, ones))["t"]
-    np.testing.assert_array_equal(engine.tables(both(state)[0])["t"], expected)
+    np.testing.assert_array_equal(engine.tables(new)["t"], expected)
 
 
 # -- what cannot be in place -----------------------------------------------------------------------
@@ -164,19 +146,14 @@ def used(engine, state, batch, other):
 
 
 def scanned(engine, state, batch, other):
-    def body(state, _):
-        return looked_up_after(engine, state, batch, other)
-
-    return jax.lax.scan(body, state, None, length=2)
+    step = lambda state, _: looked_up_after(engine, state, batch, other)  # noqa: E731
+    return jax.lax.scan(step, state, None, length=2)
 
 
 def looked_up_in_a_scan(engine, state, batch, other):
     new = engine.update(state, batch, engine.lookup(state, batch))
-
-    def body(state, _):
-        return state, engine.lookup(state, other)
-
-    return new, jax.lax.scan(body, state, None, length=2)[1]
+    look = lambda state, _: (state, engine.lookup(state, other))  # noqa: E731
+    return new, jax.lax.scan(look, state, None, length=2)[1]
 
 
 BOTH = [looked_up_after, updated_twice, returned]
@@ -188,11 +165,10 @@ COPIES = [*BOTH, nested, used, scanned, looked_up_in_a_scan]
 @pytest.mark.parametrize("step", COPIES)
 @pytest.mark.quick(2)
 def test_what_would_be_copied_is_named(step):
-    engine = engine_of(RULES["adagrad"], 1)
+    engine = engine_of(ADAGRAD, 1)
     state, batch = operands(engine)
-    jitted = jax.jit(functools.partial(step, engine), donate_argnums=0)
     with pytest.raises(ValueError, match="step: expected updates in place") as error:
-        engine.check_in_place(jitted, state, batch, batch)
+        engine.check_in_place(jitted(step, engine), state, batch, batch)
     text = str(error.value)
     assert "a copy of table 't0'" in text
     assert "of table 't1'" in text or step not in BOTH
@@ -208,27 +184,27 @@ def test_copies_that_are_started_and_awaited_are_found():
     assert in_place._copied_shapes("%c = f32[8,4]{1,0} copy(%p)") == {"f32[8,4]"}
 
 
-def test_a_state_that_is_not_donated_is_named():
-    engine = engine_of(RULES["adagrad"], 8)
-    jitted = jax.jit(functools.partial(linear, engine))
-    with pytest.raises(ValueError, match=r"slot 'accumulators'.* is not donated; .*donate_argnums"):
-        engine.check_in_place(jitted, *operands(engine), operands(engine)[1])
+def test_a_state_that_is_not_donated_is_named(refused):
+    engine = engine_of(ADAGRAD, 8)
+    state, batch = operands(engine)
+    kept = jax.jit(functools.partial(linear, engine))
+    says = r"slot 'accumulators'.* is not donated; .*donate_argnums"
+    refused(says, engine.check_in_place, kept, state, batch, batch)
 
 
 def test_what_cannot_be_checked_is_refused():
-    engine = engine_of(RULES["adagrad"], 1)
+    engine = engine_of(ADAGRAD, 1)
     with pytest.raises(ValueError, match="step: expected a jitted function, got linear"):
         engine.check_in_place(linear, *operands(engine))
     with pytest.raises(ValueError, match="expected a state of this engine among the arguments"):
         engine.check_in_place(jax.jit(lambda x: x), 1.0)
 
 
-def test_layers_are_checked_too():
+def test_layers_are_checked_too(refused):
     bag = bag_of(o.Adagrad(0.1))
 
     def step(bag, ids):
         return nn.fused_value_and_grad(lambda bag: bag(ids).sum())(bag)[0]
 
     bag.engine.check_in_place(nnx.jit(step, donate_argnums=0), bag, IDS)
-    with pytest.raises(ValueError, match="the state is not donated"):
-        bag.engine.check_in_place(nnx.jit(step), bag, IDS)
+    refused("the state is not donated", bag.engine.check_in_place, nnx.jit(step), bag, IDS)

@@ -3,7 +3,6 @@
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounding_cases as cases
@@ -14,9 +13,7 @@ from tpu_embed import EmbeddingEngine, FeatureConfig, TableConfig
 from tpu_embed import optimizers as o
 from tpu_embed.kernels import cpu
 
-EVERY = [*itertools.product((1, 2, 4, 8), ("mod", "div", "replicated"), ("native", "reference"))]
-QUICK = [(1, "mod", "native"), (1, "mod", "reference"), (8, "div", "native")]
-WAYS = [pytest.param(*one, marks=[] if one in QUICK else pytest.mark.whole) for one in EVERY]
+WAYS = [*itertools.product((1, 2, 4, 8), ("mod", "replicated", "div"), ("reference", "native"))]
 OTHERS = {
     "rowwise": o.RowWiseAdagrad(0.03),
     "adam": o.Adam(0.003),
@@ -51,9 +48,8 @@ def test_tables_have_the_bits_of_the_oracle(devices, placement, kind, kernels):
     gradients["films"][3, 1] = np.nan
     state = made.update_in_place(state, made.place(ids), gradients)
     assert int(state.step) == 1
-    cases.assert_same(
-        cases.bits_of(made, cases.trained(made, state, cases.STEPS - 1, first=1)), wanted
-    )
+    state = cases.trained(made, state, cases.STEPS - 1, first=1)
+    cases.assert_same(cases.bits_of(made, state), wanted)
 
 
 @pytest.mark.whole
@@ -80,26 +76,20 @@ def test_other_rules_have_the_same_bits_on_all_devices_and_kernels(rule, kernels
 
 def test_only_the_store_of_a_new_row_differs():
     """Slots, first values, rows that are set and the activations of a batch are as before."""
-    table = {"dtype": "bfloat16", "name": "films"}
-    made, plain = (
-        EmbeddingEngine(
-            FeatureConfig(TableConfig(23, 40, **table, rounding=rounding)),
-            o.Adagrad(0.01),
-            mesh=mesh(1),
-        )
-        for rounding in ("stochastic", "nearest")
-    )
     values = np.random.default_rng(0).random((23, 40), np.float32)
-    tables, slots = [], []
-    for one in (made, plain):
-        state = one.set_rows(one.init(jax.random.key(3)), "films", np.arange(9), values[:9])
-        new = one.update(state, one.place(np.arange(23).reshape(23, 1)), values)
-        tables.append([np.asarray(one.tables(s)["films"]).astype("f") for s in (state, new)])
-        slots.append(one.slots(new)["films"])
-    np.testing.assert_array_equal(tables[0][0], tables[1][0])
+    before, after, slots = [], [], []
+    for rounding in ("stochastic", "nearest"):
+        table = TableConfig(23, 40, dtype="bfloat16", name="films", rounding=rounding)
+        made = EmbeddingEngine(FeatureConfig(table), o.Adagrad(0.01), mesh=mesh(1))
+        state = made.set_rows(made.init(jax.random.key(3)), "films", np.arange(9), values[:9])
+        new = made.update(state, made.place(np.arange(23).reshape(23, 1)), values)
+        before.append(made.tables(state))
+        after.append(np.asarray(made.tables(new)["films"]).astype("f"))
+        slots.append(made.slots(new)["films"])
+    jax.tree.map(np.testing.assert_array_equal, *before)
     assert slots[0].keys() - slots[1].keys() == {"rounding_seed"}
     np.testing.assert_array_equal(slots[0]["accumulators"], slots[1]["accumulators"])
-    one, other = tables[0][1], tables[1][1]
+    one, other = after
     gap = np.maximum(np.abs(other), 2.0**-100) * 2.0**-7
     assert (np.abs(one - other) <= gap).all()
     assert 0.2 < (one != other).mean() < 0.8
@@ -107,10 +97,9 @@ def test_only_the_store_of_a_new_row_differs():
 
 def test_the_seed_is_that_of_the_key():
     made = cases.engine()
-    seeds = {cases.seed_of(made, made.init(jax.random.key(n))) for n in range(20)}
-    assert len(seeds) == 20
-    raw = jax.random.PRNGKey(3)
-    assert cases.seed_of(made, made.init(raw)) in seeds
+    seeds = {cases.seed_of(made, made.init(jax.random.key(n))) for n in range(9)}
+    assert len(seeds) == 9
+    assert cases.seed_of(made, made.init(jax.random.PRNGKey(3))) in seeds
 
 
 def test_the_stateful_api_has_the_same_bits():
@@ -136,35 +125,6 @@ def test_tables_that_are_rounded_otherwise_share_no_stack():
     assert "bfloat16 (stochastic rounding), mod" in repr(made)
 
 
-def test_slots_of_the_same_name_are_refused():
+def test_slots_of_the_same_name_are_refused(refused):
     rule = o.CustomOptimizer(lambda g, w, slots, lr, t: (w, slots), slots={"rounding_seed": 0.0})
-    with pytest.raises(ValueError, match=r"table 'films': slots .*other names than rounding_seed"):
-        cases.engine(optimizer=rule)
-
-
-def _distance(rounding, rows, steps):
-    """Return how far SGD with small steps stays from the rows that it is to find (RMS)."""
-    zeros = jax.nn.initializers.zeros
-    table = TableConfig(rows, 16, zeros, name="t", dtype="bfloat16", rounding=rounding)
-    made = EmbeddingEngine({"x": FeatureConfig(table)}, o.SGD(0.003), mesh=mesh(1))
-    wanted = 1.5 * jax.random.normal(jax.random.key(1), (rows, 16))
-    batch = made.place({"x": np.arange(rows)})
-
-    @jax.jit
-    def train(state, batch, wanted):
-        def step(i, state):
-            noise = jax.random.normal(jax.random.fold_in(jax.random.key(2), i), wanted.shape)
-            found = made.lookup(state, batch)["x"]
-            return made.update(state, batch, {"x": found - wanted + 0.5 * noise})
-
-        return jax.lax.fori_loop(0, steps, step, state)
-
-    state = train(made.init(jax.random.key(0)), batch, wanted)
-    error = made.tables(state)["t"].astype(jnp.float32) - wanted
-    return float(jnp.sqrt((error**2).mean()))
-
-
-@pytest.mark.parametrize("rows", [64, pytest.param(2000, marks=pytest.mark.whole)])
-def test_small_steps_arrive_where_rounding_to_nearest_stalls(rows):
-    assert _distance("stochastic", rows, 4000) <= 0.045
-    assert _distance("nearest", rows, 4000) >= 0.2
+    refused(r"table 'films': slots .*other names than rounding_seed", cases.engine, optimizer=rule)
