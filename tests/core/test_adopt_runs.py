@@ -10,7 +10,8 @@ import pytest
 from adopt_cases import contents, draw, engine, map_contents
 from host_table_cases import TwoRuns
 
-MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "0:20").split(":")))
+FEW = range(2)
+MANY = range(*map(int, os.environ.get("ADOPT_SEEDS", "2:20").split(":")))
 OPERATIONS, KEYS = 40, 40
 KINDS = {
     "stays": {},
@@ -34,56 +35,12 @@ class World(TwoRuns):
         self.at = "alone"
         self.rewind()
 
-    @property
-    def now(self):
-        return engines()[self.at]
-
-    def both(self):
-        return (self.stays, self.now)
-
-    def drawn(self, **options):
-        """Return a batch, placed by either engine."""
-        features = draw(self.rng, KEYS)
-        return [made.place(features, **options) for made in self.both()]
-
-    def place(self):
-        self.placed.append(self.drawn())
-
-    def admit(self):
-        if len(self.admitted) > 1:
-            self.update()
-        if self.placed:
-            pair = zip(self.both(), self.states, self.placed.pop(0), strict=True)
-            done = [made.admit(state, batch) for made, state, batch in pair]
-            self.states = [state for state, _ in done]
-            self.admitted.append([batch for _, batch in done])
-
-    def update(self):
-        if not self.admitted:
-            return
-        batches = self.admitted.pop(0)
-        found = self.looked_up(batches)
-        gradients = jax.tree.map(lambda a: self.rng.normal(size=a.shape).astype("f"), found)
-        pair = self.with_states(batches)
-        self.states = [made.update_in_place(*some, gradients) for made, *some in pair]
-        self.counts["updates"] += 1
-
-    def with_states(self, batches):
-        return [*zip(self.both(), self.states, batches, strict=True)]
-
-    def looked_up(self, batches):
-        """Return the activations, which both engines have."""
-        found, other = (made.lookup(*some) for made, *some in self.with_states(batches))
-        jax.tree.map(np.testing.assert_array_equal, found, other)
-        return found
+    def draw(self):
+        return (draw(self.rng, KEYS),)
 
     def evaluate(self):
-        self.looked_up(self.drawn(training=False))
-
-    def finish(self):
-        while self.placed or self.admitted:
-            self.admit()
-            self.update()
+        given = self.draw()
+        self.compare([made.place(*given, training=False) for made in self.engines])
 
     def adopt(self):
         """Move, perhaps after a refusal, or after batches were thrown away."""
@@ -105,11 +62,6 @@ class World(TwoRuns):
         assert one == other
         self.counts["moves"] += 1
 
-    def compare(self):
-        found, other = (contents(*some) for some in zip(self.both(), self.states, strict=True))
-        assert found == other
-        assert map_contents(self.stays) == map_contents(self.now)
-
     def run(self):
         ways = [self.place] * 5 + [self.admit] * 4 + [self.update] * 3
         ways += [self.evaluate, self.adopt, self.adopt]
@@ -119,12 +71,19 @@ class World(TwoRuns):
             ways[self.rng.integers(len(ways))]()
         self.finish()
         self.adopt()
-        return self.counts | {"evicted": self.stays.vocabularies.counters["items"]["evicted"]}
+        self.counts["evicted"] = self.engines[0].vocabularies.counters["items"]["evicted"]
+        return self.counts
 
 
-@pytest.mark.parametrize("seed", MANY)
+@pytest.mark.parametrize("seed", FEW)
 @pytest.mark.whole
-def test_many(seed):
-    """A run that moves is the one that stays."""
+def test_a_run_that_moves_is_the_one_that_stays(seed):
     counts = World(seed).run()
+    assert counts["moves"] > 1
     assert min(counts.values()) > 0, counts
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("seed", MANY)
+def test_many(seed):
+    World(seed).run()

@@ -129,8 +129,8 @@ def test_another_capacity_keeps_the_keys_with_the_best_scores(saved, items):
     for name in ("table items", "slot items/momenta", "slot items/velocities"):
         np.testing.assert_array_equal(found[name][rows], at_save[name][before])
     kept = [name for name in found if "tags" in name or "users" in name]
-    assert_same(*({name: one[name] for name in kept} for one in (found, at_save)))
-    train(made, state, 2, first=BEFORE)
+    living.assert_same(*({name: one[name] for name in kept} for one in (found, at_save)))
+    living.train(made, state, 2, first=BEFORE)
 
 
 @pytest.mark.parametrize(("more", "unseen"), [(5, "shared"), (0, "zero")])

@@ -67,8 +67,8 @@ def test_a_run_that_is_saved_and_restored_at_random_goes_on_with_its_bits(
         io.save(path, run.hosted, run.states[0], position=number)
         linked += sum(file.stat().st_nlink > 1 for file in path.rglob("c.*"))
         expected = every_row(*run.both[1])
-        check_equal(every_row(run.hosted, run.states[0]), expected)
-        check_equal(every_row(resident, io.restore(path, resident).state), expected)
+        assert_equal(every_row(run.hosted, run.states[0]), expected)
+        assert_equal(every_row(resident, io.restore(path, resident).state), expected)
         if number % 2:
             # The restored engine takes the place of the one that was saved.
             last = run.hosted
