@@ -117,7 +117,7 @@ COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* (?:.*)?(all-to-all|all-gather|all-redu
 def test_what_is_sent_of_sharded_tables_has_16_bits():
     """Nor does XLA undo it: what crosses an all-to-all are bits, not numbers to be converted."""
     case = cases.draw(10)
-    engine, (ids, weights, gradients) = cases.make_engine(case, 4), cases.arrays(case.steps[0])
+    engine, (ids, weights, gradients) = cases.make_engine(case, 4), case.steps[0]
     state, batch = engine.init(jax.random.key(0)), engine.place(ids, weights)
 
     def step(state, batch, gradients):

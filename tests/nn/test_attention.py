@@ -106,7 +106,7 @@ def test_attention_is_that_of_loops(name, buckets):
 
     out, gradients = both(inputs, given, about)
     wide = {key: x.astype(np.float64) for key, x in inputs.items()}
-    rest = candidates, about["query_times"], about["times"], LONGEST, bucket_of
+    rest = candidates, about["query_times"], about["times"], bucket_of
     expected, wanted = attention_by_loops(wide, given, lengths, *rest)
     # Sums of at most 14 · 29 products of 3 in float32.
     np.testing.assert_allclose(out, expected, atol=3e-6)
