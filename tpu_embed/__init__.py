@@ -37,7 +37,12 @@ from tpu_embed.core.lookup import Jagged, split_activations
 from tpu_embed.core.state import TableState
 from tpu_embed.initializers import RowIdInitializer, ShardInfo
 from tpu_embed.ngrams import ngram_ids
-from tpu_embed.sparse import IndexedSlices, embedding_lookup, sparse_grad, sparse_value_and_grad
+from tpu_embed.sparse import (
+    IndexedSlices,
+    embedding_lookup,
+    sparse_grad,
+    sparse_value_and_grad,
+)
 from tpu_embed.stateful import TPUEmbedding
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary, FixedVocabulary

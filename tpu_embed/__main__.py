@@ -80,7 +80,9 @@ def check_machine(args: argparse.Namespace) -> None:
     if args.distributed:
         jax.distributed.initialize()
     devices, chosen = jax.local_devices(), args.only or PARTS
-    names = [name for name in PARTS if name in chosen and (args.speed or name != "speed")]
+    names = [
+        name for name in PARTS if name in chosen and (args.speed or name != "speed")
+    ]
     if not names:
         refuse("check", expected="a part to run", got="--only speed --no-speed")
     if not args.json:
@@ -136,7 +138,10 @@ def show_plan(args: argparse.Namespace) -> None:
         )
     memory = None if args.memory is None else _bytes(args.memory)
     rates, touched = _host_options(args, feature_config)
-    options: dict[str, Any] = {"hit_rates": rates, "exchange_dtype": args.exchange_dtype}
+    options: dict[str, Any] = {
+        "hit_rates": rates,
+        "exchange_dtype": args.exchange_dtype,
+    }
     plan = planning.plan(
         feature_config,
         optimizer,
@@ -171,7 +176,9 @@ def _estimate(args: argparse.Namespace, compiled: Compiled) -> Estimate:
     again += ["--compile", "--no-cycles", "--no-admit"]
     again += ["--exchange-dtype", args.exchange_dtype] if args.exchange_dtype else []
     try:
-        profile = profile_step([sys.executable, "-m", "tpu_embed", *again], compiled.text)
+        profile = profile_step(
+            [sys.executable, "-m", "tpu_embed", *again], compiled.text
+        )
     except RuntimeError as error:
         raise RuntimeError(f"{error}; --no-cycles leaves them out") from error
     return estimate(compiled, profile)
@@ -192,7 +199,11 @@ def _host_options(
       ValueError: a text has another form, or `count_hits` refuses a file.
     """
     tables = structure.flatten(feature_config).configs
-    stored = {name: table.storage for name, table in tables.items() if table.storage is not None}
+    stored = {
+        name: table.storage
+        for name, table in tables.items()
+        if table.storage is not None
+    }
     rates: dict[str, HitRate] = {}
     for text in args.hit_rate:
         name, _, number = text.rpartition("=")
@@ -210,7 +221,9 @@ def _host_options(
     touched: dict[str, int] = {}
     for text in args.touched:
         name, _, number = text.partition("=")
-        touched[name] = int(_number("--touched", number, "TABLE=ROWS, such as items=1e9"))
+        touched[name] = int(
+            _number("--touched", number, "TABLE=ROWS, such as items=1e9")
+        )
     return rates, touched
 
 
@@ -236,9 +249,16 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
     try:
         workload = runpy.run_path(str(path)).get("workload")
         found = workload() if callable(workload) else None
-    except (Exception, SystemExit) as error:  # a config that ends the program is no config
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a config that ends the program is no config
         # The line of the user's file, not the line of the library function that raised.
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        frames = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename == str(path)
+        ]
         line = f" at line {frames[-1].lineno}" if frames else ""
         refuse(
             what,
@@ -252,7 +272,9 @@ def _workload(path: Path) -> tuple[Any, Any, Any]:
         return tuple(found)
     else:
         expected = "workload() -> (feature_config, optimizer, batch)"
-        got = f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found)
+        got = (
+            f"{len(found)} values" if isinstance(found, (tuple, list)) else repr(found)
+        )
     refuse(what, expected=expected, got=got, remedy=remedy)
 
 
@@ -289,36 +311,53 @@ def _target(topology: str) -> str | int:
 def _as_json(plan: planning.Plan, compiled: Compiled, found: Estimate) -> str:
     """Return the plan as a JSON object, with the compiler's figures under "compiled"."""
     names = [field.name for field in dataclasses.fields(compiled)]
-    said = {name: getattr(compiled, name) for name in names if name not in ("plan", "text")}
+    said = {
+        name: getattr(compiled, name) for name in names if name not in ("plan", "text")
+    }
     more = {"compiled": said, "estimate": found.figures()}
     return json.dumps(json.loads(plan.to_json()) | more, default=dataclasses.asdict)
 
 
 def _add_check(commands: Any) -> None:
     """Add the subcommand `check` to the command line."""
-    command = commands.add_parser("check", help="test the library on the devices of this machine")
-    command.add_argument("--only", action="append", choices=PARTS, help="run this part alone")
+    command = commands.add_parser(
+        "check", help="test the library on the devices of this machine"
+    )
     command.add_argument(
-        "--no-speed", dest="speed", action="store_false", help="do not measure the speed"
+        "--only", action="append", choices=PARTS, help="run this part alone"
+    )
+    command.add_argument(
+        "--no-speed",
+        dest="speed",
+        action="store_false",
+        help="do not measure the speed",
     )
     command.add_argument("--json", action="store_true", help="print JSON, at the end")
     command.add_argument("--verbose", action="store_true", help="show tracebacks")
     command.add_argument(
-        "--distributed", action="store_true", help="on several hosts: start jax.distributed"
+        "--distributed",
+        action="store_true",
+        help="on several hosts: start jax.distributed",
     )
     command.set_defaults(run=check_machine)
 
 
 def _add_plan(commands: Any) -> None:
     """Add the subcommand `plan` to the command line."""
-    command = commands.add_parser("plan", help="memory and traffic of a config on a topology")
+    command = commands.add_parser(
+        "plan", help="memory and traffic of a config on a topology"
+    )
     command.add_argument("config", help="a Python file that defines workload()")
     command.add_argument(
         "--topology", required=True, help="v5p:4x4x4, v5p-128, or a number of devices"
     )
-    command.add_argument("--memory", help="of each device, such as 80GiB; a topology has its own")
+    command.add_argument(
+        "--memory", help="of each device, such as 80GiB; a topology has its own"
+    )
     words = get_args(ExchangeDtype)
-    command.add_argument("--exchange-dtype", choices=words, help="as for EmbeddingEngine (float32)")
+    command.add_argument(
+        "--exchange-dtype", choices=words, help="as for EmbeddingEngine (float32)"
+    )
     ahead = "as for EmbeddingEngine (0); 1 for a pipelined TPUEmbedding"
     command.add_argument("--lookahead", type=int, default=0, help=ahead)
     _add_host_options(command)
@@ -360,11 +399,18 @@ def show_vocabulary(args: argparse.Namespace) -> None:
 
 def _add_vocabulary(commands: Any) -> None:
     """Add the subcommand `vocabulary` to the command line."""
-    command = commands.add_parser("vocabulary", help="the keys of a checkpoint's tables")
-    command.add_argument("checkpoint", help="the directory that io.save or io.save_modules wrote")
+    command = commands.add_parser(
+        "vocabulary", help="the keys of a checkpoint's tables"
+    )
+    command.add_argument(
+        "checkpoint", help="the directory that io.save or io.save_modules wrote"
+    )
     command.add_argument("--table", help="show this table alone")
     command.add_argument(
-        "--hottest", type=int, default=10, help="how many keys to list in each order (10)"
+        "--hottest",
+        type=int,
+        default=10,
+        help="how many keys to list in each order (10)",
     )
     command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=show_vocabulary)
@@ -393,7 +439,9 @@ def _add_host_options(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _check_spelling(arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]) -> None:
+def _check_spelling(
+    arguments: list[str], commands: Mapping[str, argparse.ArgumentParser]
+) -> None:
     """Check that the command and its options exist, and name what was probably meant.
 
     Raises:
@@ -430,13 +478,17 @@ def main() -> None:
         version=f"tpu_embed {importlib.metadata.version('tpu-embed')}",
     )
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("info", help="versions, devices, and the kernels in use")
+    command = commands.add_parser(
+        "info", help="versions, devices, and the kernels in use"
+    )
     command.set_defaults(run=lambda args: print(info()))
     _add_check(commands)
     _add_plan(commands)
     _add_vocabulary(commands)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack the bars' characters
+        sys.stdout.reconfigure(
+            errors="replace"
+        )  # a terminal may lack the bars' characters
     try:
         _check_spelling(sys.argv[1:], commands.choices)
         args = parser.parse_args()

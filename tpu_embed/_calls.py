@@ -22,7 +22,13 @@ import jax
 
 _T = TypeVar("_T")
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
-_STATUSES = ("INTERNAL: ", "INVALID_ARGUMENT: ", "RESOURCE_EXHAUSTED: ", "UNKNOWN: ", "ABORTED: ")
+_STATUSES = (
+    "INTERNAL: ",
+    "INVALID_ARGUMENT: ",
+    "RESOURCE_EXHAUSTED: ",
+    "UNKNOWN: ",
+    "ABORTED: ",
+)
 """The first words of error messages of XLA's runtime."""
 
 
@@ -108,7 +114,9 @@ def _was_called(error: Exception) -> bool:
     Tracing runs Python code of this package, whose frames are then below this file's frames in the
     traceback.
     """
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    files = [
+        frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     return [file for file in files if file.startswith(_PACKAGE)][-1:] == [__file__]
 
 

@@ -28,7 +28,9 @@ from jax.experimental import checkify
 from tpu_embed._types import Array, Tracer
 
 _T = TypeVar("_T")
-_NOT_THE_USERS = tuple(f"{Path(one).parent}{os.sep}" for one in (__file__, jax.__file__))
+_NOT_THE_USERS = tuple(
+    f"{Path(one).parent}{os.sep}" for one in (__file__, jax.__file__)
+)
 """Folders whose files are not the user's: ours, and those of JAX, which calls us while tracing."""
 
 _MOST_LINES = 20
@@ -185,7 +187,13 @@ def check_type(
       error: it is of none of them.
     """
     if not isinstance(value, kinds):
-        refuse(what, expected=expected, got=type(value).__name__, remedy=remedy, error=error)
+        refuse(
+            what,
+            expected=expected,
+            got=type(value).__name__,
+            remedy=remedy,
+            error=error,
+        )
 
 
 def check_int(what: str, value: Any, *, minimum: int) -> int:
@@ -227,7 +235,9 @@ def check_ids(what: str, given: Any) -> Array:
       TypeError: they are not integers.
       ValueError: JAX would cut them to 32 bits.
     """
-    array = given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    array = (
+        given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    )
     if not isinstance(array, jax.Array) and not array.size:
         array = np.zeros(array.shape, np.int32)
     check_integers(what, array.dtype)
@@ -235,11 +245,14 @@ def check_ids(what: str, given: Any) -> Array:
         return array
     bits = 64 if jax.config.read("jax_enable_x64") else 32
     known = array.compressed() if isinstance(array, np.ma.MaskedArray) else array
-    if known.size and not (known.min() >= -(2 ** (bits - 1)) and known.max() < 2 ** (bits - 1)):
+    if known.size and not (
+        known.min() >= -(2 ** (bits - 1)) and known.max() < 2 ** (bits - 1)
+    ):
         largest = max(known.max(), known.min(), key=lambda one: abs(int(one)))
         refuse(
             what,
-            expected=f"ids of {bits} bits" + (" while x64 is off" if bits == 32 else ""),
+            expected=f"ids of {bits} bits"
+            + (" while x64 is off" if bits == 32 else ""),
             got=f"{largest}",
             remedy="number the keys: np.unique(keys, return_inverse=True)[1]",
         )
@@ -278,7 +291,11 @@ def check_choice(what: str, value: Any, choices: tuple[Any, ...]) -> Any:
       ValueError: `value` is none of `choices`.
     """
     if value not in choices:
-        refuse(what, expected=" | ".join(repr(choice) for choice in choices), got=repr(value))
+        refuse(
+            what,
+            expected=" | ".join(repr(choice) for choice in choices),
+            got=repr(value),
+        )
     return value
 
 
@@ -316,7 +333,8 @@ def check_key(what: str, key: Any) -> None:
     """
     dtype = getattr(key, "dtype", None)
     if dtype is None or not (
-        jax.numpy.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and key.ndim)
+        jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
+        or (dtype == np.uint32 and key.ndim)
     ):
         refuse(
             what,
@@ -338,7 +356,11 @@ def check_live(what: str, arrays: Iterable[Any]) -> None:
       ValueError: an array was donated or deleted.
     """
     for array in arrays:
-        if isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted():
+        if (
+            isinstance(array, jax.Array)
+            and not isinstance(array, Tracer)
+            and array.is_deleted()
+        ):
             refuse(
                 what,
                 expected="arrays that exist",
@@ -354,7 +376,9 @@ def warn_user(text: str) -> None:
       text: the warning.
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(
+        _NOT_THE_USERS
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
@@ -378,7 +402,9 @@ def refuse_pickle(what: str, *, remedy: str) -> NoReturn:
     )
 
 
-def refuse_derivatives(what: str, *, expected: str, got: str, remedy: str) -> Callable[[_T], _T]:
+def refuse_derivatives(
+    what: str, *, expected: str, got: str, remedy: str
+) -> Callable[[_T], _T]:
     """Return an identity of pytrees that raises `TypeError` where it is differentiated.
 
     Args:

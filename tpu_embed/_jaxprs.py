@@ -65,10 +65,21 @@ def inner_jaxprs(eqn: Any) -> list[Inner]:
         start = params["cond_nconsts"]
         first = start + params["body_nconsts"]
         of_cond = [*operands[:start], *operands[first:]]
-        return [_inner(params["cond_jaxpr"], of_cond), _inner(params["body_jaxpr"], operands)]
+        return [
+            _inner(params["cond_jaxpr"], of_cond),
+            _inner(params["body_jaxpr"], operands),
+        ]
     # A parameter may be a jaxpr, a closed jaxpr (which has `.jaxpr`), or a tuple of branches.
-    flat = [x for p in params.values() for x in (p if isinstance(p, (tuple, list)) else (p,))]
-    return [_inner(one, operands) for one in flat if hasattr(getattr(one, "jaxpr", one), "eqns")]
+    flat = [
+        x
+        for p in params.values()
+        for x in (p if isinstance(p, (tuple, list)) else (p,))
+    ]
+    return [
+        _inner(one, operands)
+        for one in flat
+        if hasattr(getattr(one, "jaxpr", one), "eqns")
+    ]
 
 
 def _inner(given: Any, operands: Sequence[int]) -> Inner:
@@ -174,7 +185,11 @@ At = Callable[[Any, list[Any], Any], tuple[Sequence[Any], Any]]
 
 
 def rerun(
-    at: At, program: ClosedJaxpr | Inner, args: Sequence[Any], sites: Sequence[Any], extras: Any
+    at: At,
+    program: ClosedJaxpr | Inner,
+    args: Sequence[Any],
+    sites: Sequence[Any],
+    extras: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Run a program with something else done at some of its equations.
 
@@ -199,7 +214,11 @@ def rerun(
     # Equations with a site inside are rebuilt around the rerun of their own jaxpr. All others are
     # evaluated as they are, which keeps their custom derivatives.
     def step(eqn, values):
-        here = [pair for pair in zip(sites, extras, strict=True) if pair[0].path[0][0] is eqn]
+        here = [
+            pair
+            for pair in zip(sites, extras, strict=True)
+            if pair[0].path[0][0] is eqn
+        ]
         if not here:
             results = evaluate(jaxpr, eqn, values)
         elif here[0][0].eqn is eqn:
@@ -212,21 +231,33 @@ def rerun(
             notes.extend(found)
         return zip(eqn.outvars, results, strict=True)
 
-    inputs = zip((*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True)
+    inputs = zip(
+        (*jaxpr.constvars, *jaxpr.invars), (*program.consts, *args), strict=True
+    )
     return walk(jaxpr, dict(inputs), step, lambda literal: literal.val), notes
 
 
 def _run_inner(
-    at: At, eqn: Any, sites: Sequence[Any], number: int, args: Sequence[Any], extras: Sequence[Any]
+    at: At,
+    eqn: Any,
+    sites: Sequence[Any],
+    number: int,
+    args: Sequence[Any],
+    extras: Sequence[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Rerun one of the jaxprs inside of an equation; sites in the others get nothing for a note."""
     # Branches with 2 and 1 sites: number 0 takes extras[0:2] and returns its own notes and nothing
     # for the third; number 1 takes extras[2:3] and returns nothing for the first two.
-    inner, mine = [site.inside() for site in sites], [site.path[0][1] == number for site in sites]
+    inner, mine = (
+        [site.inside() for site in sites],
+        [site.path[0][1] == number for site in sites],
+    )
     chosen = [list(itertools.compress(some, mine)) for some in (inner, extras)]
     results, notes = rerun(at, inner_jaxprs(eqn)[number], args, *chosen)
     rest = iter(notes)
-    return results, [next(rest) if m else one.nothing() for one, m in zip(inner, mine, strict=True)]
+    return results, [
+        next(rest) if m else one.nothing() for one, m in zip(inner, mine, strict=True)
+    ]
 
 
 def _call(run: Any, eqn: Any, values: list[Any], extras: list[Any]) -> tuple:

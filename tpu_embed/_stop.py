@@ -61,7 +61,10 @@ class Stop:
 
     def __enter__(self) -> Stop:
         global _current
-        if threading.current_thread() is not threading.main_thread() or jax.process_count() > 1:
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or jax.process_count() > 1
+        ):
             return self
         if _current is not None:  # a loop inside a step of another one
             return _current

@@ -19,7 +19,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-__all__ = ["PADDING_ID", "Array", "ArrayLike", "PyTree", "Tracer", "as_array", "snapshot"]
+__all__ = [
+    "PADDING_ID",
+    "Array",
+    "ArrayLike",
+    "PyTree",
+    "Tracer",
+    "as_array",
+    "snapshot",
+]
 
 PADDING_ID = -1
 """The id of an empty position in a dense bag; in compiled code, also the row id of no row."""

@@ -140,7 +140,13 @@ def chain_lists(what: str, lists: Sequence[Sequence[Any]]) -> Lists:
         # Name the item that has no length; an iterator as a whole has none either.
         items = lists if hasattr(lists, "__len__") else [lists]
         got = next(item for item in items if not hasattr(item, "__len__"))
-        refuse(what, expected="a list of lists", got=repr(got), error=TypeError, cause=error)
+        refuse(
+            what,
+            expected="a list of lists",
+            got=repr(got),
+            error=TypeError,
+            cause=error,
+        )
     return Lists(list(itertools.chain.from_iterable(lists)), lengths)
 
 
@@ -161,7 +167,9 @@ def read_dictionary(value: Any) -> tuple[Any, np.ndarray] | None:
         # The indices may be unsigned, so they are widened before -1 stands in for null.
         codes = array.indices.cast("int64").fill_null(-1)
         found = array.dictionary, codes.to_numpy(zero_copy_only=False)
-    elif _is_of("pandas", value) and hasattr(getattr(value, "dtype", None), "categories"):
+    elif _is_of("pandas", value) and hasattr(
+        getattr(value, "dtype", None), "categories"
+    ):
         array = getattr(value, "array", value)
         found = array.categories, np.asarray(array.codes, np.int64)
     else:
@@ -195,10 +203,16 @@ def as_arrow(value: Any) -> Any | None:
     Raises:
       ImportError: a column of another library, and pyarrow is not there.
     """
-    if _is_of("pyarrow", value) and hasattr(value, "type") and hasattr(value, "to_numpy"):
+    if (
+        _is_of("pyarrow", value)
+        and hasattr(value, "type")
+        and hasattr(value, "to_numpy")
+    ):
         return value
     dtype = getattr(value, "dtype", None)
-    in_arrow = hasattr(dtype, "pyarrow_dtype") or getattr(dtype, "storage", None) == "pyarrow"
+    in_arrow = (
+        hasattr(dtype, "pyarrow_dtype") or getattr(dtype, "storage", None) == "pyarrow"
+    )
     if in_arrow and _is_of("pandas", value):
         return getattr(value, "array", value).__arrow_array__()
     streamed = read_stream(value)
@@ -255,7 +269,9 @@ def read_stream(value: Any) -> Any | None:
 def is_column(value: Any) -> bool:
     """Tell whether a value, other than a list, has the looks of an array or a column."""
     known = hasattr(value, "__array__") or hasattr(value, "__arrow_c_stream__")
-    return known and not isinstance(value, type)  # np.ndarray itself has `__array__`, too
+    return known and not isinstance(
+        value, type
+    )  # np.ndarray itself has `__array__`, too
 
 
 _TIMES = (datetime.date, datetime.time, datetime.timedelta)
@@ -280,15 +296,21 @@ def describe_values(values: np.ndarray) -> tuple[str, str]:
     """
     kind, of_times = str(values.dtype), values.dtype.kind in "mM"
     if values.dtype == object:
-        present = [one for one in np.ma.compressed(values).tolist() if not _is_missing(one)]
-        kind = "objects of " + ", ".join(sorted({type(one).__name__ for one in present}))
+        present = [
+            one for one in np.ma.compressed(values).tolist() if not _is_missing(one)
+        ]
+        kind = "objects of " + ", ".join(
+            sorted({type(one).__name__ for one in present})
+        )
         of_times = any(isinstance(one, _TIMES) for one in present)
     return kind, _WITHOUT_TIMES if of_times else ""
 
 
 def _is_of(package: str, value: Any) -> bool:
     """Tell whether a value's class, or a class that it inherits from, is defined in a package."""
-    return any(kind.__module__.partition(".")[0] == package for kind in type(value).__mro__)
+    return any(
+        kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
+    )
 
 
 def _is_missing(value: Any) -> bool:
@@ -312,10 +334,16 @@ def _of_objects(array: np.ndarray) -> np.ndarray:
     """
     missing, values = np.ma.getmaskarray(array).copy(), np.ma.getdata(array)
     kinds = set(map(type, values.flat))
-    odd = {kind for kind in kinds if kind is bool or not issubclass(kind, _STRINGS + _INTEGERS)}
+    odd = {
+        kind
+        for kind in kinds
+        if kind is bool or not issubclass(kind, _STRINGS + _INTEGERS)
+    }
     if odd:
         # Only objects of these types are looked at one by one.
-        among = np.fromiter(map(odd.__contains__, map(type, values.flat)), bool, values.size)
+        among = np.fromiter(
+            map(odd.__contains__, map(type, values.flat)), bool, values.size
+        )
         places = [at for at in np.flatnonzero(among) if _is_missing(values.flat[at])]
         missing.flat[places] = True
         if len(places) < np.count_nonzero(among):
@@ -350,7 +378,9 @@ _STRINGS, _INTEGERS = (str, bytes), (int, np.integer)
 def _of_lists(what: str, value: Any) -> np.ndarray:
     """Return (nested) lists as an array; see `read_column`."""
     # NumPy's strings would drop trailing NULs.
-    if isinstance(next((one for one in value if not _is_missing(one)), None), (str, bytes)):
+    if isinstance(
+        next((one for one in value if not _is_missing(one)), None), (str, bytes)
+    ):
         return _of_objects(np.array(value, dtype=object))
     array = to_array(what, value)
     if array.dtype.kind in "iu":
@@ -367,7 +397,9 @@ def _of_pandas(value: Any) -> np.ndarray:
     array = getattr(value, "array", value)
     own = getattr(getattr(array, "dtype", None), "numpy_dtype", None)
     if own is not None and own.kind in "iufb":
-        return mask_missing(array.to_numpy(dtype=own, na_value=0), np.asarray(array.isna()))
+        return mask_missing(
+            array.to_numpy(dtype=own, na_value=0), np.asarray(array.isna())
+        )
     return _of_array(np.asarray(value))
 
 
@@ -383,7 +415,10 @@ def _of_arrow(value: Any) -> np.ndarray:
     array = _one_chunk(value)
     if kinds.is_dictionary(array.type):
         kind = str(array.dictionary.type)
-        if kind in ("string_view", "binary_view"):  # of polars; Arrow has no decoding for them
+        if kind in (
+            "string_view",
+            "binary_view",
+        ):  # of polars; Arrow has no decoding for them
             words = array.dictionary.cast(f"large_{kind.removesuffix('_view')}")
             array = type(array).from_arrays(array.indices, words)
         array = array.dictionary_decode()

@@ -18,7 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpu_embed import initializers
-from tpu_embed._checks import check_choice, check_int, explain_arguments, is_number, refuse
+from tpu_embed._checks import (
+    check_choice,
+    check_int,
+    explain_arguments,
+    is_number,
+    refuse,
+)
 from tpu_embed._types import Array
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import DynamicVocabulary
@@ -58,16 +64,24 @@ class QuantizationConfig:
     upper: float
 
     def __post_init__(self) -> None:
-        buckets = check_int("QuantizationConfig.num_buckets", self.num_buckets, minimum=2)
+        buckets = check_int(
+            "QuantizationConfig.num_buckets", self.num_buckets, minimum=2
+        )
         object.__setattr__(self, "num_buckets", buckets)
         for field in ("lower", "upper"):
             bound = getattr(self, field)
             if not is_number(bound) or not np.isfinite(bound):
-                refuse(f"QuantizationConfig.{field}", expected="a finite number", got=repr(bound))
+                refuse(
+                    f"QuantizationConfig.{field}",
+                    expected="a finite number",
+                    got=repr(bound),
+                )
             object.__setattr__(self, field, float(bound))
         if not self.lower < self.upper:
             refuse(
-                "QuantizationConfig", expected="lower < upper", got=f"{self.lower} and {self.upper}"
+                "QuantizationConfig",
+                expected="lower < upper",
+                got=f"{self.lower} and {self.upper}",
             )
 
 
@@ -141,7 +155,11 @@ class TableConfig:
         _check_type(f"{what}.trainable", self.trainable, bool)
         initializers.check(f"{what}.initializer", self.initializer)
         if self.quantization_config is not None:
-            _check_type(f"{what}.quantization_config", self.quantization_config, QuantizationConfig)
+            _check_type(
+                f"{what}.quantization_config",
+                self.quantization_config,
+                QuantizationConfig,
+            )
         if self.vocabulary is not None:
             _check_type(f"{what}.vocabulary", self.vocabulary, DynamicVocabulary)
             _check_map(what, self.vocabulary, self.vocabulary_size)
@@ -157,11 +175,15 @@ class TableConfig:
                 got='"stochastic"',
                 remedy='set dtype="bfloat16", or leave rounding out',
             )
-        object.__setattr__(self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes))
+        object.__setattr__(
+            self, "shard_axes", _axes(f"{what}.shard_axes", self.shard_axes)
+        )
 
     def __repr__(self) -> str:
         """Show all fields; without a name also which object it is, as equal ones are two tables."""
-        shown = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self))
+        shown = ", ".join(
+            f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)
+        )
         return f"TableConfig({shown}{'' if self.name else f', at {id(self):#x}'})"
 
     def _check_storage(self, what: str) -> None:
@@ -183,7 +205,9 @@ class TableConfig:
 
     def _check_rows_alone(self, what: str, kind: str) -> None:
         """Check that the initializer makes each row by itself, wherever it comes to stand."""
-        if self.initializer is not None and initializers.wants_shard_info(self.initializer):
+        if self.initializer is not None and initializers.wants_shard_info(
+            self.initializer
+        ):
             refuse(
                 f"{what}.initializer",
                 expected=f"one that makes a row from its random key, for {kind}",
@@ -195,7 +219,9 @@ class TableConfig:
     @property
     def device_rows(self) -> int:
         """The rows that the devices hold: V, or C of a table on the host."""
-        return self.vocabulary_size if self.storage is None else self.storage.device_rows
+        return (
+            self.vocabulary_size if self.storage is None else self.storage.device_rows
+        )
 
     @property
     def row_rules(self) -> DynamicVocabulary | None:
@@ -249,7 +275,9 @@ class FeatureConfig:
     def __post_init__(self) -> None:
         what = _described("FeatureConfig", self.name)
         _check_type(f"{what}.table", self.table, TableConfig)
-        length = check_int(f"{what}.max_sequence_length", self.max_sequence_length, minimum=0)
+        length = check_int(
+            f"{what}.max_sequence_length", self.max_sequence_length, minimum=0
+        )
         object.__setattr__(self, "max_sequence_length", length)
         check_choice(f"{what}.on_bad_id", self.on_bad_id, get_args(OnBadId))
         _check_type(f"{what}.jagged", self.jagged, bool)
@@ -273,7 +301,9 @@ class FeatureConfig:
                 remedy=f"a sequence's activation is {shape}",
             )
         object.__setattr__(
-            self, "output_shape", _output_shape(f"{what}.output_shape", self.output_shape)
+            self,
+            "output_shape",
+            _output_shape(f"{what}.output_shape", self.output_shape),
         )
 
 
@@ -296,9 +326,13 @@ def _described(kind: str, name: Any) -> str:
     if name is None:
         return kind
     # A string that holds half of a surrogate pair cannot be encoded.
-    if not (isinstance(name, str) and name and name.encode(errors="ignore").decode() == name):
+    if not (
+        isinstance(name, str) and name and name.encode(errors="ignore").decode() == name
+    ):
         refuse(
-            f"{kind}.name", expected="None or a non-empty string of Unicode text", got=ascii(name)
+            f"{kind}.name",
+            expected="None or a non-empty string of Unicode text",
+            got=ascii(name),
         )
     return f"{kind} {name!r}"
 
@@ -326,7 +360,9 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
     if axes is None:
         return None
     names = (axes,) if isinstance(axes, str) else axes
-    known = isinstance(names, (tuple, list)) and all(isinstance(n, str) and n for n in names)
+    known = isinstance(names, (tuple, list)) and all(
+        isinstance(n, str) and n for n in names
+    )
     if not known or not names or len(set(names)) != len(names):
         expected = "None or names of mesh axes: at least one axis, each once"
         refuse(what, expected=expected, got=repr(axes))

@@ -110,7 +110,9 @@ class RowIdInitializer:
 
     def __post_init__(self) -> None:
         if not is_int(self.offset):
-            refuse("RowIdInitializer.offset", expected="an integer", got=repr(self.offset))
+            refuse(
+                "RowIdInitializer.offset", expected="an integer", got=repr(self.offset)
+            )
 
     def __call__(
         self, key: Array, shape: tuple[int, ...], dtype: Any, shard_info: ShardInfo
@@ -158,13 +160,16 @@ class VarianceScaling:
         _check_finite(f"{what}.scale", self.scale)
         check_choice(f"{what}.mode", self.mode, ("fan_in", "fan_out", "fan_avg"))
         check_choice(
-            f"{what}.distribution", self.distribution, ("truncated_normal", "normal", "uniform")
+            f"{what}.distribution",
+            self.distribution,
+            ("truncated_normal", "normal", "uniform"),
         )
         shape = self.table_shape
         if not isinstance(shape, (tuple, list)) or len(shape) != 2:
             refuse(f"{what}.table_shape", expected="(V, D)", got=repr(shape))
         sizes = tuple(
-            check_int(f"{what}.table_shape[{i}]", n, minimum=1) for i, n in enumerate(shape)
+            check_int(f"{what}.table_shape[{i}]", n, minimum=1)
+            for i, n in enumerate(shape)
         )
         object.__setattr__(self, "table_shape", sizes)
 
@@ -181,7 +186,9 @@ class VarianceScaling:
             return jax.random.normal(key, shape, dtype) * self.stddev
         if self.distribution == "uniform":
             # Uniform on [-a, a] has the standard deviation a / √3.
-            return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * (math.sqrt(3) * self.stddev)
+            return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * (
+                math.sqrt(3) * self.stddev
+            )
         return TruncatedNormal(self.stddev / _TRUNCATED_STDDEV)(key, shape, dtype)
 
 
@@ -260,7 +267,9 @@ def check(what: str, initializer: Any) -> None:
         return
     if not callable(initializer):
         refuse(
-            what, expected="None or a callable (key, shape, dtype) -> array", got=repr(initializer)
+            what,
+            expected="None or a callable (key, shape, dtype) -> array",
+            got=repr(initializer),
         )
     # The initializers of JAX are closures: `he_normal()` is "variance_scaling.<locals>.init".
     factory = getattr(_innermost(initializer), "__qualname__", "").split(".")[0]

@@ -48,7 +48,9 @@ def _hashes(keys: Any, state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         # Each entry of the dictionary is hashed once. The code of a missing key is -1: it gets the
         # last entry.
         hashes, missing = _hashes(encoded[0], state)
-        return np.append(hashes, np.uint64(0))[encoded[1]], np.append(missing, True)[encoded[1]]
+        return np.append(hashes, np.uint64(0))[encoded[1]], np.append(missing, True)[
+            encoded[1]
+        ]
     arrow = as_arrow(keys)
     if arrow is not None:
         kind = str(arrow.type).removeprefix("large_").removesuffix("_view")
@@ -140,7 +142,9 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
     if isinstance(keys, (list, tuple)) and present.dtype != object:
         objects = np.array(keys, dtype=object).ravel()
     if objects.dtype != object:
-        nan = 'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
+        nan = (
+            'NaN makes floats of integers: column.astype("Int64") keeps what is missing'
+        )
         got, remedy = describe_values(array)
         refuse(
             _KEYS,
@@ -158,7 +162,13 @@ def _checked(keys: Any, array: np.ndarray, present: np.ndarray) -> np.ndarray:
         # Some are negative and others beyond int64: modulo 2⁶⁴.
         return np.array([int(key) % 2**64 for key in objects], np.uint64)
     got, remedy = describe_values(objects)
-    refuse(_KEYS, expected=f"{_EXPECTED}, not both", got=got, remedy=remedy, error=TypeError)
+    refuse(
+        _KEYS,
+        expected=f"{_EXPECTED}, not both",
+        got=got,
+        remedy=remedy,
+        error=TypeError,
+    )
 
 
 def _strings_of(keys: np.ndarray) -> _Strings:
@@ -172,7 +182,9 @@ def _strings_of(keys: np.ndarray) -> _Strings:
         return _Strings(data, np.cumsum(lengths) - lengths, lengths)
     # Fixed-width strings begin at every multiple of their width.
     data = np.frombuffer(keys.tobytes() + bytes(_WORD), np.uint8)
-    return _Strings(data, np.arange(len(keys)) * keys.dtype.itemsize, np.strings.str_len(keys))
+    return _Strings(
+        data, np.arange(len(keys)) * keys.dtype.itemsize, np.strings.str_len(keys)
+    )
 
 
 def _joined(strings: list[Any]) -> tuple[bytes, list[Any]]:
@@ -183,7 +195,8 @@ def _joined(strings: list[Any]) -> tuple[bytes, list[Any]]:
         if text.isascii():
             return text.encode(), strings
     encoded = [
-        key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key for key in strings
+        key.encode("utf-8", "surrogatepass") if isinstance(key, str) else key
+        for key in strings
     ]
     return b"".join(encoded), encoded
 
@@ -211,7 +224,9 @@ def _strings_of_arrow(arrow: Any) -> tuple[_Strings, np.ndarray]:
     _, offsets, data = array.buffers()
     ends = np.zeros(1, np.int64)
     if len(array):
-        ends = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1]
+        ends = np.frombuffer(offsets, np.int64)[
+            array.offset : array.offset + len(array) + 1
+        ]
     used = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
     padded = np.concatenate([used, np.zeros(_WORD, np.uint8)])
     return _Strings(padded, ends[:-1] - ends[0], np.diff(ends)), missing

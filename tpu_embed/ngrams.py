@@ -85,7 +85,9 @@ def ngram_ids(
     tokens = _integers("tokens", tokens)
     if not isinstance(orders, Iterable):
         _refuse("orders", "lengths of n-grams, such as (2, 3)", repr(orders))
-    orders = [check_int(f"ngram_ids: orders[{i}]", n, minimum=1) for i, n in enumerate(orders)]
+    orders = [
+        check_int(f"ngram_ids: orders[{i}]", n, minimum=1) for i, n in enumerate(orders)
+    ]
     heads = check_int("ngram_ids: heads", heads, minimum=1)
     if len(set(orders)) < max(len(orders), 1):
         _refuse("orders", "at least one length, each once", orders)
@@ -110,7 +112,9 @@ def ngram_ids(
     bits, present = tokens.astype(np.uint32), tokens >= 0
     ids = []
     for first, order in zip(range(0, len(primes), heads), orders, strict=True):
-        hashes = xp.asarray(states[first : first + heads])  # [heads], then [..., L, heads]
+        hashes = xp.asarray(
+            states[first : first + heads]
+        )  # [heads], then [..., L, heads]
         whole = present
         for back in reversed(range(order)):
             hashes = _mix(hashes ^ _moved(xp, bits, back)[..., None])
@@ -124,7 +128,9 @@ def ngram_ids(
     return xp.concatenate(ids, axis=-1)
 
 
-def _refuse(what: str, expected: str, got: Any, error: type[Exception] = ValueError) -> NoReturn:
+def _refuse(
+    what: str, expected: str, got: Any, error: type[Exception] = ValueError
+) -> NoReturn:
     refuse(f"ngram_ids: {what}", expected=expected, got=got, error=error)
 
 
@@ -135,7 +141,9 @@ def _integers(what: str, given: Any) -> Any:
       TypeError: it holds something else.
       ValueError: it has no axis, or a known token does not fit 32 bits.
     """
-    array = given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    array = (
+        given if isinstance(given, jax.Array | np.ma.MaskedArray) else np.asarray(given)
+    )
     if not isinstance(array, jax.Array) and not array.size:
         array = np.zeros(array.shape, np.int32)  # a list without tokens
     if array.dtype.kind not in "iu":
@@ -152,7 +160,9 @@ def _integers(what: str, given: Any) -> Any:
 def _moved(xp: ModuleType, array: Any, places: int) -> Any:
     """Return `[..., L]` moved to the right, with zeros where it has come from."""
     begin = xp.zeros_like(array[..., :places])
-    return xp.concatenate([begin, array[..., : max(array.shape[-1] - places, 0)]], axis=-1)
+    return xp.concatenate(
+        [begin, array[..., : max(array.shape[-1] - places, 0)]], axis=-1
+    )
 
 
 def _mix(x: Any) -> Any:
@@ -171,7 +181,10 @@ def _primes(size: int, columns: int) -> np.ndarray:
     """
     found, candidate = [], size // columns
     while len(found) < columns and candidate >= 2:
-        if candidate == 2 or (candidate % np.arange(2, math.isqrt(candidate) + 1)).all():
+        if (
+            candidate == 2
+            or (candidate % np.arange(2, math.isqrt(candidate) + 1)).all()
+        ):
             found.append(candidate)
         candidate -= 1
     if len(found) < columns:

@@ -61,7 +61,9 @@ def lookup(table: np.ndarray, feature: Bags) -> np.ndarray:
     return found.reshape(*feature.shape, table.shape[1])
 
 
-def row_gradients(feature: Bags, gradient: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+def row_gradients(
+    feature: Bags, gradient: np.ndarray
+) -> Iterator[tuple[int, int, np.ndarray]]:
     """Yield the bag and the row of each id, in batch order, with the row's gradient `[D]`."""
     of_bags = np.asarray(gradient, np.float64).reshape(len(feature.bags), -1)
     for b, row, gain in terms(feature):
@@ -142,7 +144,9 @@ def _average(old, new, rate):
 
 
 def _moments(o, s, g):
-    return _average(s["momenta"], g, o.beta_1), _average(s["velocities"], g * g, o.beta_2)
+    return _average(s["momenta"], g, o.beta_1), _average(
+        s["velocities"], g * g, o.beta_2
+    )
 
 
 def _corrected_rate(o, t, lr):
@@ -208,7 +212,10 @@ def _adam(o, w, s, g, t, lr):
 def _lamb(o, w, s, g, t, lr):
     """You et al., "Large batch optimization for deep learning", 2020."""
     m, v = _moments(o, s, g)
-    r = m / (1 - o.beta_1**t) / (np.sqrt(v / (1 - o.beta_2**t)) + o.epsilon) + _decay(o, lr) * w
+    r = (
+        m / (1 - o.beta_1**t) / (np.sqrt(v / (1 - o.beta_2**t)) + o.epsilon)
+        + _decay(o, lr) * w
+    )
     w_norm, r_norm = np.sqrt(np.sum(w * w)), np.sqrt(np.sum(r * r))
     ratio = w_norm / r_norm if w_norm > 0 and r_norm > 0 else 1.0
     return w - lr * ratio * r, {"momenta": m, "velocities": v}
@@ -231,7 +238,9 @@ def _rmsprop(o, w, s, g, t, lr):
     if "mg" in s:
         mg = new["mg"] = _average(s["mg"], g, o.rho)
         variance = np.maximum(ms - mg * mg, 0.0)
-    new["momenta"] = b = o.momentum * s["momenta"] + lr * g / np.sqrt(variance + o.epsilon)
+    new["momenta"] = b = o.momentum * s["momenta"] + lr * g / np.sqrt(
+        variance + o.epsilon
+    )
     return w - b, new
 
 

@@ -108,7 +108,9 @@ class PartReport:
         state = "ok" if self.ok else "FAILED"
         lines = [f"{self.name:12}{state:8}{self.seconds:6.1f} s  {self.what}".rstrip()]
         for fault in self.faults[:_FAULTS]:
-            text = f"  {fault.where}\n    expected {fault.expected}\n    got {fault.got}"
+            text = (
+                f"  {fault.where}\n    expected {fault.expected}\n    got {fault.got}"
+            )
             lines.append(text + f"\n{fault.trace}" * verbose)
         if len(self.faults) > _FAULTS:
             lines.append(f"  and {len(self.faults) - _FAULTS} more")
@@ -132,7 +134,9 @@ class PartReport:
         """
         right, found = np.ascontiguousarray(expected), np.ascontiguousarray(got)
         if found.shape != right.shape:
-            self.faults.append(Fault(f"{where}, shape", f"{right.shape}", f"{found.shape}"))
+            self.faults.append(
+                Fault(f"{where}, shape", f"{right.shape}", f"{found.shape}")
+            )
             return
         if tolerance:
             small = 0.01 * np.max(np.abs(right), initial=0.0)
@@ -143,7 +147,9 @@ class PartReport:
         if wrong.any():
             first = tuple(np.argwhere(wrong)[0].tolist())
             count = f"{np.count_nonzero(wrong)} of {wrong.size} numbers differ, first at {first}"
-            self.faults.append(Fault(f"{where}: {count}", f"{right[first]}", f"{found[first]}"))
+            self.faults.append(
+                Fault(f"{where}: {count}", f"{right[first]}", f"{found[first]}")
+            )
 
     @contextlib.contextmanager
     def during(self, where: str) -> Iterator[None]:
@@ -190,7 +196,9 @@ def _kernels(packing, rows, index, segments, weights, places):
     form = RowFormat(rows.shape[1:], rows.dtype, packing)
     stored = encode(rows, form.dtype)
     table = form.pack(stored).reshape(form.array(PACKED_ROWS).shape)
-    added = RowsToSum(stored, jnp.where(index < len(_SPECIAL), -1, index), segments, weights)
+    added = RowsToSum(
+        stored, jnp.where(index < len(_SPECIAL), -1, index), segments, weights
+    )
 
     kernels = {
         "gather_rows": lambda: form.unpack(dispatch.read_rows(table, index, form)),
@@ -202,7 +210,9 @@ def _kernels(packing, rows, index, segments, weights, places):
     if form.dtype == _FLOAT32:  # exchanges round such rows alone
         sent = dataclasses.replace(form, dtype=_BFLOAT16)
         kernels |= {
-            "rounded gather_rows": lambda: sent.unpack(rounded.read_rows(table, index, form, sent)),
+            "rounded gather_rows": lambda: sent.unpack(
+                rounded.read_rows(table, index, form, sent)
+            ),
             "rounded gather_sum": lambda: widened(
                 sent.unpack(rounded.gather_sum(added, _SUMS, sent))
             ),
@@ -217,8 +227,12 @@ def _expected(rows, index, segments, weights, places):
     new, written = rows.copy(), places >= 0
     new[places[written]] = rows[written]
     sums, added = np.zeros((*_SUMS.bags, rows.shape[1])), index >= len(_SPECIAL)
-    np.add.at(sums, segments[added], weights[added, None] * read[added].astype(np.float64))
-    return dict(zip(TRIALS, (read, new, sums, read.astype(_BFLOAT16), sums), strict=True))
+    np.add.at(
+        sums, segments[added], weights[added, None] * read[added].astype(np.float64)
+    )
+    return dict(
+        zip(TRIALS, (read, new, sums, read.astype(_BFLOAT16), sums), strict=True)
+    )
 
 
 def check_kernels(devices: list[Any], report: PartReport) -> str:
@@ -232,7 +246,9 @@ def check_kernels(devices: list[Any], report: PartReport) -> str:
     places[::2] = -1
     asked, tables = (index, segments, weights, places), {}
     for dtype, dim in itertools.product((_FLOAT32, _BFLOAT16), DIMS):
-        rows = tables[f"D = {dim}, {dtype}"] = rng.normal(size=(PACKED_ROWS, dim)).astype(dtype)
+        rows = tables[f"D = {dim}, {dtype}"] = rng.normal(
+            size=(PACKED_ROWS, dim)
+        ).astype(dtype)
         rows[: len(_SPECIAL)] = np.array(_SPECIAL, dtype)[:, None]
 
     def compare(what, right, got, tolerance=0):
@@ -242,8 +258,14 @@ def check_kernels(devices: list[Any], report: PartReport) -> str:
     for name, tolerance in TRIALS.items():
 
         def run(tables, asked, name=name):
-            made = {what: _kernels(packing, rows, *asked) for what, rows in tables.items()}
-            return {what: kernels[name]() for what, kernels in made.items() if name in kernels}
+            made = {
+                what: _kernels(packing, rows, *asked) for what, rows in tables.items()
+            }
+            return {
+                what: kernels[name]()
+                for what, kernels in made.items()
+                if name in kernels
+            }
 
         with report.during(f"kernel {name}"):
             found = on_each(devices, run)(tables, asked)
@@ -263,7 +285,13 @@ def on_each(devices, kernel):
     """Return a jitted kernel that runs on every device, whose results stand one after the other."""
     mesh, split = Mesh(np.asarray(devices), ("devices",)), PartitionSpec("devices")
     return jax.jit(
-        jax.shard_map(kernel, mesh=mesh, in_specs=PartitionSpec(), out_specs=split, check_vma=False)
+        jax.shard_map(
+            kernel,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=split,
+            check_vma=False,
+        )
     )
 
 
@@ -296,7 +324,11 @@ def rules() -> list[Any]:
     return [
         *(getattr(o, name)(RATE, **_OPTIONS.get(name, {})) for name in named),
         o.SGD(
-            RATE, weight_decay_factor=0.1, clipvalue=0.5, clip_weight_min=-0.2, clip_weight_max=0.3
+            RATE,
+            weight_decay_factor=0.1,
+            clipvalue=0.5,
+            clip_weight_min=-0.2,
+            clip_weight_max=0.3,
         ),
         o.Adagrad(RATE, use_gradient_accumulation=False),
         o.CustomOptimizer(leaky_rule, {"trail": 0, "seen": 0}, RATE),
@@ -342,7 +374,9 @@ def _draw(tables, forms, size):
             splits = np.append(0, np.cumsum(present.sum(1)))
             ids = RaggedIds(ids[present], splits, weights[present])
         path, of_bags = f"{table.name}, {form}", shape if per_id else shape[:1]
-        configs[path] = FeatureConfig(table, max_sequence_length=_HOT * (form == "sequence"))
+        configs[path] = FeatureConfig(
+            table, max_sequence_length=_HOT * (form == "sequence")
+        )
         given[path] = ids
         means[path] = oracle.Bags(bags, None if per_id else table.combiner, of_bags)
         for gradients in steps:
@@ -374,22 +408,32 @@ def _run(configs, batch, steps, devices, *, placed=True, **options):
 def _train(tables, forms, devices, report, *, tolerance=FLOAT32, **options):
     """Train tables, and compare all activations, and rows and slots in the end, with the loops."""
     configs, batch, means, gradients = _draw(tables, forms, np.size(devices))
-    found = (rows, slots), *steps, last = _run(configs, batch, gradients, devices, **options)
+    found = (rows, slots), *steps, last = _run(
+        configs, batch, gradients, devices, **options
+    )
     for table in tables:
         rounded, rule, name = table.dtype == "bfloat16", table.optimizer, table.name
-        compare = functools.partial(report.compare, tolerance=BFLOAT16 if rounded else tolerance)
+        compare = functools.partial(
+            report.compare, tolerance=BFLOAT16 if rounded else tolerance
+        )
         kind = type(rule).__name__
         where = f"table {name!r}, {kind}"
         # An optax transform has no bounds, and no decay: as few as the default rule.
         options = _ADAGRAD if isinstance(rule, o.OptaxOptimizer) else rule
-        formula = functools.partial(oracle.update_row, oracle.FORMULAS[kind], options, lr=RATE)
+        formula = functools.partial(
+            oracle.update_row, oracle.FORMULAS[kind], options, lr=RATE
+        )
         held, held_slots = rows[name].astype(np.float64), slots[name]
         for t, activations in enumerate(steps):
             pushed = []
             for path, bags in means.items():
                 if configs[path].table is table:
                     right = oracle.lookup(held, bags)
-                    compare(f"{where}, step {t + 1}, feature {path!r}", right, activations[path])
+                    compare(
+                        f"{where}, step {t + 1}, feature {path!r}",
+                        right,
+                        activations[path],
+                    )
                     mine = oracle.row_gradients(bags, gradients[t][path])
                     pushed += [pair[1:] for pair in mine]
             if rule.use_gradient_accumulation:
@@ -405,7 +449,9 @@ def _train(tables, forms, devices, report, *, tolerance=FLOAT32, **options):
 
 def check_inputs(devices: list[Any], report: PartReport) -> str:
     """Train with every form of input and every combiner."""
-    tables = [_table(combiner, 8, combiner=combiner) for combiner in ("mean", "sum", "sqrtn")]
+    tables = [
+        _table(combiner, 8, combiner=combiner) for combiner in ("mean", "sum", "sqrtn")
+    ]
     forms = ("one", "dense", "sequence", "sparse", "ragged")
     _train(tables, forms, devices, report)
     return f"ids of {', '.join(forms)}; mean, sum, sqrtn"
@@ -462,7 +508,10 @@ def check_bits(devices: list[Any], report: PartReport) -> str:
     counts = [len(devices)]
     if devices[0].platform == "cpu":
         counts = [n for n in (1, 2, 4, 8) if n <= len(devices)]
-    tables = [*_placed(20), _table("bfloat16", 20, dtype="bfloat16", optimizer=o.Lion(RATE))]
+    tables = [
+        *_placed(20),
+        _table("bfloat16", 20, dtype="bfloat16", optimizer=o.Lion(RATE)),
+    ]
     right = None
     for count in (*counts, counts[-1]):
         found = _train(tables, ("ragged", "dense"), devices[:count], report)
@@ -470,7 +519,9 @@ def check_bits(devices: list[Any], report: PartReport) -> str:
         for (path, expected), got in zip(right, jax.tree.leaves(found), strict=True):
             where = f"{jax.tree_util.keystr(path)} on {count} device(s)"
             report.compare(where, expected, got, tolerance=0)
-    return f"the same bits on {', '.join(map(str, counts))} device(s), and in a second run"
+    return (
+        f"the same bits on {', '.join(map(str, counts))} device(s), and in a second run"
+    )
 
 
 # -- speed -----------------------------------------------------------------------------------------
@@ -505,7 +556,9 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
     numbers = budget // count // 8
     split = NamedSharding(mesh, PartitionSpec("devices"))
     zeros = jnp.zeros(count * numbers, jnp.float32, device=split)
-    copy = 8 * numbers / _median(jax.jit(lambda x: x + 1, donate_argnums=0), zeros) / 1e9
+    copy = (
+        8 * numbers / _median(jax.jit(lambda x: x + 1, donate_argnums=0), zeros) / 1e9
+    )
     sizes, hots = np.array([one.split("x") for one in _TABLES.split()], int).T
     while sizes.sum() * _DIM * 4 * 2 > budget:  # half the largest ones, again and again
         sizes = np.minimum(sizes, sizes.max() // 2)
@@ -513,7 +566,11 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
     ids = [rng.integers(0, *pair, np.int32) for pair in zip(sizes, shapes, strict=True)]
     configs = [FeatureConfig(TableConfig(rows, _DIM, combiner="sum")) for rows in sizes]
     engine = EmbeddingEngine(configs, o.Adagrad(0.01), mesh=mesh)
-    batch, state, look = engine.place(ids), engine.init(jax.random.key(0)), jax.jit(engine.lookup)
+    batch, state, look = (
+        engine.place(ids),
+        engine.init(jax.random.key(0)),
+        jax.jit(engine.lookup),
+    )
     # The gradients that a loss of half the sum of squares would give.
     train = jax.jit(
         lambda state, batch: engine.update(state, batch, engine.lookup(state, batch)),
@@ -540,7 +597,9 @@ def check_speed(devices: list[Any], report: PartReport) -> str:
         speed = size / seconds / 1e9
         report.figures |= {f"{name}_seconds": seconds, f"{name}_gb_per_second": speed}
         rate = f"{each / seconds:12,.0f} samples/s and {speed:,.1f} GB/s a device"
-        lines.append(f"{name:8}{seconds * 1e3:9.2f} ms{rate}, {speed / copy:.2f} of the copy")
+        lines.append(
+            f"{name:8}{seconds * 1e3:9.2f} ms{rate}, {speed / copy:.2f} of the copy"
+        )
     return "\n  ".join([*lines, f"{'place':8}{place * 1e3:9.2f} ms on the host"])
 
 

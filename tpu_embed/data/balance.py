@@ -126,11 +126,18 @@ def reorder_batch(batch: Any, order: ArrayLike | Sequence[int]) -> Any:
         refuse(
             "order",
             expected="[B], each of 0 … B - 1 once",
-            got=f"shape {given.shape}" if given.ndim != 1 else "another list of numbers",
+            got=f"shape {given.shape}"
+            if given.ndim != 1
+            else "another list of numbers",
         )
     moves = given.astype(np.int64)
-    leaves = [(path, read_ids(path, leaf)) for path, leaf in collect_leaves("reorder_batch", batch)]
-    return rebuild_nest(batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves]))
+    leaves = [
+        (path, read_ids(path, leaf))
+        for path, leaf in collect_leaves("reorder_batch", batch)
+    ]
+    return rebuild_nest(
+        batch, iter([_reorder_leaf(path, leaf, moves) for path, leaf in leaves])
+    )
 
 
 def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
@@ -141,14 +148,22 @@ def _reorder_leaf(path: str, leaf: Any, order: np.ndarray) -> Any:
     """
     rows, size = count_rows(path, leaf), order.size
     if rows % size if size else rows:
-        refuse(path, expected=f"a multiple of {size} rows, as many as `order` has", got=f"{rows}")
+        refuse(
+            path,
+            expected=f"a multiple of {size} rows, as many as `order` has",
+            got=f"{rows}",
+        )
     # 2 rows per example, order (1, 0): rows 2 3 0 1.
     each = np.arange(rows // size if size else 0)
     by_row = (order[:, None] * each.size + each).reshape(-1)
     if not isinstance(leaf, (SparseIds, RaggedIds)):
         return leaf[by_row]
     if leaf.weights is not None and leaf.weights.shape != leaf.values.shape:
-        refuse(path, expected=f"weights of shape {leaf.values.shape}", got=f"{leaf.weights.shape}")
+        refuse(
+            path,
+            expected=f"weights of shape {leaf.values.shape}",
+            got=f"{leaf.weights.shape}",
+        )
     if isinstance(leaf, SparseIds):
         return _reorder_sparse(path, leaf, by_row)
     return _reorder_ragged(path, leaf, by_row)
@@ -158,11 +173,15 @@ def _reorder_sparse(path: str, ids: SparseIds, order: np.ndarray) -> SparseIds:
     """Return coordinates whose rows are in another order, sorted by row again."""
     check_coordinates(path, ids)
     given = ids.indices.astype(np.int64)  # NumPy makes floats of uint64 beside int64
-    rows = np.argsort(order)[given[:, 0]]  # the place that the row of each entry goes to
+    rows = np.argsort(order)[
+        given[:, 0]
+    ]  # the place that the row of each entry goes to
     sort = np.argsort(rows, kind="stable")  # columns ascend in a row, and stay so
     indices = np.concatenate([rows[sort, None], given[sort, 1:]], axis=1)
     weights = None if ids.weights is None else ids.weights[sort]
-    return dataclasses.replace(ids, indices=indices, values=ids.values[sort], weights=weights)
+    return dataclasses.replace(
+        ids, indices=indices, values=ids.values[sort], weights=weights
+    )
 
 
 def _reorder_ragged(path: str, ids: RaggedIds, order: np.ndarray) -> RaggedIds:
@@ -174,4 +193,6 @@ def _reorder_ragged(path: str, ids: RaggedIds, order: np.ndarray) -> RaggedIds:
     first = ids.row_splits.astype(np.int64)[order]
     at = np.arange(splits[-1]) + np.repeat(first - splits[:-1], lengths)
     weights = None if ids.weights is None else ids.weights[at]
-    return dataclasses.replace(ids, values=ids.values[at], row_splits=splits, weights=weights)
+    return dataclasses.replace(
+        ids, values=ids.values[at], row_splits=splits, weights=weights
+    )

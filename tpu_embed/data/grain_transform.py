@@ -69,7 +69,9 @@ class Place(Map):
           ValueError, TypeError: as `EmbeddingEngine.place`.
         """
         item, rules = self._rules.take_apart(element), self._rules
-        batch = self._engine.place(item.features, item.weights, rules.spec, training=rules.training)
+        batch = self._engine.place(
+            item.features, item.weights, rules.spec, training=rules.training
+        )
         return item.around(batch, self._engine)
 
     def __reduce__(self) -> NoReturn:

@@ -161,7 +161,9 @@ def place_values(
     return Jagged(_on_devices(axes, placed), _on_devices(axes, local))
 
 
-def _look_up(engine: EmbeddingEngine, batch: Batch, name: str) -> tuple[FeatureConfig, int, int]:
+def _look_up(
+    engine: EmbeddingEngine, batch: Batch, name: str
+) -> tuple[FeatureConfig, int, int]:
     """Return the config of a jagged feature, its capacity, and its examples on one device.
 
     Raises:
@@ -200,7 +202,11 @@ def _check_values(values: np.ndarray) -> None:
             remedy="of datetimes, give the seconds since the first event",
             error=TypeError,
         )
-    if values.dtype.kind in "iu" and values.size and known(values.dtype) != values.dtype:
+    if (
+        values.dtype.kind in "iu"
+        and values.size
+        and known(values.dtype) != values.dtype
+    ):
         kept = np.iinfo(known(values.dtype))
         if values.min() < kept.min or values.max() > kept.max:
             refuse(
@@ -252,8 +258,12 @@ def _shorten(
     starts = np.cumsum(lengths) - lengths
     positions = np.arange(len(values)) - np.repeat(starts, lengths)
     kept = np.minimum(lengths, longest)
-    first = np.repeat(lengths - kept if keep == "last" else np.zeros_like(kept), lengths)
-    return values[(positions >= first) & (positions < first + np.repeat(kept, lengths))], kept
+    first = np.repeat(
+        lengths - kept if keep == "last" else np.zeros_like(kept), lengths
+    )
+    return values[
+        (positions >= first) & (positions < first + np.repeat(kept, lengths))
+    ], kept
 
 
 def _on_devices(axes: Any, local: np.ndarray) -> jax.Array:
@@ -322,7 +332,9 @@ class ItemRules:
             refuse(
                 "an item of the data",
                 expected=f"a tuple {least}",
-                got=f"a tuple of {len(item)}" if type(item) is tuple else type(item).__name__,
+                got=f"a tuple of {len(item)}"
+                if type(item) is tuple
+                else type(item).__name__,
                 error=TypeError,
             )
         if self.weighted:
@@ -353,7 +365,9 @@ def copy_arrays(part: Any, place: Callable[[EventValues], Any] | None = None) ->
     if hasattr(part, "__array__") or hasattr(part, "__dlpack__"):
         return copy.deepcopy(part)
     if isinstance(part, dict):
-        made = copy.copy(part)  # an OrderedDict stays one, and a defaultdict keeps its default
+        made = copy.copy(
+            part
+        )  # an OrderedDict stays one, and a defaultdict keeps its default
         for key, value in part.items():
             made[key] = copy_arrays(value, place)
         return made
@@ -361,7 +375,9 @@ def copy_arrays(part: Any, place: Callable[[EventValues], Any] | None = None) ->
         values = (copy_arrays(one, place) for one in part)
         return getattr(part, "_make", type(part))(values)  # namedtuples have `_make`
     if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        fields = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        fields = {
+            field.name: getattr(part, field.name) for field in dataclasses.fields(part)
+        }
         copied = copy_arrays(fields, place)
         if any(copied[name] is not value for name, value in fields.items()):
             part = copy.copy(part)

@@ -81,7 +81,9 @@ class Feed:
       before: how many batches were taken before.
     """
 
-    def __init__(self, engine: Any, source: Iterator[Any], rules: ItemRules, before: int) -> None:
+    def __init__(
+        self, engine: Any, source: Iterator[Any], rules: ItemRules, before: int
+    ) -> None:
         self._engine, self._source, self._rules = engine, source, rules
         self._intake = engine.intake
         self._others = self._intake.agreements["update" if rules.training else "lookup"]
@@ -183,7 +185,9 @@ class Worker(threading.Thread):
         self._pin = feed.pin
         # A finalizer may stop this in the middle of any call, also of one that puts or gets.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()  # for a loop that waits
+        self._notes: queue.SimpleQueue[None] = (
+            queue.SimpleQueue()
+        )  # for a loop that waits
         self._before = self._requested = before
         self._outcomes: dict[int, Placed | BaseException | None] = {}
         self.reason: BaseException | None = None
@@ -371,7 +375,9 @@ class Prefetcher:
         # not keep a generator alive.
         self._source: Iterator[Any] | None = iter(batches)
         self._stateful = isinstance(self._source, Stateful)
-        self._taken = Placed(0, state_of(self._source), None)  # the last batch that the loop took
+        self._taken = Placed(
+            0, state_of(self._source), None
+        )  # the last batch that the loop took
         self._over = False
         # The end of the data (None) or an error, until it is raised.
         self._last: tuple[BaseException | None] | None = None
@@ -445,7 +451,9 @@ class Prefetcher:
         if self._worker is None:
             assert self._source is not None
             before = self._taken.number
-            worker = Worker(Feed(self._engine, self._source, self._rules, before), before)
+            worker = Worker(
+                Feed(self._engine, self._source, self._rules, before), before
+            )
             end = weakref.finalize(self, worker.stop)
             end.atexit = False
             try:
@@ -514,7 +522,9 @@ class Prefetcher:
         """Return the prefetcher, which is closed at the end of the block."""
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: object
+    ) -> None:
         """Close; after an exception, let the thread end without waiting for it."""
         self._over, self._source = True, None
         if self._worker is not None:

@@ -153,7 +153,9 @@ class _OnDisk:
     def names(self) -> list[str]:
         """Return the names of what has appeared inside of the place."""
         inside = self.place.iterdir() if self.place.is_dir() else ()
-        return sorted(one.name for one in inside if one.is_dir() and UNFINISHED not in one.name)
+        return sorted(
+            one.name for one in inside if one.is_dir() and UNFINISHED not in one.name
+        )
 
     def sweep(self, name: str | None = None) -> None:
         """Remove what unfinished writers have left inside of the place: of one name, or all.
@@ -180,7 +182,9 @@ def _is_of(root: str, name: str | None) -> bool:
 
 
 def _swept(root: Place) -> str:
-    return message(f"{root}", expected="its parts", got="none any more", remedy=_ONE_WRITER)
+    return message(
+        f"{root}", expected="its parts", got="none any more", remedy=_ONE_WRITER
+    )
 
 
 @final
@@ -226,7 +230,9 @@ class _InBucket:
             for one in marks.keys() - {root.name}
             for name in self._beside(one).names()
         ]
-        gone = any(not any(key.startswith(f"{one}/") for key in there) for one in shared)
+        gone = any(
+            not any(key.startswith(f"{one}/") for key in there) for one in shared
+        )
         if gone or _SWEEPING in marks.values() or marks[root.name] is None:
             self._commit.remove()
             raise OSError(_swept(root))
@@ -294,11 +300,18 @@ class _InBucket:
             names += filter(str.isdecimal, beside.names())
         try:
             said = [_InBucket(beside.place / name)._said() for name in {*names}]
-        except ValueError:  # who knows what a damaged commit shares: a later save goes on
+        except (
+            ValueError
+        ):  # who knows what a damaged commit shares: a later save goes on
             for root in roots:
                 self._mark(root).put(b"")
             return
-        named = {name for one in said if one is not None for name in (one["root"], *one["shared"])}
+        named = {
+            name
+            for one in said
+            if one is not None
+            for name in (one["root"], *one["shared"])
+        }
         for root in roots:
             if root not in named:
                 start = f"{root}/"

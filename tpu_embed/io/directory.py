@@ -42,7 +42,9 @@ _SUM = {"bytes": schema.natural, "crc32": schema.natural}
 FILE = schema.record(file=schema.text, **_SUM)
 """The schema of the description of a file."""
 
-ARRAY = schema.record(file=schema.text, shape=schema.naturals, dtype=schema.dtype, **_SUM)
+ARRAY = schema.record(
+    file=schema.text, shape=schema.naturals, dtype=schema.dtype, **_SUM
+)
 """The schema of the description of an array."""
 
 TABLE = schema.record(
@@ -70,7 +72,9 @@ def check_free(root: Place) -> None:
     Raises:
       FileExistsError: something does.
     """
-    if committer(root).find() is not None or (isinstance(root, Path) and root.is_symlink()):
+    if committer(root).find() is not None or (
+        isinstance(root, Path) and root.is_symlink()
+    ):
         refuse(
             f"{root}",
             expected="nothing",
@@ -99,7 +103,10 @@ def written(root: Place) -> Iterator[Place]:
     try:
         yield temporary
         check_free(root)
-        how.finish(temporary, [temporary.written or {}] if isinstance(temporary, Bucket) else [])
+        how.finish(
+            temporary,
+            [temporary.written or {}] if isinstance(temporary, Bucket) else [],
+        )
     except BaseException:
         how.abandon(temporary)
         raise
@@ -119,10 +126,16 @@ def describe_file(root: Place, file: str) -> Json:
     if isinstance(path, Bucket):
         size, crc32, *_ = (path.written or {})[path.key]
         return {"file": file, "bytes": size, "crc32": crc32}
-    return {"file": file, "bytes": path.stat().st_size, "crc32": files.checksum(path, "")}
+    return {
+        "file": file,
+        "bytes": path.stat().st_size,
+        "crc32": files.checksum(path, ""),
+    }
 
 
-def check_file(root: Place, file: str, described: Json, remedy: str, *, whole: bool = True) -> Any:
+def check_file(
+    root: Place, file: str, described: Json, remedy: str, *, whole: bool = True
+) -> Any:
     """Check that a file is as the metadata describes it, and return its path.
 
     Args:
@@ -149,10 +162,20 @@ def check_file(root: Place, file: str, described: Json, remedy: str, *, whole: b
     with files.name_errors(path, remedy):
         size = path.stat().st_size
     if size != described["bytes"]:
-        refuse(f"{path}", expected=f"{described['bytes']} bytes", got=f"{size}", remedy=remedy)
+        refuse(
+            f"{path}",
+            expected=f"{described['bytes']} bytes",
+            got=f"{size}",
+            remedy=remedy,
+        )
     got = files.checksum(path, remedy) if whole else described["crc32"]
     if got != described["crc32"]:
-        refuse(f"{path}", expected=f"checksum {described['crc32']}", got=f"{got}", remedy=remedy)
+        refuse(
+            f"{path}",
+            expected=f"checksum {described['crc32']}",
+            got=f"{got}",
+            remedy=remedy,
+        )
     return path
 
 
@@ -163,7 +186,12 @@ def _inside(root: Any, file: str, remedy: str) -> Any:
         return path
     found = os.path.realpath(path)
     if not Path(found).is_relative_to(os.path.realpath(root)):
-        refuse(f"{path}", expected=f"a file inside {root}", got=f"a link to {found}", remedy=remedy)
+        refuse(
+            f"{path}",
+            expected=f"a file inside {root}",
+            got=f"a link to {found}",
+            remedy=remedy,
+        )
     return path
 
 
@@ -188,7 +216,9 @@ def read_metadata(root: Place, kind: str, form: schema.Form, remedy: str) -> Jso
       FileNotFoundError: the metadata is missing.
       ValueError: it is damaged, of another format or kind, or does not match the schema.
     """
-    return schema.read_with_crc(_inside(root, METADATA, remedy), kind, FORMAT, form, remedy)
+    return schema.read_with_crc(
+        _inside(root, METADATA, remedy), kind, FORMAT, form, remedy
+    )
 
 
 # -- arrays ----------------------------------------------------------------------------------------
@@ -309,7 +339,9 @@ def read_arrays(
       FileNotFoundError: a file is missing.
       ValueError: the parts, or the shape or dtype of one, differ; whatever `check_file` refuses.
     """
-    said = {part: (one["dtype"], tuple(one["shape"])) for part, one in described.items()}
+    said = {
+        part: (one["dtype"], tuple(one["shape"])) for part, one in described.items()
+    }
     if said != forms:
         refuse(
             f"{root / METADATA}: table {name!r}",
@@ -333,7 +365,13 @@ def _array(path: Any, dtype: str, shape: tuple[int, ...], remedy: str) -> np.nda
         array = np.load(file) if is_read else np.lib.format.open_memmap(file, mode="r")
         got = f"{array.dtype} of shape {array.shape}"
     except Exception as error:  # NumPy parses the header as Python
-        refuse(f"{path}", expected=expected, got=f"no array ({error})", remedy=remedy, cause=error)
+        refuse(
+            f"{path}",
+            expected=expected,
+            got=f"no array ({error})",
+            remedy=remedy,
+            cause=error,
+        )
     if got != expected:
         refuse(f"{path}", expected=expected, got=got, remedy=remedy)
     return array

@@ -80,7 +80,9 @@ def quantize_rows(table: Any) -> QuantizedTable:
     _check_table(table)
     rows, dim = table.shape
     made = QuantizedTable(
-        np.empty((rows, dim), np.int8), np.empty(rows, np.float32), np.empty(rows, np.float32)
+        np.empty((rows, dim), np.int8),
+        np.empty(rows, np.float32),
+        np.empty(rows, np.float32),
     )
     step = max(1, _BLOCK // dim)
     for start in range(0, rows, step):
@@ -125,7 +127,9 @@ def _check_rows(low: np.ndarray, high: np.ndarray, start: int) -> None:
     """
     most = float(np.finfo(np.float32).max)
     with np.errstate(invalid="ignore"):
-        fits = (high - low <= _MOST_RANGE) & (np.abs(low) <= most) & (np.abs(high) <= most)
+        fits = (
+            (high - low <= _MOST_RANGE) & (np.abs(low) <= most) & (np.abs(high) <= most)
+        )
     if fits.all():
         return
     row = int(np.argmin(fits))

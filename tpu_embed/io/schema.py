@@ -148,7 +148,11 @@ def record(**forms: Form) -> Form:
         if not isinstance(value, dict):
             return _problem("an object", value)
         if value.keys() != forms.keys():
-            return "", f"an object of {sorted(forms)}", f"one of {reprlib.repr(sorted(value))}"
+            return (
+                "",
+                f"an object of {sorted(forms)}",
+                f"one of {reprlib.repr(sorted(value))}",
+            )
         return _first((_key(key), form, value[key]) for key, form in forms.items())
 
     return whole
@@ -169,7 +173,11 @@ def _key(key: str) -> str:
 
 
 def _problem(expected: str, value: Any) -> Problem:
-    return "", expected, reprlib.repr(value)  # short, however large or deep the value is
+    return (
+        "",
+        expected,
+        reprlib.repr(value),
+    )  # short, however large or deep the value is
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -191,10 +199,14 @@ def write_with_crc(
     """
     whole = {"kind": kind, "format": version, **value}
     with files.create(path) as file:
-        file.write(json.dumps({"crc32": _checksum(whole), **whole}, indent=indent).encode())
+        file.write(
+            json.dumps({"crc32": _checksum(whole), **whole}, indent=indent).encode()
+        )
 
 
-def read_with_crc(path: Place, kind: str, version: int, form: Form, remedy: str) -> Json:
+def read_with_crc(
+    path: Place, kind: str, version: int, form: Form, remedy: str
+) -> Json:
     """Return the object that `write_with_crc` has written, without the keys that it added.
 
     Args:
@@ -213,10 +225,20 @@ def read_with_crc(path: Place, kind: str, version: int, form: Form, remedy: str)
         whole = json.loads(content)
         checksum = _checksum(whole)
     except (ValueError, RecursionError) as error:
-        refuse(f"{path}", expected="a JSON object", got=f"{error}", remedy=remedy, cause=error)
+        refuse(
+            f"{path}",
+            expected="a JSON object",
+            got=f"{error}",
+            remedy=remedy,
+            cause=error,
+        )
     check(path, whole, mapping(anything), remedy)
     other = "read it with the tpu_embed that wrote it, or write it again"
-    wanted = ("format", version, other), ("crc32", checksum, remedy), ("kind", kind, remedy)
+    wanted = (
+        ("format", version, other),
+        ("crc32", checksum, remedy),
+        ("kind", kind, remedy),
+    )
     for what, expected, advice in wanted:
         if whole.get(what) != expected:
             refuse(

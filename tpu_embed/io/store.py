@@ -104,7 +104,9 @@ class Bucket:
 
     def exists(self) -> bool:
         """Return whether there is an object of this name; what a commit names is not asked for."""
-        return self.key in self.parts if self.parts is not None else self.get() is not None
+        return (
+            self.key in self.parts if self.parts is not None else self.get() is not None
+        )
 
     def get(self) -> bytes | None:
         """Return the bytes of the object, whatever a commit says of it; None if there is none."""

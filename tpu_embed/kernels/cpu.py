@@ -37,7 +37,15 @@ TARGETS = ("zeros", "gather_rows", "set_rows", "sort_rows", "gather_sum", "updat
 """The custom calls, registered as `tpu_embed_<name>`."""
 
 _INT, _AT, _BOOL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_bool
-_TASKS = ("sort_ids", "take", "put", "distinct_keys", "split_by_row", "are_among", "rows_at")
+_TASKS = (
+    "sort_ids",
+    "take",
+    "put",
+    "distinct_keys",
+    "split_by_row",
+    "are_among",
+    "rows_at",
+)
 
 FUNCTIONS: dict[str, tuple[tuple[Any, ...], Any]] = {
     **{f"host_{name}": ((_AT, _INT, _INT), _BOOL) for name in _TASKS},
@@ -88,8 +96,12 @@ def load() -> Loaded:
         if (clone / "setup.py").exists():
             # A Python that is started in a clone finds the package there, whatever is installed.
             found = f"the package was imported from {clone}"
-            return Loaded(None, f"{found}, where `pip install --editable .` builds them")
-        return Loaded(None, "they were not built: no C++ compiler at install, or it failed")
+            return Loaded(
+                None, f"{found}, where `pip install --editable .` builds them"
+            )
+        return Loaded(
+            None, "they were not built: no C++ compiler at install, or it failed"
+        )
     try:
         library = ctypes.CDLL(str(path))
         for target in TARGETS:
@@ -118,7 +130,9 @@ def takes_rows(*arrays: Array) -> bool:
 
 def takes_numbers(*arrays: Array) -> bool:
     """Return whether the kernels can sum these arrays: float32, or bfloat16 stored as uint16."""
-    return takes_rows(*arrays) and all(a.dtype in (jnp.float32, jnp.uint16) for a in arrays)
+    return takes_rows(*arrays) and all(
+        a.dtype in (jnp.float32, jnp.uint16) for a in arrays
+    )
 
 
 def zeros(shape: tuple[int, ...], dtype: np.dtype) -> Array:
@@ -198,9 +212,14 @@ def update_rows(
     )
     # Results 0, 1, … (table and slots) are in the memory of operands 0, 1, ….
     call = _call("update", shapes, aliases={i: i for i in range(len(held))})
-    attributes = {"rule": np.int64(KINDS.index(rule.kind)), "flags": np.int64(rule.flag)}
+    attributes = {
+        "rule": np.int64(KINDS.index(rule.kind)),
+        "flags": np.int64(rule.flag),
+    }
     attributes |= _attributes(layout)
-    attributes |= _attributes(RowPlaces((), (), 1) if rounding is None else rounding.places)
+    attributes |= _attributes(
+        RowPlaces((), (), 1) if rounding is None else rounding.places
+    )
     return tuple(call(*held, *operands, rule.operand(), *given.gradients, **attributes))
 
 
@@ -213,7 +232,10 @@ def _call(name: str, shapes, aliases: dict[int, int] | None = None):
       aliases: operand number -> number of the result that is in its memory.
     """
     call = jax.ffi.ffi_call(
-        f"tpu_embed_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases
+        f"tpu_embed_{name}",
+        shapes,
+        vmap_method="sequential",
+        input_output_aliases=aliases,
     )
 
     def run(*operands, **attributes):

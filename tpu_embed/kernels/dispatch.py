@@ -165,10 +165,14 @@ def read_rows(array: Array, row_ids: Array, row_format: RowFormat) -> Array:
     if row_format.in_lines:
         return lanes.gather_rows(array, row_ids, row_format.words)
     sparse = sparsecore.gather_rows if row_format.moved_by_sparse_cores else None
-    return choose(row_format.by_row(array), row_ids, otherwise=gather_rows, sparse=sparse)
+    return choose(
+        row_format.by_row(array), row_ids, otherwise=gather_rows, sparse=sparse
+    )
 
 
-def write_rows(array: Array, row_ids: Array, values: Array, row_format: RowFormat) -> Array:
+def write_rows(
+    array: Array, row_ids: Array, values: Array, row_format: RowFormat
+) -> Array:
     """Return a table or slot with stored `values` at `row_ids`; absent rows are not written.
 
     Args:
@@ -235,7 +239,9 @@ def sort_with(row_ids: Array, payload: PyTree) -> tuple[Array, Array, PyTree]:
     """Return sorted rows, their positions and the payload; see `reference.sort_with`."""
     # TPUs carry the payload along. CPUs and GPUs sort pairs fastest, and gathers cost them little.
     native, gpu = _sorts_of_pairs(row_ids)
-    return choose(row_ids, payload, otherwise=reference.sort_with, native=native, gpu=gpu)
+    return choose(
+        row_ids, payload, otherwise=reference.sort_with, native=native, gpu=gpu
+    )
 
 
 def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
@@ -245,7 +251,9 @@ def sort_pairs(row_ids: Array, values: Array) -> tuple[Array, Array]:
         return sort and (lambda *operands: sort(*operands)[::2])
 
     native, gpu = map(only_pairs, _sorts_of_pairs(row_ids))
-    return choose(row_ids, values, otherwise=reference.sort_pairs, native=native, gpu=gpu)
+    return choose(
+        row_ids, values, otherwise=reference.sort_pairs, native=native, gpu=gpu
+    )
 
 
 def _sorts_of_pairs(row_ids: Array) -> tuple[Kernel | None, Kernel]:
@@ -263,7 +271,11 @@ def _sort_then_gather(sort: Kernel, gather: Kernel) -> Kernel:
 
     def run(row_ids, payload):
         ordered, positions = sort(row_ids)
-        return ordered, positions, jax.tree.map(lambda array: gather(array, positions), payload)
+        return (
+            ordered,
+            positions,
+            jax.tree.map(lambda array: gather(array, positions), payload),
+        )
 
     return run
 
@@ -282,7 +294,9 @@ def compact(values: Array, kept: Array, fill: int) -> Array:
 
     sorts = functools.partial(reference.compact, fill=fill)
     native = indexed(cpu.set_rows) if cpu.takes_rows(values) else None
-    return choose(values, kept, otherwise=sorts, native=native, gpu=indexed(reference.set_rows))
+    return choose(
+        values, kept, otherwise=sorts, native=native, gpu=indexed(reference.set_rows)
+    )
 
 
 def occurs(row_ids: Array, size: int) -> Array:
@@ -328,7 +342,9 @@ def gather_sum(rows: RowsToSum, layout: SumLayout) -> tuple[Array, ...]:
     gpu = functools.partial(otherwise, segment_sum=reference.segment_sum_scan)
     numbers = (rows.source,) if rows.weights is None else (rows.source, rows.weights)
     able = cpu.takes_rows(rows.index) and cpu.takes_numbers(*numbers)
-    sums_rows = rows.source.dtype in (jnp.float32, jnp.uint16) and rows.source.shape[1] > 0
+    sums_rows = (
+        rows.source.dtype in (jnp.float32, jnp.uint16) and rows.source.shape[1] > 0
+    )
     return choose(
         rows,
         otherwise=otherwise,
@@ -350,15 +366,21 @@ def _with_tangents(native: Kernel, otherwise: Kernel) -> Kernel:
     @functools.partial(differentiable.defjvp, symbolic_zeros=True)
     def tangents_of(primals, tangents):
         values, structure = jax.tree.flatten(primals)
-        directions = jax.tree.leaves(tangents, is_leaf=lambda x: isinstance(x, SymbolicZero))
+        directions = jax.tree.leaves(
+            tangents, is_leaf=lambda x: isinstance(x, SymbolicZero)
+        )
         # Only operands that really vary are differentiated; integers, for example, have no tangent.
-        moving = [i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)]
+        moving = [
+            i for i, x in enumerate(directions) if not isinstance(x, SymbolicZero)
+        ]
 
         def of_moving(*moved):
             now = dict(zip(moving, moved, strict=True))
             leaves = [now.get(i, value) for i, value in enumerate(values)]
             return otherwise(*jax.tree.unflatten(structure, leaves))
 
-        return jax.jvp(of_moving, [values[i] for i in moving], [directions[i] for i in moving])
+        return jax.jvp(
+            of_moving, [values[i] for i in moving], [directions[i] for i in moving]
+        )
 
     return differentiable

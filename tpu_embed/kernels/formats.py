@@ -72,7 +72,12 @@ class RowFormat:
     def packed(self) -> bool:
         """Whether these rows are packed: they have several numbers, of 32 bits or bfloat16."""
         known = self.dtype.itemsize == 4 or self.dtype == jnp.bfloat16
-        return self.packing != "none" and known and self.shape != () and math.prod(self.shape) > 0
+        return (
+            self.packing != "none"
+            and known
+            and self.shape != ()
+            and math.prod(self.shape) > 0
+        )
 
     @property
     def moved_by_sparse_cores(self) -> bool:

@@ -53,13 +53,20 @@ def sort_ids(
         sums = None if blocks is None else blocks[number]
         found.append(_room(line, by_blocks=sums is not None))
         order, row, rows, sum_, sum_rows = map(_address, found[-1])
-        inputs = _address(line), _NOTHING if sums is None else _address(sums, np.int32, line.size)
+        inputs = (
+            _address(line),
+            _NOTHING if sums is None else _address(sums, np.int32, line.size),
+        )
         results = order, row, rows, sum_, sum_rows
         tasks.append((line.itemsize, *inputs, line.size, *results, 0, 0, 0))
-    counts = _run("sort_ids", tasks, sum(line.size for line in row_ids))[:, -3:].tolist()
+    counts = _run("sort_ids", tasks, sum(line.size for line in row_ids))[
+        :, -3:
+    ].tolist()
     pairs = zip(found, counts, strict=True)
     return [
-        SortedIds(one.order[:n], one.row[:n], one.rows[:u], one.sum[:n], one.sum_rows[:p])
+        SortedIds(
+            one.order[:n], one.row[:n], one.rows[:u], one.sum[:n], one.sum_rows[:p]
+        )
         for one, (n, u, p) in pairs
     ]
 
@@ -68,7 +75,9 @@ def _room(line: np.ndarray, *, by_blocks: bool) -> SortedIds:
     """Return room for the result of a line; without blocks, the sums are the rows."""
     order, row, sum_ = (np.empty(line.size, np.int32) for _ in range(3))
     rows, sum_rows = np.empty_like(line), np.empty_like(line)
-    return SortedIds(order, row, rows, *((sum_, sum_rows) if by_blocks else (row, rows)))
+    return SortedIds(
+        order, row, rows, *((sum_, sum_rows) if by_blocks else (row, rows))
+    )
 
 
 def take(lines: Sequence[Take]) -> None:
@@ -80,7 +89,9 @@ def take(lines: Sequence[Take]) -> None:
         assert n <= out.size
         fill = np.array(rest, out.dtype).view(f"i{out.itemsize}").item()
         at = _NOTHING if index is None else _address(index, np.int32)
-        tasks.append((out.itemsize, _address(out), out.size, _address(source), at, n, 0, fill))
+        tasks.append(
+            (out.itemsize, _address(out), out.size, _address(source), at, n, 0, fill)
+        )
     _run("take", tasks, sum(line.out.size for line in lines))
 
 
@@ -89,17 +100,25 @@ def put(lines: Sequence[Put]) -> None:
     tasks = []
     for out, order, place, run, rest in lines:
         n = order.size
-        arrays = _address(order, np.int32), _address(run, np.int32, n), _address(place, np.int32)
+        arrays = (
+            _address(order, np.int32),
+            _address(run, np.int32, n),
+            _address(place, np.int32),
+        )
         tasks.append((_address(out, np.int32), out.size, *arrays, n, rest))
     _run("put", tasks, sum(line.out.size for line in lines))
 
 
-def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int) -> None:
+def put_pieces(
+    out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int
+) -> None:
     """Write pieces of lines next to each other; see `host_reference.put_pieces`."""
     number, begin, end, minus = (numbers.reshape(-1) for numbers in pieces)
     sizes = np.array([line.size for line in lines])[number]
     assert out.strides[2] == out.itemsize
-    assert ((begin >= 0) & (begin <= end) & (end <= sizes) & (end - begin <= out.shape[2])).all()
+    assert (
+        (begin >= 0) & (begin <= end) & (end <= sizes) & (end - begin <= out.shape[2])
+    ).all()
     # One task per piece, as `take` has them.
     tasks = np.zeros((number.size, 8), np.int64)
     device, place = np.divmod(np.arange(number.size), out.shape[1])
@@ -116,12 +135,19 @@ def distinct_keys(keys: np.ndarray) -> DistinctKeys:
     """Return each key once, and the position of each; see `host_reference.distinct_keys`."""
     distinct, first = np.empty(keys.size, np.uint64), np.empty(keys.size, np.int64)
     positions = np.empty(keys.size, np.int32)
-    given, results = (_address(keys, np.uint64), keys.size), (distinct, positions, first)
-    ((*_, size),) = _run("distinct_keys", [(*given, *map(_address, results), 0)], keys.size)
+    given, results = (
+        (_address(keys, np.uint64), keys.size),
+        (distinct, positions, first),
+    )
+    ((*_, size),) = _run(
+        "distinct_keys", [(*given, *map(_address, results), 0)], keys.size
+    )
     return DistinctKeys(distinct[:size], positions, first[:size])
 
 
-def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_by_row(
+    positions: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Split what a feature looks up by its rows; see `host_reference.split_by_row`."""
     used, room = np.zeros(rows.size, bool), rows.size + 1
     known, absent = np.empty(room, np.int32), np.empty(room, np.int64)
@@ -183,12 +209,16 @@ class RowStore:
 
     def __init__(self, widths: Sequence[int], file: BinaryIO | None) -> None:
         sizes = np.array(widths, np.int64)
-        number = -1 if file is None else os.dup(file.fileno())  # the store closes its own
+        number = (
+            -1 if file is None else os.dup(file.fileno())
+        )  # the store closes its own
         self._store = cpu.function("storage_new")(sizes.ctypes.data, sizes.size, number)
         if self._store is None:
             raise MemoryError("no memory for a store of rows")
         # When Python ends, other threads may still use it, and the system takes back the memory.
-        weakref.finalize(self, cpu.function("storage_delete"), self._store).atexit = False
+        weakref.finalize(
+            self, cpu.function("storage_delete"), self._store
+        ).atexit = False
 
     @property
     def numbers(self) -> StoreNumbers:
@@ -208,7 +238,10 @@ class RowStore:
         self._call("write", ids.ctypes.data, ids.size, *_places(ids, fields, at), mark)
 
     def read(
-        self, ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        fields: Sequence[np.ndarray],
+        at: np.ndarray | None = None,
     ) -> np.ndarray:
         """Read the rows that are here; see `row_store_reference.RowStore.read`."""
         found = np.empty(ids.size, bool)
@@ -233,7 +266,9 @@ class RowStore:
         ids, count = np.empty(0, np.uint64), 1
         while count > ids.size:  # again, if rows were added meanwhile
             ids = np.empty(self.numbers.size, np.uint64)
-            count = cpu.function("storage_list")(self._store, mark, ids.ctypes.data, ids.size)
+            count = cpu.function("storage_list")(
+                self._store, mark, ids.ctypes.data, ids.size
+            )
         return ids[:count]
 
     def compact(self) -> None:
@@ -248,10 +283,14 @@ class RowStore:
             raise OSError(error, os.strerror(error))
 
 
-def _places(ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None) -> Any:
+def _places(
+    ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None
+) -> Any:
     """Return where the numbers of contiguous arrays are, as a C array, and where the places are."""
     assert all(field.flags.c_contiguous for field in fields)
-    addresses = (ctypes.c_void_p * len(fields))(*(field.ctypes.data for field in fields))
+    addresses = (ctypes.c_void_p * len(fields))(
+        *(field.ctypes.data for field in fields)
+    )
     least = min(len(field) for field in fields)
     if at is None:
         assert ids.size <= least
@@ -310,15 +349,25 @@ class KeyMap:
         native.call("find", _address(keys), keys.size, _address(rows))
         return rows
 
-    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
+    def take(
+        self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False
+    ) -> Taken:
         """Take a training batch; see `vocabulary_reference.KeyMap.take`."""
         rows = np.empty(unknown.size, np.int64)
-        arrays = _address(known), known.size, _address(unknown), unknown.size, _address(rows)
+        arrays = (
+            _address(known),
+            known.size,
+            _address(unknown),
+            unknown.size,
+            _address(rows),
+        )
         task = _TakeTask(*arrays, at_once=int(at_once))
         self._native.call("take", ctypes.addressof(task))
         if task.conflict:
             kind = _CONFLICTS[task.conflict]
-            raise ConflictError(kind, task.number % 2**64 if kind == "key" else task.number)
+            raise ConflictError(
+                kind, task.number % 2**64 if kind == "key" else task.number
+            )
         (new_keys, new_rows), (evicted_keys, evicted_rows) = (
             (np.empty(n, np.uint64), np.empty(n, np.int64))
             for n in (task.num_new, task.num_evicted)
@@ -354,7 +403,9 @@ class KeyMap:
         """Replace everything by a valid state; the log is empty then."""
         arrays = [np.ascontiguousarray(array) for array in state[:6]]
         sizes = state.keys.size, state.waiting_keys.size
-        task = _StateTask(*map(_address, arrays), *sizes, int(state.step), tuple(state.counters))
+        task = _StateTask(
+            *map(_address, arrays), *sizes, int(state.step), tuple(state.counters)
+        )
         native = _Native(self._options)
         native.call("load", ctypes.addressof(task))
         self._native = native
@@ -366,11 +417,15 @@ class _Native:
     def __init__(self, options: Options) -> None:
         ttl = _NEVER if options.ttl is None else options.ttl
         numbers = options._replace(evict=_EVICT[options.evict], ttl=ttl)
-        self._map = cpu.function("vocabulary_new")(_address(np.array(numbers, np.int64)))
+        self._map = cpu.function("vocabulary_new")(
+            _address(np.array(numbers, np.int64))
+        )
         if self._map is None:
             raise MemoryError(_NO_MEMORY)
         # When Python ends, other threads may still use it, and the system takes back the memory.
-        weakref.finalize(self, cpu.function("vocabulary_delete"), self._map).atexit = False
+        weakref.finalize(
+            self, cpu.function("vocabulary_delete"), self._map
+        ).atexit = False
 
     def call(self, name: str, *arguments: int) -> None:
         """Call a function of the library for this map."""
@@ -392,16 +447,21 @@ class _Native:
 def _fields(names: str, counters: bool = False) -> list[tuple[str, Any]]:
     """Return the fields of a C struct: numbers or addresses of 8 bytes, then counters."""
     fields: list[tuple[str, Any]] = [(name, ctypes.c_int64) for name in names.split()]
-    return [*fields, ("counters", ctypes.c_int64 * len(COUNTERS))] if counters else fields
+    return (
+        [*fields, ("counters", ctypes.c_int64 * len(COUNTERS))] if counters else fields
+    )
 
 
 class _TakeTask(ctypes.Structure):
-    _fields_ = _fields("known k unknown m rows conflict number num_new num_evicted unseen at_once")
+    _fields_ = _fields(
+        "known k unknown m rows conflict number num_new num_evicted unseen at_once"
+    )
 
 
 class _StateTask(ctypes.Structure):
     _fields_ = _fields(
-        "keys rows last_seen batches_seen waiting_keys waiting_counts n w step", counters=True
+        "keys rows last_seen batches_seen waiting_keys waiting_counts n w step",
+        counters=True,
     )
 
 

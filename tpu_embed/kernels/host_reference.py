@@ -104,7 +104,9 @@ def sort_ids(
     """
     if blocks is None:
         return [_sort_line(line, None) for line in row_ids]
-    return [_sort_line(line, block) for line, block in zip(row_ids, blocks, strict=True)]
+    return [
+        _sort_line(line, block) for line, block in zip(row_ids, blocks, strict=True)
+    ]
 
 
 def take(lines: Sequence[Take]) -> None:
@@ -122,7 +124,9 @@ def put(lines: Sequence[Put]) -> None:
         out[order] = place[run]
 
 
-def put_pieces(out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int) -> None:
+def put_pieces(
+    out: np.ndarray, lines: Sequence[np.ndarray], pieces: Pieces, rest: int
+) -> None:
     """Write pieces of lines next to each other.
 
     For example, the line 4 7 13 has 4 and 7 in shard 0 and 13 in shard 1, whose first row is 10:
@@ -194,14 +198,18 @@ class DistinctKeys(NamedTuple):
 
 def distinct_keys(keys: np.ndarray) -> DistinctKeys:
     """Return each of some keys once, given uint64 `[n]`."""
-    sorted_keys, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    sorted_keys, first, inverse = np.unique(
+        keys, return_index=True, return_inverse=True
+    )
     order = np.argsort(first)
     position = np.empty(order.size, np.int32)
     position[order] = np.arange(order.size)
     return DistinctKeys(sorted_keys[order], position[inverse.reshape(-1)], first[order])
 
 
-def split_by_row(positions: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_by_row(
+    positions: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Split what a feature looks up: rows of keys that have one, and places of keys without.
 
     With rows 8 -1 3, positions 0 1 -1 1 0 have the known row 8, and first at 1 a key without a row.

@@ -50,7 +50,10 @@ def set_rows(lines: Array, row_ids: Array, values: Array) -> Array:
     # Rows (5, 6, 9) of 32 words: lines (1, 1, 2), places (1, 2, 1). `wide` repeats each row's
     # values in all 4 places of a line, and `lane` is the place of each of the 128 words.
     words, a_line = values.shape[1], LINE // values.shape[1]
-    line, place = _lines_of(row_ids, a_line, lines.shape[0]), (row_ids % a_line)[:, None]
+    line, place = (
+        _lines_of(row_ids, a_line, lines.shape[0]),
+        (row_ids % a_line)[:, None],
+    )
     wide = jnp.concatenate([values] * a_line, axis=1)
     lane = jnp.arange(LINE)[None] // words
     new = reference.gather_rows(lines, line)
@@ -62,7 +65,9 @@ def set_rows(lines: Array, row_ids: Array, values: Array) -> Array:
         here = same & (_shifted(place, shift, -1) == lane) & (line >= 0)[:, None]
         new = jnp.where(here, _shifted(wide, shift, 0), new)
     # Of several equal copies of a line one is written, because `set_rows` wants different rows.
-    return reference.set_rows(lines, jnp.where(_first(line, a_line), line, PADDING_ID), new)
+    return reference.set_rows(
+        lines, jnp.where(_first(line, a_line), line, PADDING_ID), new
+    )
 
 
 def _first(line: Array, a_line: int) -> Array:

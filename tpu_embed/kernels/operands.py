@@ -127,7 +127,9 @@ class CompiledRule:
         """Return all numbers as one float32 array: the common ones, then the rule's own."""
         # [keep, gradient low, gradient high, row low, row high, own numbers …]
         bounds = (*_infinite(self.gradient_bounds), *_infinite(self.weight_bounds))
-        numbers = [jnp.asarray(x, jnp.float32) for x in (self.keep, *bounds, *self.numbers)]
+        numbers = [
+            jnp.asarray(x, jnp.float32) for x in (self.keep, *bounds, *self.numbers)
+        ]
         return jnp.stack(numbers)
 
 

@@ -171,7 +171,9 @@ def segment_sum_scan(values: Array, segments: Array, num_segments: int) -> Array
     # have running sums (1, 3, 3, 7); the last one of each segment is its sum: 3 and 7.
     def add_unless_start(left, right):
         (left_start, left_sum), (right_start, right_sum) = left, right
-        return left_start | right_start, jnp.where(right_start, right_sum, left_sum + right_sum)
+        return left_start | right_start, jnp.where(
+            right_start, right_sum, left_sum + right_sum
+        )
 
     _, sums = jax.lax.associative_scan(add_unless_start, (starts, values))
     ends = jnp.concatenate([change, edge])

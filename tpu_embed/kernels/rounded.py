@@ -18,7 +18,9 @@ from tpu_embed.kernels.operands import RowsToSum, SumLayout
 from tpu_embed.kernels.sparsecore import LONGEST
 
 
-def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowFormat) -> Array:
+def read_rows(
+    array: Array, row_ids: Array, row_format: RowFormat, sent: RowFormat
+) -> Array:
     """Return rows of a float32 table rounded to bfloat16, zeros where one is absent.
 
     Args:
@@ -38,7 +40,9 @@ def read_rows(array: Array, row_ids: Array, row_format: RowFormat, sent: RowForm
     def in_kernel(array, row_ids):
         from tpu_embed.kernels import sparsecore_rows
 
-        return sparsecore_rows.gather_rounded_rows(row_format.by_row(array), row_ids, sent.words)
+        return sparsecore_rows.gather_rounded_rows(
+            row_format.by_row(array), row_ids, sent.words
+        )
 
     # The kernel reads whole rows of words; longer ones are cut into pieces by `gather_rows` only.
     fits = row_format.packed and row_format.words <= LONGEST

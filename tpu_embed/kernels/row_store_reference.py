@@ -54,7 +54,10 @@ class RowStore:
     def __init__(self, widths: Sequence[int], file: BinaryIO | None) -> None:
         self._widths, self._file = tuple(widths), file
         self._width = sum(widths)
-        page, rows = 1 if file is None else mmap.PAGESIZE, 1  # a file is mapped by whole pages
+        page, rows = (
+            1 if file is None else mmap.PAGESIZE,
+            1,
+        )  # a file is mapped by whole pages
         while 2 * rows * self._width <= _FIRST_BYTES or rows * self._width % page:
             rows *= 2
         self._first_rows = rows
@@ -105,10 +108,15 @@ class RowStore:
             places = self._places(ids)
             self._marks[places] = mark
             given = slice(ids.size) if at is None else at
-            self._rows[places] = np.concatenate([field[given] for field in fields], axis=1)
+            self._rows[places] = np.concatenate(
+                [field[given] for field in fields], axis=1
+            )
 
     def read(
-        self, ids: np.ndarray, fields: Sequence[np.ndarray], at: np.ndarray | None = None
+        self,
+        ids: np.ndarray,
+        fields: Sequence[np.ndarray],
+        at: np.ndarray | None = None,
     ) -> np.ndarray:
         """Read the rows that are here into their places in the fields, uint8 `[m, width]` each.
 
@@ -168,7 +176,11 @@ class RowStore:
 
     def _move(self, place: int, to: int) -> None:
         id_ = int(self._ids[place])
-        self._place_of[id_], self._ids[to], self._marks[to] = to, id_, self._marks[place]
+        self._place_of[id_], self._ids[to], self._marks[to] = (
+            to,
+            id_,
+            self._marks[place],
+        )
         self._rows[to] = self._rows[place]
 
     def _places(self, ids: np.ndarray) -> np.ndarray:

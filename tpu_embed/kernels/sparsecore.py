@@ -151,7 +151,9 @@ def count_pieces(words: int, longest: int) -> int:
       2
     """
     vectors = words // WORDS
-    return next(n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest)
+    return next(
+        n for n in range(1, vectors + 1) if vectors % n == 0 and words // n <= longest
+    )
 
 
 def _piece_numbers(table: Array, row_ids: Array) -> Array:
@@ -176,7 +178,9 @@ def _rows_at_a_time(n: int, row: tuple[int, ...]) -> int:
     # The largest chunk that the memory holds and n needs; then a smaller one if that divides n, so
     # that nothing has to be padded: 96 rows are moved as 3 chunks of 32, not as one of 128.
     most = _MOST_ROWS
-    while most > LEAST_ROWS and (most // 2 >= n or (row and most * row[0] > MOST_WORDS)):
+    while most > LEAST_ROWS and (
+        most // 2 >= n or (row and most * row[0] > MOST_WORDS)
+    ):
         most //= 2
     chunk = most
     while n % chunk and chunk > LEAST_ROWS:
@@ -193,7 +197,12 @@ def _padded(x: Array, chunk: int, value: int) -> Array:
 
 
 def on_subcores(
-    kernel: Callable[..., None], name: str, size: int, out_type: Any, *, layouts: bool = False
+    kernel: Callable[..., None],
+    name: str,
+    size: int,
+    out_type: Any,
+    *,
+    layouts: bool = False,
 ) -> Callable[..., Any]:
     """Return a function of arrays that runs the kernel on all vector subcores of the device.
 
@@ -211,7 +220,9 @@ def on_subcores(
 
     # Both are named, since the defaults of JAX have changed. Rows are packed, not in the tiles of
     # TensorCores.
-    params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=layouts)
+    params = pltpu.CompilerParams(
+        use_tc_tiling_on_sc=False, needs_layout_passes=layouts
+    )
     return pl.kernel(
         kernel,
         out_type=out_type,

@@ -52,7 +52,9 @@ def gather_rounded_rows(table: Array, row_ids: Array, words: int) -> Array:
         _run(table, ids, out, chunk, workers)
 
     size = 4 * (ids.shape[0] * (1 + table.shape[1]) + result.size)
-    found = sparsecore_sums.on_subcores(kernel, "gather_rounded_rows", size, result)(table, ids)
+    found = sparsecore_sums.on_subcores(kernel, "gather_rounded_rows", size, result)(
+        table, ids
+    )
     return found[: numbers.shape[0]]
 
 
@@ -111,7 +113,9 @@ def _run(table, ids, out, chunk: int, workers: int) -> None:
     def with_refs(**refs):
         memory = _Memory(**refs)
         subcore.on_each_worker(
-            lambda worker: _round_chunks(_Work(memory, table, ids, out, worker, workers))
+            lambda worker: _round_chunks(
+                _Work(memory, table, ids, out, worker, workers)
+            )
         )
 
     pl.run_scoped(
@@ -165,8 +169,12 @@ def _round(memory: _Memory, slot) -> None:
     def round_row(i, done):
         for start in range(0, words, lanes):
             lower, behind = memory.rows[slot, i, pl.ds(start, lanes)], words + start
-            upper = memory.rows[slot, i, pl.ds(behind, lanes)] if behind < width else None
-            memory.rounded[slot, i, pl.ds(start, lanes)] = subcore.pack_words(lower, upper)
+            upper = (
+                memory.rows[slot, i, pl.ds(behind, lanes)] if behind < width else None
+            )
+            memory.rounded[slot, i, pl.ds(start, lanes)] = subcore.pack_words(
+                lower, upper
+            )
         return done
 
     subcore.over_vectors(memory.ids.shape[1], (), round_row)
@@ -187,14 +195,18 @@ def _numbers(work: _Work, k):
     """Return the copy, not started, of the row numbers of the worker's k-th chunk."""
     memory, slot = work.memory, k & 1
     here = _places(work, k)
-    return pltpu.make_async_copy(work.ids.at[here], memory.ids.at[slot], memory.arrived.at[slot])
+    return pltpu.make_async_copy(
+        work.ids.at[here], memory.ids.at[slot], memory.arrived.at[slot]
+    )
 
 
 def _write(work: _Work, k):
     """Return the copy, not started, of the rounded rows of the worker's k-th chunk."""
     memory, slot = work.memory, k & 1
     target = work.out.at[_places(work, k)]
-    return pltpu.make_async_copy(memory.rounded.at[slot], target, memory.written.at[slot])
+    return pltpu.make_async_copy(
+        memory.rounded.at[slot], target, memory.written.at[slot]
+    )
 
 
 def _places(work: _Work, k):

@@ -51,7 +51,9 @@ def takes(rule: CompiledRule, width: int, packed: bool = False) -> bool:
       width: the numbers of a row as it is packed, or of its sum if these are more.
       packed: whether partial sums are bfloat16, two to a word.
     """
-    return rule.kind in KINDS and entries_at_a_time(rule, width, packed) >= LEAST_ENTRIES
+    return (
+        rule.kind in KINDS and entries_at_a_time(rule, width, packed) >= LEAST_ENTRIES
+    )
 
 
 def entries_at_a_time(rule: CompiledRule, width: int, packed: bool) -> int:
@@ -86,7 +88,9 @@ def adagrad(w, slots, g, number, flag):
 
 def adam(w, slots, g, number, flag):
     """Return w - α m / √(v + ε) for moving averages m and v; without `flag`, α m / (√v + ε)."""
-    alpha, epsilon, keep_m, take_m, keep_v, take_v = (number(_OWN + i) for i in range(6))
+    alpha, epsilon, keep_m, take_m, keep_v, take_v = (
+        number(_OWN + i) for i in range(6)
+    )
     m = times(keep_m, slots[0]) + times(take_m, g)
     v = times(keep_v, slots[1]) + times(take_v, times(g, g))
     root = over_root(v + epsilon, None) if flag else over_root(v, epsilon)
@@ -97,7 +101,9 @@ times = jnp.multiply
 """A product that is rounded before it is added, as a subcore does: it has no fused multiply-add. A
 test on a CPU, whose compiler may fuse them, replaces it."""
 
-RULES: dict[str, Callable[[Any, Sequence[Any], Any, Numbers, bool], tuple[Any, list[Any]]]]
+RULES: dict[
+    str, Callable[[Any, Sequence[Any], Any, Numbers, bool], tuple[Any, list[Any]]]
+]
 RULES = {"sgd": sgd, "momentum": momentum, "adagrad": adagrad, "adam": adam}
 """Those that change every number of a row by itself."""
 

@@ -79,7 +79,9 @@ class SumMemory:
     @property
     def half(self) -> int:
         """How many columns the two numbers of a word are apart; 0: rows and sums are float32."""
-        return next((x.shape[2] for x in (self.rows, self.sums) if x.dtype == jnp.uint32), 0)
+        return next(
+            (x.shape[2] for x in (self.rows, self.sums) if x.dtype == jnp.uint32), 0
+        )
 
     @property
     def rounds(self) -> bool:
@@ -88,7 +90,11 @@ class SumMemory:
 
 
 def with_memory(
-    run: Callable[[dict[str, Any]], None], bounds: Any, source: Any, chunk: int, **others: Any
+    run: Callable[[dict[str, Any]], None],
+    bounds: Any,
+    source: Any,
+    chunk: int,
+    **others: Any,
 ) -> None:
     """Call `run` with the refs of a `SumMemory`, by name, and of other memory.
 
@@ -99,7 +105,12 @@ def with_memory(
       chunk: how many entries are summed at a time.
       others: name -> shape and dtype; `sums`, if they are to be rounded.
     """
-    vmem, dma, int32, float32 = pltpu.VMEM, pltpu.SemaphoreType.DMA, jnp.int32, jnp.float32
+    vmem, dma, int32, float32 = (
+        pltpu.VMEM,
+        pltpu.SemaphoreType.DMA,
+        jnp.int32,
+        jnp.float32,
+    )
     lanes, words = plsc.get_sparse_core_info().num_lanes, source.shape[1]
     packed = source.dtype == jnp.uint32
     width = words * (2 if packed else 1)
@@ -125,7 +136,10 @@ def with_memory(
 def sum_chunk(memory: SumMemory, slot: Any) -> None:
     """Replace the rows of a chunk by the running sums of their segments, or round these."""
     # Word columns 0 to 31 of W words are columns 0 to 31 and W to W + 31.
-    words, step = memory.half or memory.rows.shape[2], _IN_REGISTERS // (2 if memory.half else 1)
+    words, step = (
+        memory.half or memory.rows.shape[2],
+        _IN_REGISTERS // (2 if memory.half else 1),
+    )
     for start in range(0, words, step):
         _sum_columns(memory, slot, range(start, min(start + step, words), memory.lanes))
 
@@ -133,7 +147,9 @@ def sum_chunk(memory: SumMemory, slot: Any) -> None:
 def _sum_columns(memory: SumMemory, slot, columns: range) -> None:
     """Do that for the vectors that start at `columns`, and for those half a row behind them."""
     lanes, width = memory.lanes, memory.running.shape[0]
-    behind = [c + memory.half for c in columns if memory.half and c + memory.half < width]
+    behind = [
+        c + memory.half for c in columns if memory.half and c + memory.half < width
+    ]
     starts_at = [*columns, *behind]
 
     def add(vector, running):
@@ -186,10 +202,14 @@ def _store_sums(memory: SumMemory, slot, i, sums: dict[int, Any]) -> None:
         """Return the sums from column `c` on, zeros behind the last column that counts."""
         if c + lanes <= memory.dim or c not in sums:
             return sums.get(c)
-        return jnp.where(jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros)
+        return jnp.where(
+            jax.lax.iota(jnp.int32, lanes) < memory.dim - c, sums[c], zeros
+        )
 
     for c in (c for c in sums if c < half):
-        memory.sums[slot, i, pl.ds(c, lanes)] = pack_words(counting(c), counting(c + half))
+        memory.sums[slot, i, pl.ds(c, lanes)] = pack_words(
+            counting(c), counting(c + half)
+        )
 
 
 # -- what a test replaces to run a subcore on a CPU ------------------------------------------------
@@ -209,7 +229,9 @@ _UPPER, _QUIET = np.uint32(0xFFFF0000), np.uint32(0x00400000)
 _MAGNITUDE, _INFINITY = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)
 
 
-def pack_words(lower: Any, upper: Any | None, draws: Sequence[Any] = (None, None)) -> Any:
+def pack_words(
+    lower: Any, upper: Any | None, draws: Sequence[Any] = (None, None)
+) -> Any:
     """Return words, uint32: in the lower half a number rounded to bfloat16, in the upper another.
 
     Args:

@@ -125,7 +125,9 @@ def gather_sum(
     parts = []
     for piece in range(cuts):
         numbers = jnp.where(present, index * cuts + piece, PADDING_ID)
-        parts.append(_sum_pieces(pieces, bounds, [numbers, *entries[1:]], result, filled))
+        parts.append(
+            _sum_pieces(pieces, bounds, [numbers, *entries[1:]], result, filled)
+        )
     # k sums [n, 2 W / k] of packed rows: [n, k, 2, W / k] -> [n, 2, k, W / k] -> [n, 2 W].
     joined = jnp.stack(parts, axis=1).reshape(num_segments, cuts, halves, -1)
     return jnp.swapaxes(joined, 1, 2).reshape(num_segments, width)
@@ -225,7 +227,10 @@ def _sum_pieces(
     """
     chunk = _entries_at_a_time(max(source.shape[1], result.shape[1]))
     # Padded to whole chunks. No worker's bounds include the padding.
-    entries = [jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x for x in entries]
+    entries = [
+        jnp.pad(x, (0, -x.shape[0] % chunk)) if x.shape[0] % chunk else x
+        for x in entries
+    ]
 
     def kernel(source, bounds, *refs):
         *entries, out = refs
@@ -243,7 +248,9 @@ def _sum_pieces(
     return pl.run_state(lambda out: run(source, bounds, *entries, out))(zeros)
 
 
-def _sum_entries(bounds, source, entries: Sequence[Any], out, chunk: int, dim: int = 0) -> None:
+def _sum_entries(
+    bounds, source, entries: Sequence[Any], out, chunk: int, dim: int = 0
+) -> None:
     """Sum the segments of this worker.
 
     Args:
@@ -272,7 +279,10 @@ def _sum_entries(bounds, source, entries: Sequence[Any], out, chunk: int, dim: i
     if out.dtype == jnp.uint32:
         others["sums"] = ((2, chunk, out.shape[1]), out.dtype)
     if len(entries) > 2:
-        others |= {"weights": ((chunk,), jnp.float32), "factors": ((2, chunk), jnp.float32)}
+        others |= {
+            "weights": ((chunk,), jnp.float32),
+            "factors": ((2, chunk), jnp.float32),
+        }
     subcore.with_memory(with_refs, bounds, source, chunk, **others)
 
 
@@ -315,7 +325,9 @@ def _sum_range(work: _Work) -> None:
     # Entries 100 to 299 in chunks of 128 are parts of the 3 chunks 0, 1 and 2.
     memory, chunk = work.memory, work.memory.chunk
     first = work.begin // chunk
-    chunks = jnp.where(work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0)
+    chunks = jnp.where(
+        work.end > work.begin, (work.end + chunk - 1) // chunk - first, 0
+    )
 
     @pl.when(chunks > 0)
     def _():
@@ -388,8 +400,14 @@ def _mark(work: _Work, offset, slot) -> None:
         if memory.weights is not None:
             weights = memory.weights[here]
             present = present & (weights != 0)
-            memory.factors[slot, here] = jnp.where(present, weights, jnp.zeros_like(weights))
-        closes = own & ((lane == chunk - 1) | (segment != after)) & (segment < work.out.shape[0])
+            memory.factors[slot, here] = jnp.where(
+                present, weights, jnp.zeros_like(weights)
+            )
+        closes = (
+            own
+            & ((lane == chunk - 1) | (segment != after))
+            & (segment < work.out.shape[0])
+        )
         absent = jnp.where(own & ~present, zeros + 1, zeros)
         some = some | absent
         memory.absent[here] = absent
@@ -429,9 +447,15 @@ def _number_copies(work: _Work, number) -> list[Any]:
     """Return the copies, not started, of a chunk's numbers into the worker's memory."""
     memory, chunk = work.memory, work.memory.chunk
     here = pl.ds(number * chunk, chunk)
-    targets = memory.index, memory.segments.at[pl.ds(memory.lanes, chunk)], memory.weights
+    targets = (
+        memory.index,
+        memory.segments.at[pl.ds(memory.lanes, chunk)],
+        memory.weights,
+    )
     pairs = zip(work.entries, targets, strict=False)  # there may be no weights
-    return [pltpu.make_async_copy(x.at[here], target, memory.arrived) for x, target in pairs]
+    return [
+        pltpu.make_async_copy(x.at[here], target, memory.arrived) for x, target in pairs
+    ]
 
 
 def _fetch(work: _Work, slot):

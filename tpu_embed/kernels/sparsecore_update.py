@@ -123,7 +123,10 @@ class Memory(subcore.SumMemory):
 def _with_memory(run: Callable[[Memory], None], work: Work) -> None:
     """Call `run` with a worker's memory."""
     chunk, float32 = work.chunk, jnp.float32
-    slots = {f"slot{n}": ((2, chunk, *x.shape[1:]), float32) for n, x in enumerate(work.slots)}
+    slots = {
+        f"slot{n}": ((2, chunk, *x.shape[1:]), float32)
+        for n, x in enumerate(work.slots)
+    }
 
     def with_refs(refs):
         run(Memory(slots=tuple(refs.pop(name) for name in slots), **refs))
@@ -134,7 +137,10 @@ def _with_memory(run: Callable[[Memory], None], work: Work) -> None:
         "table": ((2, chunk, work.table.shape[1]), work.table.dtype),
     }
     if work.keys is not None:
-        others |= {"keys": ((chunk + AHEAD,), jnp.int32), "row_keys": ((2, chunk), jnp.int32)}
+        others |= {
+            "keys": ((chunk + AHEAD,), jnp.int32),
+            "row_keys": ((2, chunk), jnp.int32),
+        }
     subcore.with_memory(with_refs, work.bounds, work.source, chunk, **others, **slots)
 
 
@@ -181,7 +187,9 @@ def merge_update(
     form, count = _form(rule, dim), len(slots)
 
     def kernel(*refs):
-        bounds, sums, index, segments, row_ids, numbers, *keys, table = refs[: len(refs) - count]
+        bounds, sums, index, segments, row_ids, numbers, *keys, table = refs[
+            : len(refs) - count
+        ]
         given = bounds, sums, index, segments, row_ids, numbers
         held = table, refs[len(refs) - count :]
         _update_rows(Work(*given, *held, form, chunk, *keys))
@@ -203,7 +211,11 @@ def _padded(
     missing = -index.shape[0] % chunk
     return (
         jnp.pad(index, (0, missing)),
-        jnp.pad(segments, (0, missing + rules.LEAST_ENTRIES), constant_values=row_ids.shape[0]),
+        jnp.pad(
+            segments,
+            (0, missing + rules.LEAST_ENTRIES),
+            constant_values=row_ids.shape[0],
+        ),
         jnp.pad(row_ids, (0, chunk + AHEAD + 8), constant_values=PADDING_ID),
         jnp.pad(numbers, (0, AHEAD - numbers.shape[0])),
     )
@@ -277,7 +289,9 @@ def _update_range(work: Work, memory: Memory, begin, end) -> None:
         _wait(_writes(work, memory, (chunks - 1) & 1))
 
 
-def _prepare(work: Work, memory: Memory, bounds: tuple[Any, Any], number, slot, more) -> None:
+def _prepare(
+    work: Work, memory: Memory, bounds: tuple[Any, Any], number, slot, more
+) -> None:
     """Start to fetch what a chunk needs, and then the numbers of the next chunk.
 
     Args:
@@ -308,7 +322,10 @@ def _mark(memory: Memory, bounds: tuple[Any, Any], offset, slot) -> None:
     zeros = jnp.zeros(lanes, jnp.int32)
     nothing, first_row = zeros + PADDING_ID, _aligned(memory.before)
     for start in range(0, memory.chunk, lanes):
-        here, entry = pl.ds(start, lanes), offset + start + jax.lax.iota(jnp.int32, lanes)
+        here, entry = (
+            pl.ds(start, lanes),
+            offset + start + jax.lax.iota(jnp.int32, lanes),
+        )
         left, segment, right = (
             memory.segments[pl.ds(lanes + start + step, lanes)] for step in (-1, 0, 1)
         )
@@ -371,9 +388,13 @@ def _fetches(work: Work, memory: Memory, slot) -> Sequence[Any]:
     partials = plsc.Indices(memory.ids.at[slot], ignored_value=PADDING_ID)
     rows = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
     pairs = [(work.source.at[partials], memory.rows.at[slot])]
-    for held, near in zip((work.table, *work.slots), (memory.table, *memory.slots), strict=True):
+    for held, near in zip(
+        (work.table, *work.slots), (memory.table, *memory.slots), strict=True
+    ):
         pairs.append((held.at[rows], near.at[slot]))
-    return [pltpu.make_async_copy(x, target, memory.fetched.at[slot]) for x, target in pairs]
+    return [
+        pltpu.make_async_copy(x, target, memory.fetched.at[slot]) for x, target in pairs
+    ]
 
 
 def _writes(work: Work, memory: Memory, slot) -> Sequence[Any]:
@@ -381,7 +402,10 @@ def _writes(work: Work, memory: Memory, slot) -> Sequence[Any]:
     rows = plsc.Indices(memory.targets.at[slot], ignored_value=PADDING_ID)
     pairs = zip((memory.table, *memory.slots), (work.table, *work.slots), strict=True)
     done = memory.written.at[slot]
-    return [pltpu.make_async_copy(near.at[slot], held.at[rows], done) for near, held in pairs]
+    return [
+        pltpu.make_async_copy(near.at[slot], held.at[rows], done)
+        for near, held in pairs
+    ]
 
 
 _AT_A_TIME = 8
@@ -479,7 +503,9 @@ def _change_vectors(row: _Row, vectors: Sequence[Any], halves: int) -> None:
         both = zip(*map(subcore.unpack_words, numbers), strict=True)
         numbers = [x for half in list(both)[:halves] for x in half]
     new = []
-    for column, place, w, old, g in zip(columns, places, numbers, held, given, strict=True):
+    for column, place, w, old, g in zip(
+        columns, places, numbers, held, given, strict=True
+    ):
         changed, *after = _changed(row, w, old, g)
         new.append((changed, _draws(row.key, column, lanes)))
         for x, value in zip(slots, after, strict=True):
@@ -504,7 +530,9 @@ def _changed(row: _Row, w, held: list[Any], g) -> list[Any]:
 
 def _stored(halves: Sequence[tuple[Any, Any]]):
     """Return words of the new numbers of both halves, or of the lower one, and their draws."""
-    (lower, drawn), (upper, other) = halves if len(halves) == 2 else (*halves, (None, None))
+    (lower, drawn), (upper, other) = (
+        halves if len(halves) == 2 else (*halves, (None, None))
+    )
     return subcore.pack_words(lower, upper, (drawn, other))
 
 
@@ -519,7 +547,9 @@ def _draws(key, column, lanes: int):
 def _gradient(form: RuleForm, memory: Memory, slot, i, here, number: rules.Numbers):
     """Return a vector of the whole gradient of the row at place `i`, clipped."""
     g = memory.sums[slot, i, here]
-    return jnp.minimum(jnp.maximum(g, number(1)), number(2)) if form.clips_gradient else g
+    return (
+        jnp.minimum(jnp.maximum(g, number(1)), number(2)) if form.clips_gradient else g
+    )
 
 
 def _row_rates(form: RuleForm, memory: Memory, slot, vector, number: rules.Numbers):
@@ -529,7 +559,9 @@ def _row_rates(form: RuleForm, memory: Memory, slot, vector, number: rules.Numbe
     means = jnp.zeros(lanes, jnp.float32)
     for j in range(lanes):
         total = _sum_of_squares(form, memory, slot, vector * lanes + j, number)
-        means = jnp.where(lane == j, rules.times(total, jnp.float32(1.0 / form.dim)), means)
+        means = jnp.where(
+            lane == j, rules.times(total, jnp.float32(1.0 / form.dim)), means
+        )
     a = memory.slots[0][slot, here] + means
     memory.slots[0][slot, here] = a
     return number(5) * rules.over_root(a, None if form.flag else number(6))

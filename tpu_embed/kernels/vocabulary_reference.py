@@ -171,7 +171,9 @@ class KeyMap:
             found = [self._row_of.get(key, -1) for key in keys.tolist()]
         return np.array(found, np.int64)
 
-    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
+    def take(
+        self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False
+    ) -> Taken:
         """Take a training batch: move scores, free rows, count and admit keys.
 
         Args:
@@ -187,7 +189,12 @@ class KeyMap:
             self._log.append(_Changes(self._counters.copy(), [], []))
             self._step += 1
             touched = np.unique(known)
-            self._write(touched, self._keys[touched], self._step, self._batches_seen[touched] + 1)
+            self._write(
+                touched,
+                self._keys[touched],
+                self._step,
+                self._batches_seen[touched] + 1,
+            )
             expired, keys_before = self._expired(), self._keys.copy()
             self._clear(expired)
             distinct = list(dict.fromkeys(unknown.tolist()))
@@ -199,7 +206,13 @@ class KeyMap:
             unseen = [key for key in distinct if key not in row_of]
             for key in unseen:
                 self._set_waiting(key, self._count(key) + 1)
-            counts = [len(admitted), victims.size, expired.size, len(unseen), self._forget_keys()]
+            counts = [
+                len(admitted),
+                victims.size,
+                expired.size,
+                len(unseen),
+                self._forget_keys(),
+            ]
             self._counters += counts
         return Taken(
             step=self._step,
@@ -225,7 +238,9 @@ class KeyMap:
                 self._counters = changes.counters
                 self._step -= 1
             # By their numbers the keys are in the order in which they were first counted.
-            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1][0]))
+            self._waiting = dict(
+                sorted(self._waiting.items(), key=lambda item: item[1][0])
+            )
 
     def forget(self, step: int) -> None:
         """Drop the log of the batches up to `step`; they can no longer be undone."""
@@ -259,9 +274,13 @@ class KeyMap:
             self._batches_seen = np.zeros(n, np.int64)  # 0: the row is free
             self._row_of: dict[int, int] = {}
             self._put(state.rows, state.keys, state.last_seen, state.batches_seen)
-            waiting = zip(state.waiting_keys.tolist(), state.waiting_counts.tolist(), strict=True)
+            waiting = zip(
+                state.waiting_keys.tolist(), state.waiting_counts.tolist(), strict=True
+            )
             # Of each key its number, in the order in which keys were first counted, and its count.
-            self._waiting = {key: (number, count) for number, (key, count) in enumerate(waiting)}
+            self._waiting = {
+                key: (number, count) for number, (key, count) in enumerate(waiting)
+            }
             self._next_number = len(self._waiting)
             self._step = int(state.step)
             self._counters = state.counters.copy()
@@ -377,4 +396,6 @@ def empty_state(step: int) -> MapState:
     """Return the state of a map without keys, after a step."""
     keys, numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
     counters = np.zeros(len(COUNTERS), np.int64)
-    return MapState(keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters)
+    return MapState(
+        keys, numbers, numbers, numbers, keys, numbers, np.array(step), counters
+    )

@@ -25,7 +25,14 @@ from tpu_embed._types import PyTree
 from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.state import TableState
 from tpu_embed.data import Prefetcher
-from tpu_embed.loop.reports import Best, Losses, ProgressLine, Report, Window, check_best
+from tpu_embed.loop.reports import (
+    Best,
+    Losses,
+    ProgressLine,
+    Report,
+    Window,
+    check_best,
+)
 from tpu_embed.loop.run import Keeper, Run, new_run
 from tpu_embed.loop.step import (
     Objective,
@@ -103,7 +110,11 @@ class Reporter:
     def finish(self, run: Run) -> Report:
         """Return the report of the last step; make it unless it was made."""
         last, evaluates = self._last, self.evaluate is not None
-        if last is None or last.step != run.step or (evaluates and last.evaluation is None):
+        if (
+            last is None
+            or last.step != run.step
+            or (evaluates and last.evaluation is None)
+        ):
             last, _ = self._report(run, evaluates=evaluates)
         return last
 
@@ -112,8 +123,13 @@ class Reporter:
         if self.best is None or run.best_step in (None, run.step):
             return last
         keeper.take_best(run)
-        again = {"state": run.state, "model": self.objective.model_of(run.network, run.state)}
-        report = dataclasses.replace(last, steps_per_second=0, **run.best["report"], **again)
+        again = {
+            "state": run.state,
+            "model": self.objective.model_of(run.network, run.state),
+        }
+        report = dataclasses.replace(
+            last, steps_per_second=0, **run.best["report"], **again
+        )
         self.line.show(f"the best: {report.line()}")
         return report
 
@@ -143,7 +159,9 @@ class Reporter:
         self._last, self._window = report, Window()  # whose time begins now
         self.line.show(report.line(idle=idle))
         answer = None if self.callback is None else self.callback(report)
-        return report, over or answer is True or (isinstance(answer, np.bool_) and bool(answer))
+        return report, over or answer is True or (
+            isinstance(answer, np.bool_) and bool(answer)
+        )
 
 
 WHAT = "fit: evaluation"
@@ -179,7 +197,9 @@ def make_evaluate(
         return None if measure is None else lambda _, report: _measured(measure, report)
     wanted = "an iterable, or a function that returns one"
     check_type(WHAT, source, (Callable, Iterable), expected=wanted)
-    if isinstance(source, Prefetcher) or (not callable(source) and iter(source) is source):
+    if isinstance(source, Prefetcher) or (
+        not callable(source) and iter(source) is source
+    ):
         refuse(
             WHAT,
             expected="what can be read several times",
@@ -191,7 +211,9 @@ def make_evaluate(
     def evaluate(run, report):
         found, begun = Window(), source() if callable(source) else source
         number = np.int32(run.step) if objective.keywords else None
-        with Prefetcher(engine, begun, depth, weighted=weighted, training=False) as batches:
+        with Prefetcher(
+            engine, begun, depth, weighted=weighted, training=False
+        ) as batches:
             for item in batches:
                 batch, rest = take_apart(engine, item)
                 found.add(*step(run.state, run.network, batch, rest, number))
@@ -218,7 +240,11 @@ def _measured(measure: Callable[[Report], Any], report: Report) -> dict[str, flo
       TypeError: it did not return named numbers.
       ValueError: one has the name of a number that the report has.
     """
-    found, known, what = measure(report), report.evaluation or {}, "fit: what measure returned"
+    found, known, what = (
+        measure(report),
+        report.evaluation or {},
+        "fit: what measure returned",
+    )
     try:
         numbers = {str(name): float(value) for name, value in found.items()}
     except (AttributeError, TypeError, ValueError) as error:
@@ -369,12 +395,20 @@ def fit(
     optimizer = check_optimizer(optimizer, model)
     if touched is not None:
         check_record(engine, touched)
-    run = new_run(engine, network, optimizer, steps, Losses(depth, on_nonfinite), touched)
+    run = new_run(
+        engine, network, optimizer, steps, Losses(depth, on_nonfinite), touched
+    )
     parts = Parts(engine, micro_batches, whole_features)
     train_step = make_train_step(objective, optimizer, parts, seed)
-    evaluate = make_evaluate(engine, objective, evaluation, measure, weighted=weighted, depth=depth)
+    evaluate = make_evaluate(
+        engine, objective, evaluation, measure, weighted=weighted, depth=depth
+    )
     check_best(best, evaluate_every, directory)
-    numbers = {"steps": steps, "report_every": report_every, "evaluate_every": evaluate_every}
+    numbers = {
+        "steps": steps,
+        "report_every": report_every,
+        "evaluate_every": evaluate_every,
+    }
     numbers["save_every"] = save_every
     for name, number in numbers.items():
         if number is not None:
@@ -437,7 +471,9 @@ def _train(
         raise
 
 
-def _placed(engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int) -> Prefetcher:
+def _placed(
+    engine: EmbeddingEngine, source: Any, *, weighted: bool, depth: int
+) -> Prefetcher:
     """Return a prefetcher around the source, or the source if it is one.
 
     Raises:

@@ -120,10 +120,15 @@ class Losses:
             step, loss = self._waiting.popleft()
             value = np.asarray(loss)
             if self._stops and not np.isfinite(value):
-                what, remedy = f"fit: loss of step {step}", "take smaller learning rates; or leave "
+                what, remedy = (
+                    f"fit: loss of step {step}",
+                    "take smaller learning rates; or leave ",
+                )
                 remedy += 'such steps out: on_nonfinite="continue", and on_bad_gradient="skip" of '
                 remedy += "the engine"
-                text = message(what, expected="a finite number", got=f"{value}", remedy=remedy)
+                text = message(
+                    what, expected="a finite number", got=f"{value}", remedy=remedy
+                )
                 self._error = FloatingPointError(text)
         if self._error is not None:
             raise self._error
@@ -153,7 +158,10 @@ class Window:
 
     def means(self) -> dict[str, float]:
         """Return the mean of each; this waits for the last step."""
-        found = {name: np.asarray(jax.device_get(v), float) for name, v in self._values.items()}
+        found = {
+            name: np.asarray(jax.device_get(v), float)
+            for name, v in self._values.items()
+        }
         return {name: float(values.mean()) for name, values in found.items()}
 
     def close(self) -> tuple[dict[str, float], float]:
@@ -256,7 +264,11 @@ class Best:
         if not better:
             return record | {"since": record["since"] + 1}
         kept = ("step", "loss", "metrics", "evaluation")
-        return {"of": of, "since": 0, "report": {name: getattr(report, name) for name in kept}}
+        return {
+            "of": of,
+            "since": 0,
+            "report": {name: getattr(report, name) for name in kept},
+        }
 
     def is_over(self, record: Record) -> bool:
         """Tell whether a run with this record ends."""
@@ -280,6 +292,9 @@ def check_best(best: Any, evaluate_every: int | None, directory: Any) -> None:
             remedy='such as tpu_embed.loop.Best("loss", "min")',
             error=TypeError,
         )
-    for name, value in {"evaluate_every": evaluate_every, "directory": directory}.items():
+    for name, value in {
+        "evaluate_every": evaluate_every,
+        "directory": directory,
+    }.items():
         if value is None:
             refuse("fit: best", expected=f"{name}= beside it", got="none")

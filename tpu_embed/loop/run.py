@@ -95,7 +95,9 @@ class Run:
     @property
     def left(self) -> int | None:
         """How many steps are left; None if the source decides."""
-        return 0 if self.ended else None if self.steps is None else self.steps - self.step
+        return (
+            0 if self.ended else None if self.steps is None else self.steps - self.step
+        )
 
     @property
     def best_step(self) -> int | None:
@@ -143,7 +145,9 @@ class Run:
         if self.touched is not None:
             self.touched.record(batch, self.first + self.step + 1)
         carry, found = step(self.carry, batch, rates=rates)
-        vars(self).update(carry=carry, step=self.step + 1, position=position(), is_whole=True)
+        vars(self).update(
+            carry=carry, step=self.step + 1, position=position(), is_whole=True
+        )
         self.losses.add(self.step, found[0])
         return found
 
@@ -233,7 +237,9 @@ class Keeper:
         self.directory, self._stop, self._every = directory, stop, every
         self._manager = CheckpointManager(directory, engine, keep=keep)
         try:
-            self._lock = raise_on_all("fit", directory, functools.partial(_lock, directory))
+            self._lock = raise_on_all(
+                "fit", directory, functools.partial(_lock, directory)
+            )
         except BaseException:
             self._manager.close()
             raise
@@ -261,7 +267,9 @@ class Keeper:
             )
         model = _saved_model(run)
         saved = f"{self.directory}/{latest}"
-        if model is None and self._manager.has(latest, MODEL):  # the next one would not have it
+        if model is None and self._manager.has(
+            latest, MODEL
+        ):  # the next one would not have it
             refuse(
                 "fit: model",
                 expected=f"one, as it is in {saved}",
@@ -312,8 +320,15 @@ class Keeper:
         found = self._manager.restore(step, model=_saved_model(run), touched=touched)
         if run.touched is not None and not has_record:
             run.touched.begin(found.state)
-        model = found.model or {"network": tuple(run.network), "optimizer": run.carry[2]}
-        return found.position, (found.state, Network(*model["network"]), model["optimizer"])
+        model = found.model or {
+            "network": tuple(run.network),
+            "optimizer": run.carry[2],
+        }
+        return found.position, (
+            found.state,
+            Network(*model["network"]),
+            model["optimizer"],
+        )
 
     def save(self, run: Run, *, force: bool = False) -> None:
         """Save a run if it is due and has begun, also where its evaluation is the best one.
@@ -357,12 +372,16 @@ class Keeper:
         try:
             last = self._manager.latest_step()
         except (OSError, ValueError) as second:
-            error.add_note(f"fit: {self.directory} does not tell its checkpoints: {second}")
+            error.add_note(
+                f"fit: {self.directory} does not tell its checkpoints: {second}"
+            )
             return
         if last is None:
             error.add_note(f"fit: there is no checkpoint in {self.directory}.")
         else:
-            error.add_note(f"fit: {self.directory} has step {last}; the same call goes on from it.")
+            error.add_note(
+                f"fit: {self.directory} has step {last}; the same call goes on from it."
+            )
 
     def __enter__(self) -> Keeper:
         return self
@@ -407,8 +426,13 @@ def _lock(directory: str | Path) -> int | None:
         if not isinstance(error, BlockingIOError):
             return None
         expected, got = "no other run that writes there", "one that has not ended"
-        what, remedy = f"fit: directory {directory}", "wait for its end, or give another directory"
-        raise RuntimeError(message(what, expected=expected, got=got, remedy=remedy)) from None
+        what, remedy = (
+            f"fit: directory {directory}",
+            "wait for its end, or give another directory",
+        )
+        raise RuntimeError(
+            message(what, expected=expected, got=got, remedy=remedy)
+        ) from None
     return opened
 
 

@@ -37,7 +37,14 @@ import optax
 from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_int, check_type, did_you_mean, message, refuse, warn_user
+from tpu_embed._checks import (
+    check_int,
+    check_type,
+    did_you_mean,
+    message,
+    refuse,
+    warn_user,
+)
 from tpu_embed._types import Array, PyTree
 from tpu_embed.core.batch import Batch
 from tpu_embed.core.engine import EmbeddingEngine
@@ -100,7 +107,9 @@ class Objective:
         """Return the model with these arrays, and with these tables if it has them itself."""
         if self.graph is None:
             return network.trained if self.has_model else None
-        model = nnx.merge(self.graph, self.tables, network.trained, network.others, copy=True)
+        model = nnx.merge(
+            self.graph, self.tables, network.trained, network.others, copy=True
+        )
         if state is not None:
             for layer in _layers_of(model):
                 layer.set_state(state)
@@ -133,15 +142,22 @@ class Objective:
         if self.graph is not None and not training:
             model.eval()
         before = _drawn(model)
-        if jax.tree.leaves(self.tables):  # its layer is given what was looked up in place of ids
+        if jax.tree.leaves(
+            self.tables
+        ):  # its layer is given what was looked up in place of ids
             activations = Activations(activations)
-        found = self.loss(*([model] if self.has_model else []), activations, *rest, **given)
+        found = self.loss(
+            *([model] if self.has_model else []), activations, *rest, **given
+        )
         loss, metrics = _loss_and_metrics(found)
         if self.graph is None:
             return loss, (metrics, network.others)
         if training and "rng" not in self.keywords:
             _warn_of_repetition(before, _drawn(model))
-        return loss, (metrics, nnx.state(model, nnx.Not(nnx.Any(nnx.Param, *_OF_TABLES))))
+        return loss, (
+            metrics,
+            nnx.state(model, nnx.Not(nnx.Any(nnx.Param, *_OF_TABLES))),
+        )
 
 
 def split_model(
@@ -179,11 +195,18 @@ def split_model(
         for path, leaf in jax.tree.leaves_with_path(model):
             _check_parameter(jax.tree_util.keystr(path), leaf)
         return Objective(loss, None, model is not None, keywords), Network(model, None)
-    graph, tables, trained, others = nnx.split(model, nnx.Any(*_OF_TABLES), nnx.Param, ...)
+    graph, tables, trained, others = nnx.split(
+        model, nnx.Any(*_OF_TABLES), nnx.Param, ...
+    )
     if (layers := _layers_of(model)) != ([] if rows is None else [rows]):
-        expected, got = "a model without embedding layers", f"{type(model).__name__} with some"
+        expected, got = (
+            "a model without embedding layers",
+            f"{type(model).__name__} with some",
+        )
         remedy = "give the tables of all of them to one nn.Embeddings, and this in place of the "
-        remedy += "engine, fit(model.rows, …, model=model); or use nn.fused_value_and_grad"
+        remedy += (
+            "engine, fit(model.rows, …, model=model); or use nn.fused_value_and_grad"
+        )
         if rows is not None:
             expected = "a model with the one layer that stands in place of the engine"
             got = f"{type(model).__name__} with {len(layers)} others"
@@ -205,7 +228,9 @@ def _check_parameter(path: str, leaf: Any) -> None:
     """
     number = isinstance(leaf, int | float | complex)
     dtype = jnp.result_type(leaf) if number else getattr(leaf, "dtype", None)
-    named = isinstance(dtype, np.dtype)  # not that of a key of jax.random, or of a torch.Tensor
+    named = isinstance(
+        dtype, np.dtype
+    )  # not that of a key of jax.random, or of a torch.Tensor
     if named and jnp.issubdtype(dtype, jnp.inexact):
         return
     got = str(dtype) if named else type(leaf).__name__
@@ -233,7 +258,9 @@ def check_optimizer(optimizer: Any, model: Any) -> optax.GradientTransformation:
         refuse(
             "fit: optimizer",
             expected="both or neither",
-            got=("a model and no optimizer", "an optimizer and no model")[model is None],
+            got=("a model and no optimizer", "an optimizer and no model")[
+                model is None
+            ],
             remedy="tables have the optimizer of the engine; `optimizer` trains `model`",
         )
     if optimizer is None:
@@ -303,7 +330,9 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
       TypeError: it is neither a number nor a number with named numbers; a metric has the name of
         the loss.
     """
-    loss, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    loss, metrics = (
+        found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+    )
     named = isinstance(metrics, Mapping)
     if not named or not all(
         isinstance(one, int | float) or getattr(one, "shape", None) == ()
@@ -312,7 +341,9 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
         refuse(
             "fit: what loss returned",
             expected="a number, or a number and a dictionary of named numbers",
-            got=jax.tree.map(lambda leaf: getattr(leaf, "shape", type(leaf).__name__), found),
+            got=jax.tree.map(
+                lambda leaf: getattr(leaf, "shape", type(leaf).__name__), found
+            ),
             remedy="take the mean over the examples",
             error=TypeError,
         )
@@ -324,7 +355,9 @@ def _loss_and_metrics(found: Any) -> tuple[Array, Metrics]:
             remedy="give the metric another name",
             error=TypeError,
         )
-    return jnp.asarray(loss), {name: jnp.asarray(value) for name, value in metrics.items()}
+    return jnp.asarray(loss), {
+        name: jnp.asarray(value) for name, value in metrics.items()
+    }
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -371,7 +404,9 @@ class Parts:
       ValueError: `count` is below 1, or a feature does not exist.
     """
 
-    def __init__(self, engine: EmbeddingEngine, count: int, whole: Sequence[str]) -> None:
+    def __init__(
+        self, engine: EmbeddingEngine, count: int, whole: Sequence[str]
+    ) -> None:
         self._count = check_int("fit: micro_batches", count, minimum=1)
         self.engine, self._whole = engine, whole
         self._paths = engine.structure.paths
@@ -398,17 +433,25 @@ class Parts:
         examples, splits = self._examples(batch), batch.row_splits(self.engine.layout)
         shapes = enumerate(zip(self._paths, batch.spec.feature_shapes, strict=True))
         extents = [
-            (None if path in self._whole else shape.batch, splits.get(f), shape.capacity or 0)
+            (
+                None if path in self._whole else shape.batch,
+                splits.get(f),
+                shape.capacity or 0,
+            )
             for f, (path, shape) in shapes
         ]
         replicas = batch.spec.replicas
         extents += [extent_of(array, replicas) for array in flatten_arrays(rest)[0]]
-        most = [None if of != examples else self._most(splits) for of, splits, _ in extents]
+        most = [
+            None if of != examples else self._most(splits) for of, splits, _ in extents
+        ]
         if not any(most):
             return tuple(most)
         of_all = zip(*gather_from_all("fit: micro_batches", most), strict=True)
         pairs = zip(of_all, extents, strict=True)
-        return tuple(each[0] and self._room(max(each), room) for each, (_, _, room) in pairs)
+        return tuple(
+            each[0] and self._room(max(each), room) for each, (_, _, room) in pairs
+        )
 
     def _examples(self, batch: Batch) -> int:
         """Return B, the examples of each feature that is cut.
@@ -420,7 +463,9 @@ class Parts:
         cut = {size for path, size in sizes.items() if path not in self._whole}
         least, what = batch.spec.replicas * self._count, "fit: micro_batches"
         if len(cut) != 1:
-            remedy = "name those that belong to no example in whole_features; K ids of each "
+            remedy = (
+                "name those that belong to no example in whole_features; K ids of each "
+            )
             remedy += "example can be an array [B, K, 1]"
             refuse(what, expected="features of one size", got=f"{sizes}", remedy=remedy)
         (examples,) = cut
@@ -465,7 +510,9 @@ class Parts:
         if not cuts:
             return differentiate(objective, network, activations, rest, given)
         structure, k = self.engine.structure, self._count
-        values, rebuild = split_activations(structure.match(activations, what="activations"))
+        values, rebuild = split_activations(
+            structure.match(activations, what="activations")
+        )
         own, (arrays, tree) = cuts[: len(values)], flatten_arrays(rest)
 
         def pass_part(carry, number):
@@ -479,22 +526,33 @@ class Parts:
             now, known = Network(network.trained, others), dict(given)
             if "rng" in known:
                 known["rng"] = jax.random.fold_in(known["rng"], number)
-            (loss, (metrics, others)), by = differentiate(objective, now, seen, mine, known)
+            (loss, (metrics, others)), by = differentiate(
+                objective, now, seen, mine, known
+            )
             summed = jax.tree.map(lambda a, b: a + b.astype(a.dtype) / k, summed, by[0])
             new = [one / k for one in structure.match(by[1], what="gradients")]
             put = self._on_devices(put_part, own, number, before, new)
             pairs = zip(own, by_values, put, new, strict=True)
-            by_values = [old + one if cut is None else at for cut, old, at, one in pairs]
+            by_values = [
+                old + one if cut is None else at for cut, old, at, one in pairs
+            ]
             return (others, summed, by_values), (loss, metrics)
 
         # Gradients by parameters are added in float32 at least.
         zeros = jax.tree.map(
-            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), network.trained
+            lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
+            network.trained,
         )
-        first = network.others, zeros, _merge(own, values, [*map(jnp.zeros_like, values)])
+        first = (
+            network.others,
+            zeros,
+            _merge(own, values, [*map(jnp.zeros_like, values)]),
+        )
         last, each = jax.lax.scan(pass_part, first, jnp.arange(k, dtype=jnp.int32))
         loss, metrics = jax.tree.map(lambda one: one.mean(axis=0), each)
-        by_trained = jax.tree.map(lambda a, b: a.astype(b.dtype), last[1], network.trained)
+        by_trained = jax.tree.map(
+            lambda a, b: a.astype(b.dtype), last[1], network.trained
+        )
         return (loss, (metrics, last[0])), (by_trained, structure.unflatten(last[2]))
 
     def _on_devices(
@@ -514,7 +572,9 @@ class Parts:
         def device(lists, number):
             place = functools.partial(function, number=number, count=self._count)
             each = zip(cuts, *lists, strict=True)
-            return [None if cut is None else place(*one, room=cut) for cut, *one in each]
+            return [
+                None if cut is None else place(*one, room=cut) for cut, *one in each
+            ]
 
         on_each = jax.shard_map(
             device,
@@ -524,7 +584,9 @@ class Parts:
             check_vma=False,  # the number is the same on all devices
         )
         chosen = [_merge(cuts, one, whole) for one in lists]
-        return _merge(cuts, on_each(axes.reshard(chosen, axes.batch_axes), number), lists[0])
+        return _merge(
+            cuts, on_each(axes.reshard(chosen, axes.batch_axes), number), lists[0]
+        )
 
 
 def _merge(cuts: Cuts, cut: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
@@ -534,7 +596,10 @@ def _merge(cuts: Cuts, cut: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
 
 
 def make_train_step(
-    objective: Objective, optimizer: optax.GradientTransformation, parts: Parts, seed: int
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    parts: Parts,
+    seed: int,
 ) -> Callable[..., Any]:
     """Return a function that prepares a step: `(batch, rest, number) -> step`.
 
@@ -548,7 +613,9 @@ def make_train_step(
     def train_step(carry, batch, *, rates, rest, number, cuts):
         state, network, opt_state = carry
         activations = engine.lookup(state, batch)
-        rng = None if number is None else jax.random.fold_in(jax.random.key(seed), number)
+        rng = (
+            None if number is None else jax.random.fold_in(jax.random.key(seed), number)
+        )
         given = objective.given(number, rng)
         found = parts.differentiate(objective, network, activations, rest, given, cuts)
         (loss, (metrics, others)), gradients = found
@@ -566,14 +633,18 @@ def make_train_step(
     return prepare
 
 
-def make_evaluation_step(engine: EmbeddingEngine, objective: Objective) -> Callable[..., Any]:
+def make_evaluation_step(
+    engine: EmbeddingEngine, objective: Objective
+) -> Callable[..., Any]:
     """Return a compiled evaluation: `(state, network, batch, rest, number) -> (loss, metrics)`."""
 
     @jax.jit
     def evaluation_step(state, network, batch, rest, number):
         activations = engine.lookup(state, batch)
         given = objective.given(number, None)
-        loss, (metrics, _) = objective(network, activations, rest, given, training=False)
+        loss, (metrics, _) = objective(
+            network, activations, rest, given, training=False
+        )
         return loss, metrics
 
     return evaluation_step
@@ -591,13 +662,18 @@ def take_apart(engine: EmbeddingEngine, item: Any) -> tuple[Any, tuple[Any, ...]
     if type(item) is not tuple:
         return item, ()
     batch, *rest = item
-    return batch, tuple(_operand(engine, f"part {n}", part) for n, part in enumerate(rest, 1))
+    return batch, tuple(
+        _operand(engine, f"part {n}", part) for n, part in enumerate(rest, 1)
+    )
 
 
 def _operand(engine: EmbeddingEngine, where: str, part: PyTree) -> PyTree:
     """Return a part of an item as arrays."""
     if isinstance(part, dict):
-        return {key: _operand(engine, f"{where}[{key!r}]", value) for key, value in part.items()}
+        return {
+            key: _operand(engine, f"{where}[{key!r}]", value)
+            for key, value in part.items()
+        }
     if part is None or isinstance(part, ARRAYS):
         return part
     array = np.asarray(part)

@@ -19,7 +19,9 @@ from tpu_embed._types import Array, ArrayLike
 from tpu_embed.core.layout import gather_explicit
 
 
-def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) -> Array:
+def auc(
+    scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None
+) -> Array:
     """Return the area under the ROC curve: how often a positive has a higher score than a negative.
 
     auc = Σ w⁺ w⁻ ([s⁺ > s⁻] + ½ [s⁺ = s⁻]) / (Σ w⁺ Σ w⁻), over all pairs of a positive and a
@@ -50,7 +52,10 @@ def auc(scores: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None) 
     # Examples that do not count take part with weight 0, wherever they are sorted to.
     scores, positive, weights = jax.lax.sort((scores, positive, weights), num_keys=1)
     none = jnp.zeros((), weights.dtype)
-    upper, lower = jnp.where(positive, weights, none), jnp.where(positive, none, weights)
+    upper, lower = (
+        jnp.where(positive, weights, none),
+        jnp.where(positive, none, weights),
+    )
     # Of each example, the negatives with lower scores, and those with scores up to its own. With
     # the scores 1 2 2 3, all negative, these are 0 1 1 3 and 1 3 3 4. They never fall along the
     # sorted examples, so a running maximum spreads what is known where a run of ties begins.
@@ -94,7 +99,9 @@ def normalized_entropy(
       >>> float(normalized_entropy(np.zeros(4), np.array([1, 0, 0, 1])))
       1.0
     """
-    logits, positive, weights = _checked("normalized_entropy", "logits", logits, labels, weights)
+    logits, positive, weights = _checked(
+        "normalized_entropy", "logits", logits, labels, weights
+    )
     # -log p of a positive is softplus(-logit), -log(1 - p) of a negative softplus(logit).
     each = jax.nn.softplus(jnp.where(positive, -logits, logits))
     wide = weights.astype(logits.dtype)
@@ -176,7 +183,9 @@ def ndcg_at_k(
     if not len(gains):
         return _mean(jnp.zeros_like(weights), weights)
     best = most[jnp.clip(count - 1, 0, len(gains) - 1)]
-    gained = jnp.where(hits, jnp.asarray(gains, jnp.float32), jnp.float32(0)).sum(axis=1)
+    gained = jnp.where(hits, jnp.asarray(gains, jnp.float32), jnp.float32(0)).sum(
+        axis=1
+    )
     return _mean(gained / best, weights)
 
 
@@ -226,7 +235,11 @@ def _hits(
         )
     k = ids.shape[1] if k is None else check_int(f"{what}: k", k, minimum=1)
     if k > ids.shape[1]:
-        refuse(what, expected=f"k of at most {ids.shape[1]}, as there are so many ids", got=f"{k}")
+        refuse(
+            what,
+            expected=f"k of at most {ids.shape[1]}, as there are so many ids",
+            got=f"{k}",
+        )
     ids, relevant = check_same_ids(f"{what}: ids and relevant", ids, relevant)
     first = ids[:, :k]
     hits = (first[:, :, None] == relevant[:, None, :]).any(axis=-1) & (first >= 0)
@@ -235,7 +248,11 @@ def _hits(
     if weights is not None:
         given = _array(f"{what}: weights", weights)
     if given.shape != count.shape:
-        refuse(f"{what}: weights", expected=f"shape [{len(ids)}]", got=f"{list(given.shape)}")
+        refuse(
+            f"{what}: weights",
+            expected=f"shape [{len(ids)}]",
+            got=f"{list(given.shape)}",
+        )
     return hits, count, jnp.where(count > 0, given.astype(jnp.float32), jnp.float32(0))
 
 
@@ -247,7 +264,9 @@ def _array(what: str, given: Any) -> Array:
     """
     array = given if isinstance(given, jax.Array) else np.asarray(given)
     kind = array.dtype
-    if not any(jnp.issubdtype(kind, one) for one in (jnp.bool_, jnp.integer, jnp.floating)):
+    if not any(
+        jnp.issubdtype(kind, one) for one in (jnp.bool_, jnp.integer, jnp.floating)
+    ):
         refuse(
             what,
             expected="numbers",

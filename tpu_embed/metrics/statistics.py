@@ -86,12 +86,15 @@ def of_state(state: TableState, layout: Layout) -> dict[str, dict[str, RowNorms]
             if slot.per_row:
                 fields[name] = (state.slots[stack.name][name], slot_format(stack, slot))
         found[stack.name] = {
-            name: _of_field(*field, stack, layout.axes) for name, field in fields.items()
+            name: _of_field(*field, stack, layout.axes)
+            for name, field in fields.items()
         }
     return found
 
 
-def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAxes) -> RowNorms:
+def _of_field(
+    physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAxes
+) -> RowNorms:
     """Return the statistics of one physical array."""
     size = min(BLOCK_ROWS, stack.num_rows)
     numbers = np.arange(-(-stack.num_rows // size), dtype=stack.index_dtype)
@@ -99,7 +102,8 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
     def shard(physical):
         # parts: arrays [blocks, T]. `lax.map` runs the blocks one after the other.
         parts = jax.lax.map(
-            lambda number: _of_block(physical, number * size, size, row_format, stack), numbers
+            lambda number: _of_block(physical, number * size, size, row_format, stack),
+            numbers,
         )
         mine = RowNorms(
             _in_pairs(parts.sums),
@@ -111,7 +115,9 @@ def _of_field(physical: Array, row_format: RowFormat, stack: Stack, axes: MeshAx
         if not stack.shard_axes:
             return mine
         # Everything adds up over the shards but the largest row, which is a maximum.
-        whole = jax.tree.map(lambda part: collectives.psum(part, stack.shard_axes), mine)
+        whole = jax.tree.map(
+            lambda part: collectives.psum(part, stack.shard_axes), mine
+        )
         return whole._replace(largest=jax.lax.pmax(mine.largest, stack.shard_axes))
 
     spec = axes.spec(stack.shard_axes)
@@ -141,7 +147,9 @@ def _of_block(
     by_table = {"num_segments": len(stack.tables), "indices_are_sorted": True}
     sums, total, whole, broken = jax.ops.segment_sum(of_rows, table, **by_table).T
     largest = jnp.maximum(jax.ops.segment_max(squares, table, **by_table), 0)
-    return RowNorms(sums, total, largest, whole.astype(jnp.int32), broken.astype(jnp.int32))
+    return RowNorms(
+        sums, total, largest, whole.astype(jnp.int32), broken.astype(jnp.int32)
+    )
 
 
 def _in_pairs(parts: Array) -> Array:
@@ -179,7 +187,9 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     counted: dict[str, Any] = {"step": int(state.step)}
     for name, count in sorted(jax.device_get(state.counters).items()):
         by_feature = np.ndim(count) > 0
-        counted[name] = dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
+        counted[name] = (
+            dict(zip(paths, count.tolist(), strict=True)) if by_feature else int(count)
+        )
     if engine.vocabularies is not None:
         counted["vocabularies"] = _totals(engine.vocabularies)
     if engine.storage is not None:
@@ -187,7 +197,9 @@ def counters(engine: EmbeddingEngine, state: TableState) -> dict[str, Any]:
     return counted
 
 
-def table_statistics(engine: EmbeddingEngine, state: TableState) -> dict[str, dict[str, Any]]:
+def table_statistics(
+    engine: EmbeddingEngine, state: TableState
+) -> dict[str, dict[str, Any]]:
     """Measure every table, and every slot with one entry per row, in one pass over them.
 
     Each device reads its own rows, a few thousand at a time, in float32 (float64 for a float64
@@ -234,7 +246,8 @@ def _numbers(sums: RowNorms, f: Field) -> dict[str, Any]:
     return {
         "norm": math.sqrt(sums.squares[t]),
         "max_row_norm": math.sqrt(sums.largest[t]),
-        "mean": float(sums.sums[t]) / max(1, int(sums.finite[t]) * math.prod(f.shape.shape)),
+        "mean": float(sums.sums[t])
+        / max(1, int(sums.finite[t]) * math.prod(f.shape.shape)),
         "non_finite_rows": int(sums.non_finite[t]),
     }
 
@@ -280,7 +293,9 @@ def batch_statistics(
         config, name = feature.config.table, feature.table.name
         given_ids = host.ids if host.keys is None else host.keys
         ids[name].append(
-            given_ids[looked_up(host)] if host.keys is not None else host.ids[host.ids >= 0]
+            given_ids[looked_up(host)]
+            if host.keys is not None
+            else host.ids[host.ids >= 0]
         )
         if config.vocabulary is None:  # no key of a dynamic vocabulary is bad
             bad[name] += _bad(leaf, config.vocabulary_size)
@@ -357,7 +372,9 @@ def vocabulary_scalars(engine: EmbeddingEngine) -> dict[str, float]:
     for name, numbers in _totals(maps).items():
         if name in last:
             numbers |= {f"last/{what}": n for what, n in last[name].counts().items()}
-        found |= {f"vocabularies/{name}/{what}": number for what, number in numbers.items()}
+        found |= {
+            f"vocabularies/{name}/{what}": number for what, number in numbers.items()
+        }
     return found
 
 
@@ -388,7 +405,9 @@ def vocabulary_statistics(
     most, maps, found = check_int("hottest", hottest, minimum=0), _maps(engine), {}
     for name, counted in maps.admitted_counters.items():
         totals = {what: count for what, count in counted.items() if what != "keys"}
-        found[name] = describe_keys(maps.scores(name), maps.capacity(name), totals, most)
+        found[name] = describe_keys(
+            maps.scores(name), maps.capacity(name), totals, most
+        )
     return found
 
 
@@ -401,7 +420,11 @@ def _totals(maps: Vocabularies) -> dict[str, dict[str, float]]:
 
 def _maps(engine: EmbeddingEngine) -> Vocabularies:
     if engine.vocabularies is None:
-        refuse("engine", expected="a table with vocabulary=DynamicVocabulary(…)", got="none")
+        refuse(
+            "engine",
+            expected="a table with vocabulary=DynamicVocabulary(…)",
+            got="none",
+        )
     return engine.vocabularies
 
 
@@ -412,7 +435,9 @@ class ScalarWriter(Protocol):
         """Write one number."""
 
 
-def write_scalars(writer: ScalarWriter, step: int, statistics: Mapping[str, Any]) -> None:
+def write_scalars(
+    writer: ScalarWriter, step: int, statistics: Mapping[str, Any]
+) -> None:
     """Write every number in nested statistics, tagged by its path such as `tables/films/norm`.
 
     Other values, such as lists of ids, are skipped. When there are several processes, only one

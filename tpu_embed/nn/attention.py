@@ -104,7 +104,9 @@ def jagged_attention(
     asked = times if query_times is None else query_times
     flags = zeros if candidate is None else candidate.astype(jnp.int32)
     events = _events(splits, times, asked, flags)
-    if position_bias is not None:  # a row of a tile is a piece of it, whatever its distances
+    if (
+        position_bias is not None
+    ):  # a row of a tile is a piece of it, whatever its distances
         position_bias = jnp.pad(position_bias, ((0, 0), (block, block)), mode="edge")
     q, k, heads_of_v = (_in_blocks(x, block).swapaxes(1, 2) for x in (q, k, v))
     first = _first_blocks(splits, events.segment, block)
@@ -122,14 +124,18 @@ def _events(splits, times, asked, flags) -> Events:
     segment = jnp.cumsum(begun)[:-1].astype(jnp.int32)
     segment = jnp.where(segment < len(splits) - 1, segment, -1)
     before = jnp.cumsum(flags) - flags  # candidates before each event, in the batch
-    among = before - before[jnp.minimum(splits[segment], len(flags) - 1)]  # in the example
+    among = (
+        before - before[jnp.minimum(splits[segment], len(flags) - 1)]
+    )  # in the example
     position = index - among.astype(jnp.int32) * flags
     return Events(index, segment, position, flags, times, asked)
 
 
 def _in_blocks(x: Array, block: int, fill: int = 0) -> Array:
     """Return `[n, W, …]` of `[N, …]`; the last block is filled up with `fill`."""
-    padded = jnp.pad(x, [(0, -len(x) % block), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
+    padded = jnp.pad(
+        x, [(0, -len(x) % block), *[(0, 0)] * (x.ndim - 1)], constant_values=fill
+    )
     return padded.reshape(-1, block, *x.shape[1:])
 
 
@@ -143,7 +149,9 @@ def _first_blocks(splits: Array, segment: Array, block: int) -> Array:
     return jnp.where(own < 0, none, splits[own] // block).astype(jnp.int32)
 
 
-def on_each_replica(engine: EmbeddingEngine, function: Callable[..., Any]) -> Callable[..., Any]:
+def on_each_replica(
+    engine: EmbeddingEngine, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return a function of what all replicas share and of arrays `[S, …]`, for use in a jit.
 
     Args:
@@ -184,7 +192,9 @@ class Form(NamedTuple):
 class Tables(NamedTuple):
     """Learned biases; None stands for none."""
 
-    position: Array | None  # [heads, W + P + W], by distance; the first and last W are margins
+    position: (
+        Array | None
+    )  # [heads, W + P + W], by distance; the first and last W are margins
     time: Array | None  # [heads, T], by the bucket of the time between key and query
 
 
@@ -210,7 +220,8 @@ def _position_scores(table: Array, queries: Events, keys: Events) -> Array:
     starts = table.shape[1] - block - 1 - (queries.position - keys.index[0])
     starts = jnp.maximum(starts, 0)  # JAX counts negative ones from the end
     return jax.vmap(
-        lambda start: jax.lax.dynamic_slice_in_dim(backwards, start, block, axis=1), out_axes=1
+        lambda start: jax.lax.dynamic_slice_in_dim(backwards, start, block, axis=1),
+        out_axes=1,
     )(starts)
 
 
@@ -219,11 +230,15 @@ def _time_scores(form: Form, table: Array, queries: Events, keys: Events) -> Arr
     bucket = form.time_bucket(queries.asked[:, None] - keys.time)
     bucket = jnp.minimum(bucket, table.shape[1] - 1)
 
-    def by_product(table):  # for TPUs, which multiply faster than they read number by number
+    def by_product(
+        table,
+    ):  # for TPUs, which multiply faster than they read number by number
         chosen = jax.nn.one_hot(bucket.reshape(-1), table.shape[1], dtype=table.dtype)
         return (table @ chosen.T).reshape(-1, *bucket.shape)
 
-    return jax.lax.platform_dependent(table, tpu=by_product, default=lambda table: table[:, bucket])
+    return jax.lax.platform_dependent(
+        table, tpu=by_product, default=lambda table: table[:, bucket]
+    )
 
 
 def tile(form: Form, q, k, v, tables: Tables, queries: Events, keys: Events) -> Array:
@@ -249,7 +264,9 @@ def tile(form: Form, q, k, v, tables: Tables, queries: Events, keys: Events) -> 
 
 def _at(tree, i):
     """Return block i of arrays `[n, …]`."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), tree
+    )
 
 
 def _add_at(x: Array, i, more: Array) -> Array:
@@ -273,9 +290,13 @@ def _attend(form: Form, q, k, v, tables: Tables, events: Events, first) -> Array
         own, queries = _at(q, i), _at(events, i)
 
         def add(j, out):
-            return out + tile(form, own, _at(k, j), _at(v, j), tables, queries, _at(events, j))
+            return out + tile(
+                form, own, _at(k, j), _at(v, j), tables, queries, _at(events, j)
+            )
 
-        return jax.lax.fori_loop(first[i], i + 1, add, jnp.zeros(v.shape[1:], jnp.float32))
+        return jax.lax.fori_loop(
+            first[i], i + 1, add, jnp.zeros(v.shape[1:], jnp.float32)
+        )
 
     return jax.lax.map(of_queries, jnp.arange(len(q), dtype=jnp.int32))
 
@@ -295,13 +316,22 @@ def _backward(form, inputs, given):
             rule = functools.partial(tile, form, queries=queries, keys=_at(events, j))
             more = jax.vjp(rule, own, _at(k, j), _at(v, j), tables)[1](out)
             dtables = jax.tree.map(jnp.add, dtables, more[3])
-            return dq + more[0], _add_at(dk, j, more[1]), _add_at(dv, j, more[2]), dtables
+            return (
+                dq + more[0],
+                _add_at(dk, j, more[1]),
+                _add_at(dv, j, more[2]),
+                dtables,
+            )
 
-        dq, *carry = jax.lax.fori_loop(first[i], i + 1, add, (jnp.zeros_like(own), *carry))
+        dq, *carry = jax.lax.fori_loop(
+            first[i], i + 1, add, (jnp.zeros_like(own), *carry)
+        )
         return tuple(carry), dq
 
     zeros = jax.tree.map(jnp.zeros_like, (k, v, tables))
-    (dk, dv, dtables), dq = jax.lax.scan(of_queries, zeros, jnp.arange(len(q), dtype=jnp.int32))
+    (dk, dv, dtables), dq = jax.lax.scan(
+        of_queries, zeros, jnp.arange(len(q), dtype=jnp.int32)
+    )
     return dq, dk, dv, dtables, None, None
 
 

@@ -89,7 +89,9 @@ class Embeddings(TableLayer):
             **options,
         )
 
-    def __call__(self, ids: PyTree | Batch | Activations, weights: PyTree | None = None) -> PyTree:
+    def __call__(
+        self, ids: PyTree | Batch | Activations, weights: PyTree | None = None
+    ) -> PyTree:
         """Return the activations of all features.
 
         Args:
@@ -211,7 +213,9 @@ class EmbeddingBag(TableLayer):
         """Copies of the optimizer's slots by name, `[V, D]` or `[V]`, in the order of the rows."""
         return next(iter(self.engine.slots(self.state).values()), {})
 
-    def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
+    def load(
+        self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None
+    ) -> None:
         """Replace all rows, and those slots that are given.
 
         Args:
@@ -332,7 +336,11 @@ class Embed(nnx.Module):
         else:
             # One id each is not combined: [3, 5] -> [15] -> [15, D] -> [3, 5, D].
             ids, reshape = _array(inputs), self.rows.engine.layout.axes.reshape
-            flat = reshape(ids, (ids.size,)) if isinstance(ids, jax.Array) else ids.reshape(-1)
+            flat = (
+                reshape(ids, (ids.size,))
+                if isinstance(ids, jax.Array)
+                else ids.reshape(-1)
+            )
             found = reshape(self.rows(flat), (*ids.shape, self.features))
         return found if self.dtype is None else found.astype(self.dtype)
 
@@ -366,7 +374,9 @@ class Embed(nnx.Module):
         """A copy of the rows `[V, D]` by row id."""
         return self.rows.embedding
 
-    def load(self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None) -> None:
+    def load(
+        self, rows: ArrayLike, slots: Mapping[str, ArrayLike] | None = None
+    ) -> None:
         """Replace all rows; see `EmbeddingBag.load`."""
         self.rows.load(rows, slots)
 
@@ -379,7 +389,9 @@ def _array(ids: Any) -> Any:
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def place(model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True) -> Any:
+def place(
+    model: nnx.Module, features: Any, weights: Any = None, *, training: bool = True
+) -> Any:
     """Place one batch for the layers of a model and admit it; the jitted step takes the result.
 
     Call it outside of a jit. Layers are placed one after the other, so if one refuses its ids,
@@ -460,14 +472,18 @@ def _each(
     """
     by_path = _given(model, given, what)
     nodes = ((path_of(keys), node) for keys, node in nnx.iter_graph(model))
-    layers = {path: node for path, node in nodes if isinstance(node, Embed | TableLayer)}
+    layers = {
+        path: node for path, node in nodes if isinstance(node, Embed | TableLayer)
+    }
     rows = [getattr(layers.get(path), "rows", layers.get(path)) for path in by_path]
     for path, one in zip(by_path, rows, strict=True):
         if one is None or rows.count(one) > 1:
             refuse(
                 "features",
                 expected=f"paths among {sorted(layers)}",
-                got=f"{path!r}" if one is None else f"{path!r}, a layer that has two paths",
+                got=f"{path!r}"
+                if one is None
+                else f"{path!r}, a layer that has two paths",
                 remedy="name each layer once",
             )
     found = {path: function(path, layers[path], one) for path, one in by_path.items()}
@@ -482,5 +498,7 @@ def _given(model: nnx.Module, given: Any, what: str) -> dict[str, Any]:
     """
     if isinstance(model, Embed | TableLayer):
         return {"": given}
-    check_type(what, given, Mapping, expected="a dict by layer", remedy='give {"films": keys}')
+    check_type(
+        what, given, Mapping, expected="a dict by layer", remedy='give {"films": keys}'
+    )
     return dict(given)

@@ -93,7 +93,8 @@ class TableGradients:
         """
         changed = {
             path: tuple(
-                dataclasses.replace(one, gradient=jax.tree.map(fn, one.gradient)) for one in lookups
+                dataclasses.replace(one, gradient=jax.tree.map(fn, one.gradient))
+                for one in lookups
             )
             for path, lookups in self.lookups.items()
         }
@@ -155,7 +156,9 @@ def sparse_value_and_grad(
         call, nodes = _function_of_nodes(f, args, kwargs, which, has_aux)
         value, aux, variables, tables = _differentiate(call, nodes, len(which), wrt)
         several = isinstance(argnums, Sequence)
-        gradients = (tuple(variables), tuple(tables)) if several else (variables[0], tables[0])
+        gradients = (
+            (tuple(variables), tuple(tables)) if several else (variables[0], tables[0])
+        )
         return ((value, aux) if has_aux else value), gradients
 
     return value_and_gradients
@@ -253,7 +256,9 @@ def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
         # An Embed without an optimizer has a table that is not trainable; if `trainable` was left
         # True, the user probably forgot the optimizer.
         every = (node for _, node in nnx.iter_graph(model))
-        waiting = {node.rows for node in every if isinstance(node, Embed) and node.trainable}
+        waiting = {
+            node.rows for node in every if isinstance(node, Embed) and node.trainable
+        }
         for path, lookups in gradients.lookups.items():
             if path not in layers:
                 refuse(
@@ -268,7 +273,8 @@ def _apply(pairs: Iterable[tuple[Any, TableGradients]]) -> None:
                 changed.append((layer, updated(layer, lookups)))
             elif lookups and layer in waiting:
                 warn_once(
-                    layer.engine, "is not trained: give its layer an optimizer, or trainable=False"
+                    layer.engine,
+                    "is not trained: give its layer an optimizer, or trainable=False",
                 )
     for layer, state in changed:
         layer.set_state(state)
@@ -299,7 +305,11 @@ def is_node(value: Any) -> bool:
 
 def layers_of(models: Any) -> Layers:
     """Return the layers of a model, or of models by number, each under the first of its paths."""
-    return {path: node for path, node in nnx.iter_graph(models) if isinstance(node, TableLayer)}
+    return {
+        path: node
+        for path, node in nnx.iter_graph(models)
+        if isinstance(node, TableLayer)
+    }
 
 
 def _function_of_nodes(
@@ -316,7 +326,9 @@ def _function_of_nodes(
     places = [*chosen, *others]
 
     def call(nodes):
-        given = dict(enumerate(leaves)) | {i: nodes[key] for key, i in enumerate(places)}
+        given = dict(enumerate(leaves)) | {
+            i: nodes[key] for key, i in enumerate(places)
+        }
         args, kwargs = structure.unflatten(given.values())
         return value_and_aux(f(*args, **kwargs), has_aux=has_aux)
 
@@ -356,7 +368,9 @@ def _differentiate(
         return value, state
 
     def traced(*inputs):
-        return jax.tree.structure(shapes).unflatten(jaxpr_as_fun(closed)(*jax.tree.leaves(inputs)))
+        return jax.tree.structure(shapes).unflatten(
+            jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
+        )
 
     # The context remembers which objects were split, so that merging the state after the function
     # writes its changes into the user's own models.
@@ -437,10 +451,17 @@ def _table_gradients(
     """
     taps, rest = (dict(nnx.to_flat_state(one)) for one in (reached[0], reached[2]))
     # …/tables/<stack>
-    read = {path[:-2] for path, x in rest.items() if isinstance(x, Table) and x.get_raw_value()}
+    read = {
+        path[:-2]
+        for path, x in rest.items()
+        if isinstance(x, Table) and x.get_raw_value()
+    }
     found: list[dict[str, tuple[ActivationGradient, ...]]] = [{} for _ in range(models)]
     of_layers: dict[tuple[Any, ...], Any] = dict(nnx.to_flat_state(by_tap))
-    for whole, gradients in of_layers.items():  # (number of a model, *keys of a layer, "tap")
+    for (
+        whole,
+        gradients,
+    ) in of_layers.items():  # (number of a model, *keys of a layer, "tap")
         (model, *keys, _), layer = whole, layers[whole[:-1]]
         path = path_of(keys)
         if whole[:-1] in read:
@@ -455,7 +476,9 @@ def _table_gradients(
                 mine.append(ActivationGradient(ids, weights, gradient))
             else:
                 others += jax.tree.leaves(ids)
-        if path in found[model] and mine:  # the keys ("a", "b") and ("a/b",) have the same path
+        if (
+            path in found[model] and mine
+        ):  # the keys ("a", "b") and ("a/b",) have the same path
             refuse(
                 "layers",
                 expected="a different path for every layer",

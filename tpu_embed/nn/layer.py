@@ -26,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
-from jax._src import core  # which trace is current, and of which kind, has no public name
+from jax._src import (
+    core,
+)  # which trace is current, and of which kind, has no public name
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
 from tpu_embed._checks import check_type, message, refuse, refuse_derivatives, warn_user
@@ -87,8 +89,14 @@ def attributes(state: TableState) -> dict[str, Any]:
         stack: nnx.Dict({name: Slot(array) for name, array in by_name.items()})
         for stack, by_name in state.slots.items()
     }
-    found: dict[str, Any] = {name: Counter(array) for name, array in state.counters.items()}
-    found |= {"tables": nnx.Dict(tables), "slots": nnx.Dict(slots), "step": Counter(state.step)}
+    found: dict[str, Any] = {
+        name: Counter(array) for name, array in state.counters.items()
+    }
+    found |= {
+        "tables": nnx.Dict(tables),
+        "slots": nnx.Dict(slots),
+        "step": Counter(state.step),
+    }
     if state.vocabulary is not None:
         every = {name: MapVersion(x) for name, x in state.vocabulary.items()}
         found["vocabulary"] = nnx.Dict(every)
@@ -114,7 +122,9 @@ def state_of(holder: Mapping[str, Any]) -> TableState:
     step = counted.pop("step")
     vocabulary = None
     if "vocabulary" in holder:
-        vocabulary = {name: x[...] for name, x in _variables(holder["vocabulary"]).items()}
+        vocabulary = {
+            name: x[...] for name, x in _variables(holder["vocabulary"]).items()
+        }
     return TableState(tables, slots, step, counted, vocabulary)
 
 
@@ -127,7 +137,9 @@ def _variables(holder: Any) -> dict[str, nnx.Variable]:
     Args:
       holder: an `nnx.Dict`, a dict or a state.
     """
-    return {name: holder[name] for name in holder if isinstance(holder[name], nnx.Variable)}
+    return {
+        name: holder[name] for name in holder if isinstance(holder[name], nnx.Variable)
+    }
 
 
 FEATURE = "ids"
@@ -179,7 +191,9 @@ class TableLayer(nnx.Module, EngineLayer):
     """The name of its only feature, without which ids and activations are given; None: they have
     the structure of the features."""
 
-    def begin(self, features: PyTree, optimizer: Any, rngs: nnx.Rngs, **options: Any) -> None:
+    def begin(
+        self, features: PyTree, optimizer: Any, rngs: nnx.Rngs, **options: Any
+    ) -> None:
         """Make the engine, and the variables of its state.
 
         Args:
@@ -273,7 +287,9 @@ class TableLayer(nnx.Module, EngineLayer):
         engine = self.engine
         if self._are_named(ids):
             engine = engine_of_inputs(engine, ids)
-            weights = None if weights is None else {name: weights.get(name) for name in ids}
+            weights = (
+                None if weights is None else {name: weights.get(name) for name in ids}
+            )
         given, maps = (self.nest(ids), self.nest(weights), spec), engine.vocabularies
         if maps is None:
             return engine.place(*given, training=training)
@@ -304,7 +320,9 @@ class TableLayer(nnx.Module, EngineLayer):
         """
         maps = self.engine.vocabularies
         if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
-            maps.check_next(map_version(self.state), batch.keys)  # of a clone that is left behind
+            maps.check_next(
+                map_version(self.state), batch.keys
+            )  # of a clone that is left behind
         state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
         self.set_state(state)
         return admitted
@@ -339,10 +357,16 @@ class TableLayer(nnx.Module, EngineLayer):
         engine = self.engine
         if not isinstance(ids, Batch) and engine.vocabularies is None:
             if not self._are_named(ids):
-                given, scales = engine.structure.match_weighted(self.nest(ids), self.nest(weights))
+                given, scales = engine.structure.match_weighted(
+                    self.nest(ids), self.nest(weights)
+                )
                 # A list of weights is a column, which is placed.
-                if all(map(_is_dense, given)) and not any(isinstance(x, list) for x in scales):
-                    for pair in zip(scales, given, strict=True):  # before examples are added
+                if all(map(_is_dense, given)) and not any(
+                    isinstance(x, list) for x in scales
+                ):
+                    for pair in zip(
+                        scales, given, strict=True
+                    ):  # before examples are added
                         check_weights("weights", *pair)
                     return self._look_up_arrays(ids, weights)
             ids, weights = self.place(ids, weights), None
@@ -369,10 +393,14 @@ class TableLayer(nnx.Module, EngineLayer):
         structure, reshard = self.engine.structure, self.engine.layout.axes.reshard
         scales = self.padded(weights, 0)
         found = self.engine.lookup(state, self.padded(features, PADDING_ID), scales)
-        both = (structure.match(x, what="features") for x in (found, self.nest(features)))
+        both = (
+            structure.match(x, what="features") for x in (found, self.nest(features))
+        )
         # Replicate first: an explicit mesh axis cannot split a count that it does not divide.
         cut = [
-            x if isinstance(x, Jagged) or len(x) == len(ids) else reshard(x, ())[: len(ids)]
+            x
+            if isinstance(x, Jagged) or len(x) == len(ids)
+            else reshard(x, ())[: len(ids)]
             for x, ids in zip(*both, strict=True)
         ]
         return self._noted(features, weights, self.bare(structure.unflatten(cut)))
@@ -397,7 +425,9 @@ class TableLayer(nnx.Module, EngineLayer):
             missing = -len(x) % replicas if len(x) else replicas
             if not missing:
                 return x
-            x = as_signed(x) if x.dtype.kind == "u" else x  # no unsigned number is padding
+            x = (
+                as_signed(x) if x.dtype.kind == "u" else x
+            )  # no unsigned number is padding
             xp: Any = np if isinstance(x, np.ndarray) else jnp
             widths = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
             return xp.pad(x, widths, constant_values=fill)
@@ -431,7 +461,9 @@ class TableLayer(nnx.Module, EngineLayer):
         if self.seen is None:
             return self.state
         # So that whatever else is computed from a table can be told from its lookups.
-        return dataclasses.replace(self.state, tables=jax.lax.stop_gradient(self.state.tables))
+        return dataclasses.replace(
+            self.state, tables=jax.lax.stop_gradient(self.state.tables)
+        )
 
     def _noted(self, ids: Any, weights: Any, found: PyTree) -> PyTree:
         """Return activations; during a training step the lookup is noted, and they have taps."""
@@ -512,12 +544,16 @@ def as_signed(ids: Any) -> Array:
     """
     # Bits without the sign: int32 has 31 and fits; uint32 has 32 and needs int64, as int64 does.
     wide = ids.dtype.itemsize * 8 - (np.dtype(ids.dtype).kind == "i") > 31
-    return narrow_ids(ids, jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32)
+    return narrow_ids(
+        ids, jax.dtypes.canonicalize_dtype(np.int64) if wide else np.int32
+    )
 
 
 def _traced(ids: Any) -> Array:
     """Return ids inside a program as a part of it, also if their values are known."""
-    return ids if isinstance(ids, Tracer) else jax.lax.optimization_barrier(as_signed(ids))
+    return (
+        ids if isinstance(ids, Tracer) else jax.lax.optimization_barrier(as_signed(ids))
+    )
 
 
 # -- updates ---------------------------------------------------------------------------------------
@@ -570,7 +606,9 @@ def updated(layer: TableLayer, lookups: Sequence[Any]) -> TableState:
     state = dataclasses.replace(layer.state, counters={**counters, "bad_ids": zeros})
     new, before = engine.update(state, *given), counters["bad_ids"]
     bad_ids = new.counters["bad_ids"].reshape(-1, before.size).sum(0, dtype=jnp.int32)
-    return dataclasses.replace(new, counters={**new.counters, "bad_ids": before + bad_ids})
+    return dataclasses.replace(
+        new, counters={**new.counters, "bad_ids": before + bad_ids}
+    )
 
 
 _not_differentiable = refuse_derivatives(
@@ -583,7 +621,9 @@ _not_differentiable = refuse_derivatives(
 
 # -- engines of the same tables with other features ------------------------------------------------
 
-_engines: weakref.WeakKeyDictionary[EmbeddingEngine, tuple[Any, dict[Any, EmbeddingEngine]]]
+_engines: weakref.WeakKeyDictionary[
+    EmbeddingEngine, tuple[Any, dict[Any, EmbeddingEngine]]
+]
 _engines = weakref.WeakKeyDictionary()
 """By the engine of a layer: its optimizer, and engines with other features, by a key of these."""
 
@@ -604,7 +644,9 @@ def _engine_of(own: EmbeddingEngine, key: Any, features: Any) -> EmbeddingEngine
     return made[key]
 
 
-def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> EmbeddingEngine:
+def engine_of_inputs(
+    own: EmbeddingEngine, inputs: Mapping[str, Any]
+) -> EmbeddingEngine:
     """Return the engine for inputs by name of a layer that has one feature.
 
     Args:
@@ -618,16 +660,24 @@ def engine_of_inputs(own: EmbeddingEngine, inputs: Mapping[str, Any]) -> Embeddi
     if not inputs or not all(isinstance(name, str) for name in inputs):
         refuse("ids", expected="ids by name, a string", got=f"{list(inputs)}")
     config = own.layout.features[0].config
-    single = dataclasses.replace(config, jagged=False, max_sequence_length=0, keep="first")
+    single = dataclasses.replace(
+        config, jagged=False, max_sequence_length=0, keep="first"
+    )
     given = {name: read_ids(f"ids {name!r}", inputs[name]) for name in sorted(inputs)}
-    kinds = tuple((k, isinstance(x, np.ndarray) and x.ndim == 1) for k, x in given.items())
-    return _engine_of(own, kinds, {name: single if one else config for name, one in kinds})
+    kinds = tuple(
+        (k, isinstance(x, np.ndarray) and x.ndim == 1) for k, x in given.items()
+    )
+    return _engine_of(
+        own, kinds, {name: single if one else config for name, one in kinds}
+    )
 
 
 def engine_of_batch(own: EmbeddingEngine, batch: Batch) -> EmbeddingEngine:
     """Return the engine that placed a batch: a layer's own, or one for inputs by name."""
     for one in (own, *_engines[own][1].values()):
-        if batch.placed_for in (one.layout.placed_for(updates=u) for u in (False, True)):
+        if batch.placed_for in (
+            one.layout.placed_for(updates=u) for u in (False, True)
+        ):
             return one
     return own  # which refuses it
 
@@ -647,7 +697,10 @@ def warn_once(engine: EmbeddingEngine, what: str) -> None:
     """
     if engine not in _warned:
         _warned.add(engine)
-        sizes = (f"{n!r} [{t.vocabulary_size}, {t.dim}]" for n, t in engine.table_configs.items())
+        sizes = (
+            f"{n!r} [{t.vocabulary_size}, {t.dim}]"
+            for n, t in engine.table_configs.items()
+        )
         warn_user(f"table {', '.join(sizes)} of a layer {what}")
 
 

@@ -96,7 +96,12 @@ def checked_learning_rate(what: str, learning_rate: Any) -> LearningRate:
     except TypeError:
         remedy = "define __hash__ beside __eq__, or wrap it in a function"
         raise ValueError(
-            message(what, expected="a hashable callable", got=repr(learning_rate), remedy=remedy)
+            message(
+                what,
+                expected="a hashable callable",
+                got=repr(learning_rate),
+                remedy=remedy,
+            )
         ) from None
     return learning_rate
 
@@ -228,7 +233,9 @@ class TableOptimizer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+    def compiled_rule(
+        self, step: ArrayLike, learning_rate: Array
+    ) -> CompiledRule | None:
         """Return the update as data for the compiled kernels, or None if they do not implement it.
 
         Args:
@@ -237,7 +244,9 @@ class TableOptimizer(abc.ABC):
         """
 
     @final
-    def resolve_learning_rate(self, step: ArrayLike, operand: ArrayLike | None) -> ArrayLike:
+    def resolve_learning_rate(
+        self, step: ArrayLike, operand: ArrayLike | None
+    ) -> ArrayLike:
         """Return the learning rate of this step.
 
         Args:

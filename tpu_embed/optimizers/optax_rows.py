@@ -93,9 +93,13 @@ class OptaxOptimizer(TableOptimizer):
 
     def init_slots(self, rows: Array, keys: Array) -> Slots:
         leaves = self._init_leaves(rows)
-        return dict(zip(self.slot_shapes(rows.shape[-1], rows.dtype), leaves, strict=True))
+        return dict(
+            zip(self.slot_shapes(rows.shape[-1], rows.dtype), leaves, strict=True)
+        )
 
-    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+    def compiled_rule(
+        self, step: ArrayLike, learning_rate: Array
+    ) -> CompiledRule | None:
         return None
 
     def update_rows(
@@ -107,11 +111,16 @@ class OptaxOptimizer(TableOptimizer):
         learning_rate: ArrayLike,
     ) -> Updated:
         names = list(self.slot_shapes(rows.shape[-1], rows.dtype))
-        updates, leaves = self._update_leaves(rows, [slots[name] for name in names], gradients)
+        updates, leaves = self._update_leaves(
+            rows, [slots[name] for name in names], gradients
+        )
         return rows + updates, dict(zip(names, leaves, strict=True))
 
     def describe(self) -> dict[str, Any]:
-        return {"class": type(self).__name__, "transform": transform_name(self.transform)}
+        return {
+            "class": type(self).__name__,
+            "transform": transform_name(self.transform),
+        }
 
     def _layout(self, dim: int, dtype: Any) -> _Layout:
         # State of one row [D] of adam: count [], mu [D], nu [D]. The count is shared, the others
@@ -121,7 +130,10 @@ class OptaxOptimizer(TableOptimizer):
             jax.eval_shape(functools.partial(init_state, self.transform), row)
         )
         names = name_slots([path for path, _ in pairs])
-        shapes = [SlotShape(leaf.shape, leaf.dtype, per_row=leaf.shape != ()) for _, leaf in pairs]
+        shapes = [
+            SlotShape(leaf.shape, leaf.dtype, per_row=leaf.shape != ())
+            for _, leaf in pairs
+        ]
         return _Layout(treedef, dict(zip(names, shapes, strict=True)))
 
     def _init_leaves(self, rows: Array) -> list[Array]:
@@ -131,7 +143,9 @@ class OptaxOptimizer(TableOptimizer):
 
         def init(row):
             leaves = jax.tree.leaves(init_state(self.transform, row))
-            return [_as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
+            return [
+                _as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)
+            ]
 
         return jax.vmap(init, out_axes=layout.axes)(rows)
 
@@ -142,11 +156,15 @@ class OptaxOptimizer(TableOptimizer):
         layout = self._layout(rows.shape[-1], rows.dtype)
 
         def update_row(row, state, g):
-            u, new_state = apply_transform(self.transform, g, layout.treedef.unflatten(state), row)
+            u, new_state = apply_transform(
+                self.transform, g, layout.treedef.unflatten(state), row
+            )
             new = _same_leaves(new_state, layout)
             return _as(u, row.dtype), new
 
-        mapped = jax.vmap(update_row, in_axes=(0, layout.axes, 0), out_axes=(0, layout.axes))
+        mapped = jax.vmap(
+            update_row, in_axes=(0, layout.axes, 0), out_axes=(0, layout.axes)
+        )
         return mapped(rows, leaves, gradients)
 
 
@@ -160,7 +178,9 @@ def _same_leaves(state: Any, layout: _Layout) -> list[Array]:
     shapes = [jnp.shape(leaf) for leaf in leaves]
     expected = [slot.shape for slot in layout.slots.values()]
     if treedef != layout.treedef or shapes != expected:
-        refuse("state after an update", expected=f"as before: {expected}", got=str(shapes))
+        refuse(
+            "state after an update", expected=f"as before: {expected}", got=str(shapes)
+        )
     dtypes = [slot.dtype for slot in layout.slots.values()]
     return [_as(leaf, dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)]
 
@@ -168,7 +188,11 @@ def _same_leaves(state: Any, layout: _Layout) -> list[Array]:
 def _as(leaf: Any, dtype: Any) -> Array:
     """Return a leaf as an array of exactly this dtype (a key array stays as it is)."""
     array = jnp.asarray(leaf)
-    return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else array.astype(dtype)
+    return (
+        array
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        else array.astype(dtype)
+    )
 
 
 def as_table_optimizer(optimizer: Any) -> TableOptimizer | None:
@@ -202,7 +226,9 @@ def as_table_optimizer(optimizer: Any) -> TableOptimizer | None:
         "optimizer",
         expected="one of tpu_embed.optimizers, an optax transform or None",
         got=repr(optimizer),
-        remedy=f"make one: {optimizer.__name__}(...)" if isinstance(optimizer, type) else "",
+        remedy=f"make one: {optimizer.__name__}(...)"
+        if isinstance(optimizer, type)
+        else "",
     )
 
 
@@ -213,7 +239,10 @@ def init_state(transform: optax.GradientTransformation, params: PyTree) -> PyTre
 
 
 def apply_transform(
-    transform: optax.GradientTransformation, gradients: PyTree, state: PyTree, params: PyTree
+    transform: optax.GradientTransformation,
+    gradients: PyTree,
+    state: PyTree,
+    params: PyTree,
 ) -> tuple[Any, PyTree]:
     """Return the transform's updates and next state."""
     update = optax.with_extra_args_support(transform).update
@@ -255,7 +284,10 @@ def name_slots(paths: Sequence[KeyPath]) -> list[str]:
     for deeper in (1, 2):
         names = [options[i] for options, i in zip(candidates, level, strict=True)]
         uses = collections.Counter(names)
-        level = [deeper if uses[name] > 1 else i for name, i in zip(names, level, strict=True)]
+        level = [
+            deeper if uses[name] > 1 else i
+            for name, i in zip(names, level, strict=True)
+        ]
     return [options[i] for options, i in zip(candidates, level, strict=True)]
 
 
@@ -263,9 +295,15 @@ def _candidates(path: KeyPath) -> tuple[str, str, str]:
     """Return three names: the field, the field after its chain positions, and the whole path."""
     # A key is the name of a field, a dictionary's key, or a position.
     keys = [(keystr((key,), simple=True), isinstance(key, SequenceKey)) for key in path]
-    field = next((word for word, is_position in reversed(keys) if not is_position), "state")
+    field = next(
+        (word for word, is_position in reversed(keys) if not is_position), "state"
+    )
     positions = [word for word, is_position in keys if is_position]
-    return field, "_".join([*positions, field]), "_".join([word for word, _ in keys] or [field])
+    return (
+        field,
+        "_".join([*positions, field]),
+        "_".join([word for word, _ in keys] or [field]),
+    )
 
 
 _STEPS = 2
@@ -303,7 +341,9 @@ def _check_row_separable(optimizer: OptaxOptimizer) -> None:
 
     def probe(rows, gradients):
         by_row = optimizer._init_leaves, optimizer._update_leaves
-        return tuple(_two_updates(*one, rows, gradients) for one in (by_row, (init, update)))
+        return tuple(
+            _two_updates(*one, rows, gradients) for one in (by_row, (init, update))
+        )
 
     # The optimizer may be constructed inside a user's jit: compute here and now nevertheless.
     try:
@@ -367,14 +407,19 @@ def _samples() -> tuple[np.ndarray, np.ndarray]:
     # cos plus 1.5 times its sign: numbers with absolute values in [1.5, 2.5] and mixed signs.
     n = len(_SCALES)
     grid = np.arange(1, (1 + _STEPS) * n * _DIM + 1, dtype=np.float64)
-    values = (np.cos(7.0 * grid) + 1.5 * np.sign(np.cos(7.0 * grid))).reshape(-1, n, _DIM)
+    values = (np.cos(7.0 * grid) + 1.5 * np.sign(np.cos(7.0 * grid))).reshape(
+        -1, n, _DIM
+    )
     gradients = np.abs(values[1:]) * np.sign(values[1]) * np.asarray(_SCALES)[:, None]
     gradients[1::2, ::2] *= -1.0
     return values[0].astype(np.float32), gradients.astype(np.float32)
 
 
 def _two_updates(
-    init: Callable[[Array], Any], update: Callable[..., Any], rows: Array, gradients: Array
+    init: Callable[[Array], Any],
+    update: Callable[..., Any],
+    rows: Array,
+    gradients: Array,
 ) -> tuple[list[Array], list[Array]]:
     """Return the updates of each step and the leaves of the last state."""
     state, updates = init(rows), []
@@ -404,7 +449,9 @@ def _agree(one_by_one: np.ndarray, together: np.ndarray) -> bool:
     if one_by_one.shape != together.shape:
         return False
     n = one_by_one.shape[0] if one_by_one.ndim else 1
-    a, b = (np.asarray(x).astype(np.float64).reshape(n, -1) for x in (one_by_one, together))
+    a, b = (
+        np.asarray(x).astype(np.float64).reshape(n, -1) for x in (one_by_one, together)
+    )
     largest = np.max(np.abs(a), axis=-1, keepdims=True, initial=0.0)
     # Equal infinities differ by NaN, so equality and NaN in both are tested by themselves.
     close = np.abs(a - b) <= _TOLERANCE * largest

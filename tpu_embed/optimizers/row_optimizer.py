@@ -242,7 +242,11 @@ def clip_bounds(what: str, value: Any) -> Bounds | None:
     elif isinstance(value, (tuple, list)) and len(value) == 2:
         bounds = (optional_number(what, value[0]), optional_number(what, value[1]))
     else:
-        refuse(what, expected="None, a number c for (-c, c), or a pair (min, max)", got=repr(value))
+        refuse(
+            what,
+            expected="None, a number c for (-c, c), or a pair (min, max)",
+            got=repr(value),
+        )
     check_order(what, bounds)
     return None if bounds == (None, None) else bounds
 
@@ -268,7 +272,10 @@ def slot_values(what: str, values: Any) -> tuple[tuple[str, Any], ...]:
                 got=repr(value),
             )
     # {"m": 1, "a": np.float32(2)} -> (("a", 2.0), ("m", 1.0)): hashable, in one order.
-    plain = {slot: float(value) if is_number(value) else value for slot, value in pairs.items()}
+    plain = {
+        slot: float(value) if is_number(value) else value
+        for slot, value in pairs.items()
+    }
     return tuple((slot, plain[slot]) for slot in sorted(plain))
 
 
@@ -277,7 +284,9 @@ _OPTIONAL = {"convert": optional_number}
 _CLIPVALUE = {
     "convert": clip_bounds,
     "expected": "None with use_gradient_accumulation=False (clip before the update, or accumulate)",
-    "allowed": lambda value, optimizer: value is None or optimizer.use_gradient_accumulation,
+    "allowed": lambda value, optimizer: (
+        value is None or optimizer.use_gradient_accumulation
+    ),
 }
 
 
@@ -334,11 +343,17 @@ class RowOptimizer(TableOptimizer):
             value = getattr(self, option.name)
             convert = option.metadata.get("convert", _CONVERT.get(type(option.default)))
             if convert is not None:
-                object.__setattr__(self, option.name, convert(f"{name}.{option.name}", value))
+                object.__setattr__(
+                    self, option.name, convert(f"{name}.{option.name}", value)
+                )
         for option in fields:
             value, metadata = getattr(self, option.name), option.metadata
             if "allowed" in metadata and not metadata["allowed"](value, self):
-                refuse(f"{name}.{option.name}", expected=metadata["expected"], got=repr(value))
+                refuse(
+                    f"{name}.{option.name}",
+                    expected=metadata["expected"],
+                    got=repr(value),
+                )
         check_order(f"{name}.clip_weight", (self.clip_weight_min, self.clip_weight_max))
         known = [slot.name for slot in self.declared_slots()]
         for slot, _ in self.slot_initializers:
@@ -354,7 +369,9 @@ class RowOptimizer(TableOptimizer):
         """Return the rule's slots, with the initial values that its own options give."""
 
     @abc.abstractmethod
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         """Return rows and slots after the rule alone, without the options around it.
 
         A rule may reduce over the last axis only: rows must not depend on each other.
@@ -376,14 +393,17 @@ class RowOptimizer(TableOptimizer):
     def slot_shapes(self, dim: int, dtype: Any) -> dict[str, SlotShape]:
         declared = self.declared_slots()
         return {
-            s.name: SlotShape(() if s.one_number else (dim,), jnp.dtype(dtype)) for s in declared
+            s.name: SlotShape(() if s.one_number else (dim,), jnp.dtype(dtype))
+            for s in declared
         }
 
     @final
     def init_slots(self, rows: Array, keys: Array) -> Slots:
         given = dict(self.slot_initializers)
         return {
-            slot.name: _initial_slot(slot, given.get(slot.name, slot.initial), rows, keys)
+            slot.name: _initial_slot(
+                slot, given.get(slot.name, slot.initial), rows, keys
+            )
             for slot in self.declared_slots()
         }
 
@@ -409,7 +429,9 @@ class RowOptimizer(TableOptimizer):
         return rows, new_slots
 
     @final
-    def compiled_rule(self, step: ArrayLike, learning_rate: Array) -> CompiledRule | None:
+    def compiled_rule(
+        self, step: ArrayLike, learning_rate: Array
+    ) -> CompiledRule | None:
         rule = self.compiled and self.compiled(t=jnp.asarray(step), lr=learning_rate)
         if rule is None:
             return None
@@ -431,7 +453,9 @@ class RowOptimizer(TableOptimizer):
         """Return this step's λ."""
         decay = self.weight_decay_factor or 0.0
         return (
-            decay * learning_rate if self.multiply_weight_decay_factor_by_learning_rate else decay
+            decay * learning_rate
+            if self.multiply_weight_decay_factor_by_learning_rate
+            else decay
         )
 
     @final
@@ -470,7 +494,9 @@ class RowOptimizer(TableOptimizer):
 
     @final
     def describe(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
         return {"class": type(self).__name__} | {
             name: _plain(value) for name, value in fields.items()
         }
@@ -510,8 +536,14 @@ def _plain(value: Any) -> Any:
     """Return an option as an object that JSON can hold; a callable becomes its name."""
     # (("m", 1.0),) -> {"m": 1.0}; (-1.0, None) -> [-1.0, None].
     if isinstance(value, tuple):
-        pairs = value and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value)
-        return {name: _plain(v) for name, v in value} if pairs else [_plain(v) for v in value]
+        pairs = value and all(
+            isinstance(pair, tuple) and len(pair) == 2 for pair in value
+        )
+        return (
+            {name: _plain(v) for name, v in value}
+            if pairs
+            else [_plain(v) for v in value]
+        )
     if callable(value):
         return getattr(value, "__qualname__", type(value).__qualname__)
     return value
@@ -541,9 +573,14 @@ def dense_transform(
     def init(params):
         leaves, treedef = jax.tree.flatten(params)
         # One dictionary of slots per leaf, [{m, v}, {m, v}], becomes one tree per slot.
-        made = [_init_leaf(optimizer, as_array(leaf), seed, i) for i, leaf in enumerate(leaves)]
+        made = [
+            _init_leaf(optimizer, as_array(leaf), seed, i)
+            for i, leaf in enumerate(leaves)
+        ]
         names = optimizer.slot_shapes(1, jnp.float32)
-        slots = {name: treedef.unflatten([slots[name] for slots in made]) for name in names}
+        slots = {
+            name: treedef.unflatten([slots[name] for slots in made]) for name in names
+        }
         return RowRuleState(jnp.zeros((), jnp.int32), slots)
 
     def update(updates, state, params=None, **extra):
@@ -559,12 +596,23 @@ def dense_transform(
         rate = rate_of(optimizer, step, extra.get("learning_rate"), remedy=remedy)
         gradients, treedef = jax.tree.flatten(updates)
         leaves = treedef.flatten_up_to(params)
-        slots = {name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()}
+        slots = {
+            name: treedef.flatten_up_to(tree) for name, tree in state.slots.items()
+        }
         made = [
-            _update_leaf(optimizer, leaf, {n: s[i] for n, s in slots.items()}, gradient, step, rate)
+            _update_leaf(
+                optimizer,
+                leaf,
+                {n: s[i] for n, s in slots.items()},
+                gradient,
+                step,
+                rate,
+            )
             for i, (leaf, gradient) in enumerate(zip(leaves, gradients, strict=True))
         ]
-        new_slots = {name: treedef.unflatten([s[name] for _, s in made]) for name in slots}
+        new_slots = {
+            name: treedef.unflatten([s[name] for _, s in made]) for name in slots
+        }
         return treedef.unflatten([u for u, _ in made]), RowRuleState(step, new_slots)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -582,11 +630,15 @@ def working_dtype(array: ArrayLike) -> np.dtype:
     return np.dtype(np.float64 if jnp.result_type(array) == jnp.float64 else np.float32)
 
 
-def _init_leaf(optimizer: TableOptimizer, leaf: Array, seed: int, index: int) -> dict[str, Array]:
+def _init_leaf(
+    optimizer: TableOptimizer, leaf: Array, seed: int, index: int
+) -> dict[str, Array]:
     rows = _rows(leaf)
     # A key for each row of each leaf, which depends on the positions of both.
     key = jax.random.fold_in(jax.random.key(seed), index)
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows.shape[0], dtype=jnp.uint32))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(
+        key, jnp.arange(rows.shape[0], dtype=jnp.uint32)
+    )
     shapes = optimizer.slot_shapes(rows.shape[1], rows.dtype)
     slots = optimizer.init_slots(rows, keys)
     # A slot part (D,) has the leaf's shape [3, 5, D]; a part () has one number per row: [3, 5].
@@ -613,10 +665,14 @@ def _update_leaf(
     new_rows, new_slots = optimizer.update_rows(rows, as_rows, gradients, step, rate)
     # optax adds updates to parameters. The sum may differ from new_rows in the last bit.
     difference = (new_rows - rows).reshape(leaf.shape).astype(leaf.dtype)
-    return difference, {name: new_slots[name].reshape(slots[name].shape) for name in shapes}
+    return difference, {
+        name: new_slots[name].reshape(slots[name].shape) for name in shapes
+    }
 
 
-def rate_of(optimizer: TableOptimizer, step: ArrayLike, given: Any, *, remedy: str) -> ArrayLike:
+def rate_of(
+    optimizer: TableOptimizer, step: ArrayLike, given: Any, *, remedy: str
+) -> ArrayLike:
     """Return the given learning rate, or else that of the optimizer.
 
     Args:

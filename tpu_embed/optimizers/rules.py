@@ -71,7 +71,9 @@ class SGD(RowOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return ()
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         return w - round_now(lr * g, t), {}
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
@@ -112,7 +114,9 @@ class Momentum(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("momenta", 0.0),)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         m = round_now(self.momentum * slots["momenta"], t) + g
         direction = g + round_now(self.momentum * m, t) if self.use_nesterov else m
         return w - round_now(lr * direction, t), {"momenta": m}
@@ -160,10 +164,14 @@ class Adagrad(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("accumulators", self.initial_accumulator_value),)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         # Every intermediate that the compiled kernel rounds is rounded here too: equal bits.
         a = slots["accumulators"] + round_now(g**2, t)
-        return w - lr * g / round_now(jnp.sqrt(a) + self.epsilon, t), {"accumulators": a}
+        return w - lr * g / round_now(jnp.sqrt(a) + self.epsilon, t), {
+            "accumulators": a
+        }
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
         return CompiledRule("adagrad", ("accumulators",), (lr, self.epsilon))
@@ -206,7 +214,9 @@ class RowWiseAdagrad(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("accumulators", self.initial_accumulator_value, one_number=True),)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         mean = round_now(row_mean(round_now(g**2, t)), t)
         a = slots["accumulators"] + mean[:, 0]
         rate = lr / round_now(jnp.sqrt(a) + self.epsilon, t)
@@ -261,7 +271,9 @@ class AdagradMomentum(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("accumulators", 0.0), Slot("momenta", 0.0)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         old = slots["accumulators"]
         a = old + g**2 if self.beta2 == 1.0 else average(old, g**2, self.beta2, t=t)
         if self.exponent == 2.0:
@@ -313,7 +325,9 @@ class ProximalAdagrad(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("accumulators", self.initial_accumulator_value),)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         a = slots["accumulators"] + g**2
         eta = lr / jnp.sqrt(a)
         y = w - eta * g
@@ -372,9 +386,13 @@ class Adam(RatedOptimizer):
 
     def declared_slots(self) -> tuple[Slot, ...]:
         every = not self.lazy_adam
-        return Slot("momenta", 0.0, every_row=every), Slot("velocities", 0.0, every_row=every)
+        return Slot("momenta", 0.0, every_row=every), Slot(
+            "velocities", 0.0, every_row=every
+        )
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         m = average(slots["momenta"], g, self.beta_1, t=t)
         v = average(slots["velocities"], g**2, self.beta_2, t=t)
         alpha, epsilon = self._alpha(t, lr), self._epsilon(w.dtype)
@@ -385,11 +403,15 @@ class Adam(RatedOptimizer):
         numbers = (self._alpha(t, lr), self._epsilon(lr.dtype))
         rates = (self.beta_1, 1.0 - self.beta_1, self.beta_2, 1.0 - self.beta_2)
         slots = ("momenta", "velocities")
-        return CompiledRule("adam", slots, (*numbers, *rates), flag=self.sum_inside_sqrt)
+        return CompiledRule(
+            "adam", slots, (*numbers, *rates), flag=self.sum_inside_sqrt
+        )
 
     def _alpha(self, t: Array, lr: Array) -> Array:
         """Return the learning rate with its bias correction."""
-        return adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
+        return (
+            adam_rate(lr, self.beta_1, self.beta_2, t=t) if self.bias_correction else lr
+        )
 
     def _epsilon(self, dtype: Any) -> float:
         """Return what is added inside the root, or outside of it; never 0."""
@@ -440,7 +462,9 @@ class LAMB(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("momenta", 0.0), Slot("velocities", 0.0)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         m = average(slots["momenta"], g, self.beta_1, t=t)
         v = average(slots["velocities"], g**2, self.beta_2, t=t)
         m_hat = m / one_minus_power(self.beta_1, t, w.dtype)
@@ -492,11 +516,20 @@ class Yogi(RowOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("momenta", 0.0), Slot("velocities", 1e-6)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
-        m, v, g2 = average(slots["momenta"], g, self.beta_1, t=t), slots["velocities"], g**2
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
+        m, v, g2 = (
+            average(slots["momenta"], g, self.beta_1, t=t),
+            slots["velocities"],
+            g**2,
+        )
         v = v - (1.0 - self.beta_2) * jnp.sign(v - g2) * g2
         alpha = adam_rate(lr, self.beta_1, self.beta_2, t=t)
-        return w - alpha * m / (jnp.sqrt(v) + self.epsilon), {"momenta": m, "velocities": v}
+        return w - alpha * m / (jnp.sqrt(v) + self.epsilon), {
+            "momenta": m,
+            "velocities": v,
+        }
 
 
 @dataclass(frozen=True)
@@ -534,7 +567,9 @@ class Lion(RowOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return (Slot("momenta", 0.0),)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         m = slots["momenta"]
         direction = jnp.sign(average(m, g, self.beta_1, t=t))
         return w - lr * direction, {"momenta": average(m, g, self.beta_2, t=t)}
@@ -585,7 +620,9 @@ class FTRL(RatedOptimizer):
       McMahan et al., "Ad click prediction: a view from the trenches", 2013.
     """
 
-    learning_rate_power: float = accepts(-0.5, "a number <= 0", lambda value, _: value <= 0)
+    learning_rate_power: float = accepts(
+        -0.5, "a number <= 0", lambda value, _: value <= 0
+    )
     l1_regularization_strength: float = non_negative(0.0)
     l2_regularization_strength: float = non_negative(0.0)
     beta: float = non_negative(0.0)
@@ -598,9 +635,13 @@ class FTRL(RatedOptimizer):
     allow_zero_accumulator: bool = False
 
     def declared_slots(self) -> tuple[Slot, ...]:
-        return Slot("accumulators", self.initial_accumulator_value), Slot("linears", 0.0)
+        return Slot("accumulators", self.initial_accumulator_value), Slot(
+            "linears", 0.0
+        )
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         a, z = slots["accumulators"], slots["linears"]
         new_a = a + round_now(g**2, t)
         root = self._root(new_a)
@@ -615,7 +656,9 @@ class FTRL(RatedOptimizer):
         new_w = self._solve(new_z, quadratic, scale=jnp.ones_like(lr), t=t)
         new_slots = {"accumulators": new_a, "linears": new_z}
         # lr = 0: the numbers above were computed with 1 / lr = 1, and are dropped.
-        kept = {name: jnp.where(still, slots[name], new) for name, new in new_slots.items()}
+        kept = {
+            name: jnp.where(still, slots[name], new) for name, new in new_slots.items()
+        }
         return jnp.where(still, w, new_w), kept
 
     def compiled(self, *, t: Array, lr: Array) -> CompiledRule | None:
@@ -623,8 +666,13 @@ class FTRL(RatedOptimizer):
             return None
         multiplied = self.multiply_linear_by_learning_rate
         still, inverse = self._inverse(lr)
-        take, over, scale = (lr, 1.0, lr) if multiplied else (1.0, inverse, jnp.ones_like(lr))
-        strengths = (self.l1_regularization_strength, 2.0 * scale * self.l2_regularization_strength)
+        take, over, scale = (
+            (lr, 1.0, lr) if multiplied else (1.0, inverse, jnp.ones_like(lr))
+        )
+        strengths = (
+            self.l1_regularization_strength,
+            2.0 * scale * self.l2_regularization_strength,
+        )
         numbers = (take, over, scale * strengths[0], strengths[1], self.beta)
         rests = jnp.zeros_like(lr) if multiplied else still.astype(lr.dtype)
         return CompiledRule("ftrl", ("accumulators", "linears"), (*numbers, rests))
@@ -641,12 +689,18 @@ class FTRL(RatedOptimizer):
     def _root(self, a: Array) -> Array:
         """Return a^(-p)."""
         # A square root is correctly rounded, a power need not be.
-        return jnp.sqrt(a) if self.learning_rate_power == -0.5 else a**-self.learning_rate_power
+        return (
+            jnp.sqrt(a)
+            if self.learning_rate_power == -0.5
+            else a**-self.learning_rate_power
+        )
 
     def _solve(self, z: Array, quadratic: Array, *, scale: Array, t: Array) -> Array:
         """Return the row that minimises z w + quadratic w² / 2 + scale (l1 |w| + l2 w²)."""
         l1 = scale * self.l1_regularization_strength
-        denominator = quadratic + round_now(2.0 * scale * self.l2_regularization_strength, t)
+        denominator = quadratic + round_now(
+            2.0 * scale * self.l2_regularization_strength, t
+        )
         w = (round_now(l1 * jnp.sign(z), t) - z) / denominator
         return jnp.where(jnp.abs(z) <= l1, jnp.zeros_like(z), w)
 
@@ -688,7 +742,9 @@ class RMSProp(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("ms", 1.0), Slot("momenta", 0.0)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         s = average(slots["ms"], g**2, self.rho, t=t)
         b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(s + self.epsilon)
         return w - b, {"ms": s, "momenta": b}
@@ -733,12 +789,16 @@ class CenteredRMSProp(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("ms", 1.0), Slot("momenta", 0.0), Slot("mg", 0.0)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         s = average(slots["ms"], g**2, self.rho, t=t)
         c = average(slots["mg"], g, self.rho, t=t)
         # Rounding may make s smaller than c².
         variance = jnp.maximum(s - c**2, 0.0)
-        b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(variance + self.epsilon)
+        b = self.momentum * slots["momenta"] + lr * g / jnp.sqrt(
+            variance + self.epsilon
+        )
         return w - b, {"ms": s, "momenta": b, "mg": c}
 
 
@@ -777,14 +837,21 @@ class Adadelta(RatedOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return Slot("accumulators", 0.0), Slot("accum_updates", 0.0)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         u = slots["accum_updates"]
         a = average(slots["accumulators"], g**2, self.rho, t=t)
         d = g * jnp.sqrt(u + self.epsilon) / jnp.sqrt(a + self.epsilon)
-        return w - lr * d, {"accumulators": a, "accum_updates": average(u, d**2, self.rho, t=t)}
+        return w - lr * d, {
+            "accumulators": a,
+            "accum_updates": average(u, d**2, self.rho, t=t),
+        }
 
 
-Rule = Callable[[Array, Array, dict[str, Array], Array, Array], tuple[Array, Mapping[str, Array]]]
+Rule = Callable[
+    [Array, Array, dict[str, Array], Array, Array], tuple[Array, Mapping[str, Array]]
+]
 
 
 def _checked_rule(what: str, rule: Any) -> Any:
@@ -843,11 +910,15 @@ class CustomOptimizer(RowOptimizer):
     def declared_slots(self) -> tuple[Slot, ...]:
         return tuple(Slot(name, initial) for name, initial in self.slots)
 
-    def apply_rule(self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array) -> Updated:
+    def apply_rule(
+        self, w: Array, slots: Slots, g: Array, *, t: Array, lr: Array
+    ) -> Updated:
         def update_row(g, w, slots):
             returned = self.rule(g, w, slots, lr, t)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                refuse("rule", expected="a pair (row, slots)", got=type(returned).__name__)
+                refuse(
+                    "rule", expected="a pair (row, slots)", got=type(returned).__name__
+                )
             new_w, new_slots = returned
             return _as_before("row", new_w, w), _same_slots(new_slots, slots)
 
@@ -862,7 +933,10 @@ def _same_slots(new: Mapping[str, Any], old: Slots) -> Slots:
             expected=f"{sorted(old)}",
             got=sorted(new) if isinstance(new, Mapping) else repr(new),
         )
-    return {name: _as_before(f"slot {name!r} of the rule", new[name], old[name]) for name in old}
+    return {
+        name: _as_before(f"slot {name!r} of the rule", new[name], old[name])
+        for name in old
+    }
 
 
 def _as_before(what: str, new: Any, old: Array) -> Array:

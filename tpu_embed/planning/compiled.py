@@ -216,10 +216,14 @@ def compile_for(
         exchange_dtype=exchange_dtype,
     )
     resolved = resolve(feature_config, optimizer, mesh=mesh)
-    engine = EmbeddingEngine(resolved, optimizer, mesh=mesh, exchange_dtype=exchange_dtype)
+    engine = EmbeddingEngine(
+        resolved, optimizer, mesh=mesh, exchange_dtype=exchange_dtype
+    )
     if placed:
         # The plan's mesh has no processes; the devices of the topology belong to several.
-        batch = abstract_batch(engine, spec_of(structure.flatten(resolved), engine.layout, batch))
+        batch = abstract_batch(
+            engine, spec_of(structure.flatten(resolved), engine.layout, batch)
+        )
     else:
         axes = engine.layout.axes
         batch = _sharded(batch, axes.sharding(axes.batch_axes))
@@ -286,19 +290,31 @@ def _lowered_admit(
     sharding = engine.layout.axes.sharding(stack.shard_axes)
 
     def array(*shape, dtype: Any = np.uint32) -> Any:
-        return jax.ShapeDtypeStruct((stack.num_shards, *shape), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            (stack.num_shards, *shape), dtype, sharding=sharding
+        )
 
     def room(rows):
         """Return the rows that a device's parcel has room for, if rows are even over the shards."""
-        counts = {one.name: min(rows[one.name], one.vocabulary_size) for one in stack.tables}
-        return Parcels(stack, {name: np.arange(count) for name, count in counts.items()}).size
+        counts = {
+            one.name: min(rows[one.name], one.vocabulary_size) for one in stack.tables
+        }
+        return Parcels(
+            stack, {name: np.arange(count) for name, count in counts.items()}
+        ).size
 
     every = {name: one.batch_rows for name, one in plans.items()}
     first = room(every)
     parcel = array(5, first)
-    yield "write", first, NewRowWriter(engine.layout).lower(stack, held, state.vocabulary, parcel)
+    yield (
+        "write",
+        first,
+        NewRowWriter(engine.layout).lower(stack, held, state.vocabulary, parcel),
+    )
     # A row leaves for each that comes, from home or drawn.
-    known = {name: one.rows_out for name, one in plans.items() if one.rows_out is not None}
+    known = {
+        name: one.rows_out for name, one in plans.items() if one.rows_out is not None
+    }
     count = room(every | known)
     fields = row_fields(stack).items()
     values = {name: array(count, *one.shape, dtype=one.dtype) for name, one in fields}
@@ -327,9 +343,13 @@ def describe_topology(topology: Topology) -> list[Any]:
             remedy='pip install "tpu-embed[tpu]"',
             error=RuntimeError,
         )
-    missing = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    missing = {
+        name: value for name, value in _ENVIRONMENT.items() if name not in os.environ
+    }
     os.environ.update(missing)
-    options = {"chip_config_name": "megacore"} if topology.name.startswith("v4:") else {}
+    options = (
+        {"chip_config_name": "megacore"} if topology.name.startswith("v4:") else {}
+    )
     try:
         described = topologies.get_topology_desc(
             platform="tpu", topology_name=topology.name, **options
@@ -362,7 +382,9 @@ def abstract_state(engine: EmbeddingEngine) -> TableState:
     """
     shapes = jax.eval_shape(engine.init, jax.random.key(0))
     axes, whole = engine.layout.axes, PartitionSpec()
-    tables, slots = split_shards({s.name: stack_specs(s, axes) for s in engine.layout.stacks})
+    tables, slots = split_shards(
+        {s.name: stack_specs(s, axes) for s in engine.layout.stacks}
+    )
     vocabulary: Any = shapes.vocabulary and whole
     specs: Any = tables, slots, whole, whole, vocabulary
     return jax.tree.map(
@@ -435,7 +457,10 @@ class Estimate:
 
     def figures(self) -> dict[str, Any]:
         """Return the attributes, the bounds and the estimate, for JSON."""
-        return dataclasses.asdict(self) | {"bounds": self.bounds, "seconds": self.seconds}
+        return dataclasses.asdict(self) | {
+            "bounds": self.bounds,
+            "seconds": self.seconds,
+        }
 
     def explain(self) -> str:
         """Return the bounds as text to print."""

@@ -83,13 +83,18 @@ def array_bytes(row_format: RowFormat, rows: int, size: Size) -> int:
 
 def stack_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     """Return the bytes of `rows` rows of a stack, and of their slots."""
-    table, *slots = (array_bytes(one, rows, size) for one in row_formats(stack).values())
+    table, *slots = (
+        array_bytes(one, rows, size) for one in row_formats(stack).values()
+    )
     return table, sum(slots)
 
 
 def wasted_bytes(stack: Stack, rows: int, size: Size) -> tuple[int, int]:
     """Return how many bytes of `rows` rows of a stack, and of their slots, are padding."""
-    used = [rows * untiled_bytes(one.shape, one.dtype) for one in row_formats(stack).values()]
+    used = [
+        rows * untiled_bytes(one.shape, one.dtype)
+        for one in row_formats(stack).values()
+    ]
     table, slots = stack_bytes(stack, rows, size)
     return table - used[0], slots - sum(used[1:])
 
@@ -101,7 +106,9 @@ def passing(layout: Layout, spec: BatchSpec, size: Size) -> dict[str, int]:
     largest stack.
     """
     views = view_stacks(spec, layout)
-    activations = (_row_bytes(one.stack, bags, size) for one in views for bags in one.counts)
+    activations = (
+        _row_bytes(one.stack, bags, size) for one in views for bags in one.counts
+    )
     return {
         "ids": size((line_length(line_of(spec, layout)),), np.dtype(np.int32)),
         "activations": 2 * sum(activations),
@@ -128,7 +135,11 @@ def _fullest_stage(view: StackView, size: Size) -> int:
     # then those received and their merged sums.
     rows = functools.partial(_row_bytes, stack, size=size)
     held = sum(rows(touched) for one in row_formats(stack).values() if one.shape)
-    repacked = 0 if stack.row_format.words % LINE == 0 else sum(stack_bytes(stack, touched, size))
+    repacked = (
+        0
+        if stack.row_format.words % LINE == 0
+        else sum(stack_bytes(stack, touched, size))
+    )
     fetching = 2 * array_bytes(stack.row_format, asked, size)
     sending = max(rows(partials) + rows(received), rows(received) + rows(touched))
     if stack.packing == "words":
@@ -163,7 +174,10 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
         others, index = stack.num_shards - 1, stack.index_dtype.itemsize
         width = stack.dim * stack.compute_dtype.itemsize
         # The exact bytes per row, also where several rows share a line: those of many, divided.
-        row = array_bytes(stack.sent_rows_format, PACKED_ROWS, untiled_bytes) // PACKED_ROWS
+        row = (
+            array_bytes(stack.sent_rows_format, PACKED_ROWS, untiled_bytes)
+            // PACKED_ROWS
+        )
         sums = array_bytes(stack.sent_sums_format, PACKED_ROWS, untiled_bytes)
         one_sum = sums // PACKED_ROWS + index
         copies = layout.axes.size(layout.axes.other_batch_axes(stack.shard_axes)) - 1
@@ -175,14 +189,18 @@ def sent(layout: Layout, spec: BatchSpec) -> dict[str, int]:
             continue
         total["gradients"] += others * capacity.partials * one_sum
         if others:
-            total["gradients"] += copies * stack.num_shards * capacity.partials * one_sum
+            total["gradients"] += (
+                copies * stack.num_shards * capacity.partials * one_sum
+            )
         # A replicated table: a psum of the block sums of all rows, or partial sums sent to all
         # replicas, whichever is smaller. Rounded sums are always sent.
         if not others and replicas > 1:
             blocks = max(layout.sum_blocks, replicas)
             partials = replicas * capacity.partials
             whole = min(blocks * stack.num_rows, partials) * width
-            total["gradients"] += whole if stack.exchange_dtype is None else partials * one_sum
+            total["gradients"] += (
+                whole if stack.exchange_dtype is None else partials * one_sum
+            )
     return total
 
 

@@ -26,8 +26,12 @@ def explained(plan: Any) -> str:
     """
     out = io.StringIO()
     # Plain text, also in a notebook, that takes no name for markup.
-    plain: Any = dict.fromkeys(("highlight", "markup", "emoji", "force_terminal"), False)
-    console = Console(file=out, width=_WIDTH, color_system=None, force_jupyter=False, **plain)
+    plain: Any = dict.fromkeys(
+        ("highlight", "markup", "emoji", "force_terminal"), False
+    )
+    console = Console(
+        file=out, width=_WIDTH, color_system=None, force_jupyter=False, **plain
+    )
     for part in (*_summary(plan), _parts(plan), _tables(plan)):
         console.print(part)
     if any(one.host for one in plan.tables):
@@ -57,15 +61,21 @@ def _summary(plan: Any) -> Iterator[str]:
     many = f"{plan.devices:,} devices, each" if plan.devices > 1 else "1 device"
     yield f"{many} {bar} {needed}"
     if plan.host_bytes:
-        parts = ", ".join(f"{readable(size)} {what}" for what, size in plan.on_host.items() if size)
-        what = "maps of dynamic vocabularies" if plan.on_host.keys() == {"maps"} else parts
+        parts = ", ".join(
+            f"{readable(size)} {what}" for what, size in plan.on_host.items() if size
+        )
+        what = (
+            "maps of dynamic vocabularies" if plan.on_host.keys() == {"maps"} else parts
+        )
         yield f"{readable(plan.host_bytes)} on each host: {what}"
     if plan.file_bytes:
         yield f"{readable(plan.file_bytes)} in files of each host: rows at home"
     if plan.missed is not None:
         came, left = readable(plan.missed["in"]), readable(plan.missed["out"])
         yield f"misses, each step and host: {came} to its devices, {left} home"
-    if unknown := [one.name for one in plan.tables if one.host and one.host.hit_rate is None]:
+    if unknown := [
+        one.name for one in plan.tables if one.host and one.host.hit_rate is None
+    ]:
         remedy = "give their hit_rates, or count_hits of a sample"
         yield f"misses of {', '.join(unknown)} are not counted: {remedy}"
     for one in plan.tables if plan.lookahead else ():
@@ -97,10 +107,16 @@ def _parts(plan: Any) -> Table:
     if not any(plan.wasted.values()):
         del costs["tile padding"]
     table, columns = _columns(["a device"], [*costs]), list(costs.values())
-    most = {name: max(column.get(name, 0) for column in columns) for c in columns for name in c}
+    most = {
+        name: max(column.get(name, 0) for column in columns)
+        for c in columns
+        for name in c
+    }
     table.add_row("all", *(readable(sum(column.values())) for column in columns))
     for name in sorted(most, key=lambda name: -most[name]):
-        figures = [readable(column[name]) if name in column else "" for column in columns]
+        figures = [
+            readable(column[name]) if name in column else "" for column in columns
+        ]
         table.add_row(name, *figures)
     return table
 
@@ -110,11 +126,18 @@ def _tables(plan: Any) -> Table:
     sizes = {"table": "table_bytes", "slots": "slot_bytes"}
     if any(plan.wasted.values()):
         sizes["tile padding"] = "wasted_bytes"
-    counts = {"rows": "vocabulary_size", "dim": "dim", "rows/device": "rows", "padding": "padding"}
+    counts = {
+        "rows": "vocabulary_size",
+        "dim": "dim",
+        "rows/device": "rows",
+        "padding": "padding",
+    }
     table = _columns(("table", "dtype", "placement", "why"), [*counts, *sizes])
 
     def figures(tables):
-        return [readable(sum(getattr(one, f) for one in tables)) for f in sizes.values()]
+        return [
+            readable(sum(getattr(one, f) for one in tables)) for f in sizes.values()
+        ]
 
     whole = {f: f"{sum(getattr(t, f) for t in plan.tables):,}" for f in counts.values()}
     whole["dim"] = ""
@@ -132,7 +155,16 @@ def _tables(plan: Any) -> Table:
 
 def _host_tables(plan: Any) -> Table:
     """Return what each table on the host has there, and what it moves in a step."""
-    heads = ("on devices", "touched", "a row", "at home", "a batch", "hits", "in", "out")
+    heads = (
+        "on devices",
+        "touched",
+        "a row",
+        "at home",
+        "a batch",
+        "hits",
+        "in",
+        "out",
+    )
     table = _columns(["on the host"], heads)
     for one in plan.tables:
         host = one.host
@@ -145,6 +177,9 @@ def _host_tables(plan: Any) -> Table:
                 readable(host.row_store_bytes + host.index_bytes),
                 f"{host.batch_rows:,}",
                 "?" if host.hit_rate is None else f"{host.hit_rate:.1%}",
-                *("?" if n is None else readable(n) for n in (host.bytes_in, host.bytes_out)),
+                *(
+                    "?" if n is None else readable(n)
+                    for n in (host.bytes_in, host.bytes_out)
+                ),
             )
     return table

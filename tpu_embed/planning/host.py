@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from tpu_embed._checks import check_int, check_integers, did_you_mean, is_number, local_path, refuse
+from tpu_embed._checks import (
+    check_int,
+    check_integers,
+    did_you_mean,
+    is_number,
+    local_path,
+    refuse,
+)
 from tpu_embed._types import PADDING_ID
 from tpu_embed.core.layout import Layout, Stack
 from tpu_embed.core.state import row_fields
@@ -129,7 +136,11 @@ def count_hits(
             counted = {"rows": distinct.size, "hits": known.size, "sent": left.size}
             counts.update(counted, brought=brought, drawn=drawn)
     if taken <= warm_up:
-        refuse("batches", expected=f"more than {warm_up} batches, those of warm_up", got=f"{taken}")
+        refuse(
+            "batches",
+            expected=f"more than {warm_up} batches, those of warm_up",
+            got=f"{taken}",
+        )
     return HitCount(batches=taken - warm_up, touched_rows=touched, **counts)
 
 
@@ -157,7 +168,11 @@ def _keys(ids: Any) -> np.ndarray:
         numbers = numbers[numbers != PADDING_ID]
     bad = numbers[(numbers < 0) | (numbers >= np.uint64(2**63))]
     if bad.size:
-        refuse("batches", expected="ids from 0 to 2**63 - 1, or -1 for padding", got=f"{bad[0]}")
+        refuse(
+            "batches",
+            expected="ids from 0 to 2**63 - 1, or -1 for padding",
+            got=f"{bad[0]}",
+        )
     return np.ascontiguousarray(numbers.astype(np.uint64))
 
 
@@ -241,13 +256,20 @@ def host_plans(
     for stack, table in layout.on_host:
         name, size = table.name, row_bytes(stack)
         storage: Any = table.storage
-        rows = check_int(f"touched_rows[{name!r}]", touched.get(name, sizes[name]), minimum=0)
-        rows, asked = min(sizes[name], rows), min(batch_rows[name], table.vocabulary_size)
+        rows = check_int(
+            f"touched_rows[{name!r}]", touched.get(name, sizes[name]), minimum=0
+        )
+        rows, asked = (
+            min(sizes[name], rows),
+            min(batch_rows[name], table.vocabulary_size),
+        )
         known, moved = hit_rates.get(name), {}
         if known is not None:
             if isinstance(known, HitCount):
                 counts = known.rows, known.brought, known.sent
-                asked, came, left = (math.ceil(count / known.batches) for count in counts)
+                asked, came, left = (
+                    math.ceil(count / known.batches) for count in counts
+                )
                 hit_rate = known.hit_rate
             else:
                 if not (is_number(known) and 0 <= known <= 1):

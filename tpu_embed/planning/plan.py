@@ -57,7 +57,13 @@ from tpu_embed.kernels.formats import packing_of
 from tpu_embed.optimizers import RowWiseAdagrad, TableOptimizer
 from tpu_embed.planning import costs
 from tpu_embed.planning.costs import Size, readable, tiled_bytes, untiled_bytes
-from tpu_embed.planning.host import HitRate, HostPlan, host_plans, moving_bytes, row_bytes
+from tpu_embed.planning.host import (
+    HitRate,
+    HostPlan,
+    host_plans,
+    moving_bytes,
+    row_bytes,
+)
 from tpu_embed.planning.targets import GivenTarget, Target, read_target
 from tpu_embed.storage import HostStorage
 from tpu_embed.vocabulary import check_lookahead
@@ -68,7 +74,9 @@ REPLICATED_BYTES = 2**16
 Its lookups need no exchange then, and its block sums are a psum of at most half a MiB."""
 
 
-def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None) -> PyTree:
+def resolve(
+    feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None = None
+) -> PyTree:
     """Return feature configs whose tables have no `placement="auto"`.
 
     A table of at most `REPLICATED_BYTES` becomes "replicated", any other "mod". A tiny table is
@@ -99,10 +107,14 @@ def resolve(feature_config: PyTree, optimizer: Any = None, *, mesh: Mesh | None 
     chosen = placements(declared, optimizer, devices=make_axes(mesh, None).mesh.size)
     if not chosen:
         return feature_config
-    return with_tables(declared, {name: {"placement": to} for name, (to, _) in chosen.items()})
+    return with_tables(
+        declared, {name: {"placement": to} for name, (to, _) in chosen.items()}
+    )
 
 
-def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str, tuple[str, str]]:
+def placements(
+    declared: Structure, optimizer: Any, *, devices: int
+) -> dict[str, tuple[str, str]]:
     """Return table -> (placement, reason) for the tables that are "auto".
 
     Args:
@@ -112,7 +124,9 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
     """
     chosen, left = {}, 1024 * REPLICATED_BYTES
     # The smallest tables first, until the bytes for replicated tables are used up.
-    for name, table in sorted(declared.configs.items(), key=lambda item: _bytes(item[1])):
+    for name, table in sorted(
+        declared.configs.items(), key=lambda item: _bytes(item[1])
+    ):
         if table.placement == "auto":
             against = _against_replication(table, optimizer, devices, left)
             if against:
@@ -123,7 +137,9 @@ def placements(declared: Structure, optimizer: Any, *, devices: int) -> dict[str
     return chosen
 
 
-def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -> PyTree:
+def with_tables(
+    declared: Structure, changes: Mapping[str, Mapping[str, Any]]
+) -> PyTree:
     """Return the feature configs with some tables changed.
 
     Args:
@@ -138,13 +154,17 @@ def with_tables(declared: Structure, changes: Mapping[str, Mapping[str, Any]]) -
     }
     return declared.unflatten(
         [
-            dataclasses.replace(feature, table=new.get(id(feature.table), feature.table))
+            dataclasses.replace(
+                feature, table=new.get(id(feature.table), feature.table)
+            )
             for feature in declared.features
         ]
     )
 
 
-def _against_replication(table: TableConfig, optimizer: Any, devices: int, left: int) -> str:
+def _against_replication(
+    table: TableConfig, optimizer: Any, devices: int, left: int
+) -> str:
     """Return the reason why a table must not be replicated, or "" if there is none."""
     if table.storage is not None:
         return "at home on the host"
@@ -196,7 +216,9 @@ class Request:
     @functools.cached_property
     def chosen(self) -> dict[str, tuple[str, str]]:
         """Table -> (placement, reason) for the tables that are "auto"."""
-        return placements(self.declared, self.optimizer, devices=self.target.axes.mesh.size)
+        return placements(
+            self.declared, self.optimizer, devices=self.target.axes.mesh.size
+        )
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -217,7 +239,11 @@ class Request:
     @property
     def size(self) -> Size:
         """The function that returns the bytes of an array on such a device."""
-        return untiled_bytes if packing_of(self.target.axes.device) == "none" else tiled_bytes
+        return (
+            untiled_bytes
+            if packing_of(self.target.axes.device) == "none"
+            else tiled_bytes
+        )
 
     @functools.cached_property
     def held(self) -> dict[str, int]:
@@ -229,9 +255,13 @@ class Request:
                     held["slots"] += self.size(slot.shape, slot.dtype)
         return held
 
-    def _of_stacks(self, bytes_of: Callable[[Stack, int, Size], tuple[int, int]]) -> dict[str, int]:
+    def _of_stacks(
+        self, bytes_of: Callable[[Stack, int, Size], tuple[int, int]]
+    ) -> dict[str, int]:
         pairs = [bytes_of(g, g.num_rows, self.size) for g in self.layout.stacks]
-        return dict(zip(("tables", "slots"), map(sum, zip(*pairs, strict=True)), strict=True))
+        return dict(
+            zip(("tables", "slots"), map(sum, zip(*pairs, strict=True)), strict=True)
+        )
 
     @functools.cached_property
     def spec(self) -> BatchSpec:
@@ -324,7 +354,9 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
     if not are_shapes:
         hosts, stored = _read_ids(layout, leaves)
         pairs = zip(layout.features, hosts, strict=True)
-        return exact_spec([_with_some_rows(*pair, stored) for pair in pairs], layout).bucketed()
+        return exact_spec(
+            [_with_some_rows(*pair, stored) for pair in pairs], layout
+        ).bucketed()
     shapes = []
     for feature, leaf in zip(layout.features, leaves, strict=True):
         path = f"feature {feature.path!r}"
@@ -333,11 +365,14 @@ def spec_of(declared: Structure, layout: Layout, batch: PyTree) -> BatchSpec:
         if shape.capacity is not None:
             # A placed batch has a place per id, here for rows that are all full.
             places = shape.batch * shape.bags // layout.axes.replicas
-            shape = dataclasses.replace(shape, inner=(), width=None, capacity=max(1, places))
+            shape = dataclasses.replace(
+                shape, inner=(), width=None, capacity=max(1, places)
+            )
         shapes.append(shape)
     spec = BatchSpec.bare(shapes, layout, layout.axes.replicas, "update")
     rooms = [
-        dataclasses.replace(view.room, **_capacities(view)) for view in view_stacks(spec, layout)
+        dataclasses.replace(view.room, **_capacities(view))
+        for view in view_stacks(spec, layout)
     ]
     return dataclasses.replace(spec, stacks=tuple(rooms))
 
@@ -356,7 +391,9 @@ def _leaves(declared: Structure, batch: PyTree) -> tuple[list[Any], bool]:
     return leaves, bool(shapes)
 
 
-def _read_ids(layout: Layout, leaves: list[Any]) -> tuple[list[HostIds], dict[str, np.ndarray]]:
+def _read_ids(
+    layout: Layout, leaves: list[Any]
+) -> tuple[list[HostIds], dict[str, np.ndarray]]:
     """Return the ids by feature, and the distinct ones of each table that has a map, ascending."""
     hosts, keys = [], collections.defaultdict(list)
     for feature, ids in zip(layout.features, leaves, strict=True):
@@ -389,11 +426,15 @@ def _with_some_rows(
                 remedy=f"give it HostStorage(device_rows={keys.size}) or more, or smaller batches",
             )
         # The same seed for all features of the table.
-        places = np.random.default_rng(0).choice(size, keys.size, replace=False, shuffle=False)
+        places = np.random.default_rng(0).choice(
+            size, keys.size, replace=False, shuffle=False
+        )
         rows = places[np.searchsorted(keys, host.keys)]
     else:
         # The low bits of mixed keys, so that all features of a table give a key the same row.
-        rows = ((host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) % np.uint64(size)
+        rows = (
+            (host.keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
+        ) % np.uint64(size)
     return give_rows_of(feature, host, rows.astype(np.int32))
 
 
@@ -423,11 +464,16 @@ def _capacities(view: StackView) -> dict[str, int]:
     # sum is of one row and one block, and an owner gets rows of its own from all replicas.
     room = {
         "row_capacity": (rows, min(n, stack.num_rows)),
-        "partials": (partials, min(n, stack.num_rows * blocks) if view.accumulates else 0),
+        "partials": (
+            partials,
+            min(n, stack.num_rows * blocks) if view.accumulates else 0,
+        ),
     }
     if view.is_merged:
         room["merged"] = (merged, min(n * replicas, stack.num_rows))
-    return {name: min(roomy(math.ceil(size)), most) for name, (size, most) in room.items()}
+    return {
+        name: min(roomy(math.ceil(size)), most) for name, (size, most) in room.items()
+    }
 
 
 def _distinct_in(table: TableSlice, ids: float) -> float:
@@ -437,7 +483,9 @@ def _distinct_in(table: TableSlice, ids: float) -> float:
 
 def _distinct(draws: float, size: int) -> float:
     """Return how many of n uniform draws from V values are distinct: V (1 - (1 - 1/V)ⁿ)."""
-    return -size * np.expm1(draws * np.log1p(-1 / size)) if size > 1 else min(1.0, draws)
+    return (
+        -size * np.expm1(draws * np.log1p(-1 / size)) if size > 1 else min(1.0, draws)
+    )
 
 
 ROW_BYTES, WAITING_BYTES = 52, 20
@@ -554,7 +602,9 @@ class Plan:
         """Return the plan as a JSON object, without `spec`."""
         fields = dataclasses.asdict(self)
         del fields["spec"]
-        return json.dumps(fields | {"bytes_per_device": self.bytes_per_device, "fits": self.fits})
+        return json.dumps(
+            fields | {"bytes_per_device": self.bytes_per_device, "fits": self.fits}
+        )
 
     def explain(self) -> str:
         """Return the plan as text to print, with tables and bars."""
@@ -628,7 +678,9 @@ def plan(
     """
     known = read_target(target)
     if memory is not None:
-        known = known._replace(memory=check_int("memory, bytes of a device", memory, minimum=1))
+        known = known._replace(
+            memory=check_int("memory, bytes of a device", memory, minimum=1)
+        )
     request = Request(
         known,
         structure.flatten(feature_config),
@@ -661,7 +713,9 @@ def _planned(request: Request) -> Plan:
                 dim=stack.dim,
                 dtype=stack.dtype,
                 placement=stack.placement,
-                why=request.chosen[name][1] if name in request.chosen else "as declared",
+                why=request.chosen[name][1]
+                if name in request.chosen
+                else "as declared",
                 rows=table.rows_per_shard,
                 padding=table.rows_per_shard * copies - table.vocabulary_size,
                 table_bytes=held[0],
@@ -678,7 +732,9 @@ def _planned(request: Request) -> Plan:
 
     on_host = {"maps": sum(_map_bytes(table) for _, table in layout.living)}
     if plans:
-        on_host["rows at home"] = shared("row_store_bytes", [one for one in plans if not one.path])
+        on_host["rows at home"] = shared(
+            "row_store_bytes", [one for one in plans if not one.path]
+        )
         on_host["index"] = shared("index_bytes", plans)
     known = [one for one in plans if one.hit_rate is not None]
     missed = {"in": shared("bytes_in", known), "out": shared("bytes_out", known)}
@@ -712,7 +768,9 @@ def _map_bytes(table: TableSlice) -> int:
         # No id of a table on the host waits: all rows of a batch find room, or it is refused.
         size, rules = table.key_table or (0, None)
         found += ROW_BYTES * size
-    return found + (WAITING_BYTES * rules.options(size, lookahead=0).waiting if rules else 0)
+    return found + (
+        WAITING_BYTES * rules.options(size, lookahead=0).waiting if rules else 0
+    )
 
 
 Changes = dict[str, dict[str, Any]]
@@ -734,7 +792,9 @@ def find_remedies(request: Request) -> tuple[str, ...]:
     changes = _changes_of_tables(request)
     if on_host := _moved_to_host(request):
         changes[_words(on_host)] = on_host
-    found = [_describe_change(what, request.changed(new))[0] for what, new in changes.items()]
+    found = [
+        _describe_change(what, request.changed(new))[0] for what, new in changes.items()
+    ]
     return tuple(text for text in (_more_devices(request), *found) if text)
 
 
@@ -750,12 +810,18 @@ def _changes_of_tables(request: Request) -> dict[str, Changes]:
     ]
     changes: dict[str, Changes] = {
         'no replicated tables (placement="mod")': {
-            name: {"placement": "mod"} for name, one in tables if one.placement == "replicated"
+            name: {"placement": "mod"}
+            for name, one in tables
+            if one.placement == "replicated"
         },
         "bfloat16 tables": {
-            name: {"dtype": "bfloat16"} for name, one in tables if one.dtype != "bfloat16"
+            name: {"dtype": "bfloat16"}
+            for name, one in tables
+            if one.dtype != "bfloat16"
         },
-        "row-wise slots (RowWiseAdagrad)": {n: {"optimizer": RowWiseAdagrad()} for n in slotted},
+        "row-wise slots (RowWiseAdagrad)": {
+            n: {"optimizer": RowWiseAdagrad()} for n in slotted
+        },
     }
     changes = {what: new for what, new in changes.items() if new}
     if len(changes) > 1:
@@ -785,12 +851,18 @@ def _describe_change(what: str, request: Request) -> tuple[str, bool]:
     try:
         held = sum(request.held.values())
         if held > request.memory:  # planning the batch takes longer, and is not needed
-            return f"{what}: {readable(held)} of tables and slots alone, still too much", False
+            return (
+                f"{what}: {readable(held)} of tables and slots alone, still too much",
+                False,
+            )
         needed = held + sum(request.passing.values())
     except ValueError:  # for example more padded rows than int32 can number
         return "", False
     fits = needed <= request.memory
-    return f"{what}: {readable(needed)}, {'would fit' if fits else 'still too much'}", fits
+    return (
+        f"{what}: {readable(needed)}, {'would fit' if fits else 'still too much'}",
+        fits,
+    )
 
 
 class _Candidate(NamedTuple):
@@ -813,7 +885,9 @@ def _moved_to_host(request: Request) -> Changes:
         return sum(request.changed(changes).held.values()) <= room
 
     # The fewest tables that fit with as few rows as may be, or all; then the most rows of these.
-    enough = bisect_left(range(1, len(some)), True, key=lambda n: fit(_changes(some[:n], 0)))
+    enough = bisect_left(
+        range(1, len(some)), True, key=lambda n: fit(_changes(some[:n], 0))
+    )
     chosen = some[: enough + 1]
     parts = range(1, _STEPS)
     most = bisect_left(parts, True, key=lambda n: not fit(_changes(chosen, n / _STEPS)))
@@ -837,14 +911,18 @@ def _candidates(request: Request) -> list[_Candidate]:
     # What a batch has is counted as if they were there with all of their rows.
     counted = request.changed(
         {
-            t.name: {"storage": HostStorage(device_rows=min(t.vocabulary_size, _MOST_ROWS))}
+            t.name: {
+                "storage": HostStorage(device_rows=min(t.vocabulary_size, _MOST_ROWS))
+            }
             for _, t in fit
             if not t.is_on_host
         }
     )
     batch_rows = counted.distinct_rows()
     found = []
-    for _, table in sorted(fit, key=lambda pair: -pair[1].vocabulary_size * row_bytes(pair[0])):
+    for _, table in sorted(
+        fit, key=lambda pair: -pair[1].vocabulary_size * row_bytes(pair[0])
+    ):
         rows = table.vocabulary_size
         least = max(1, (request.lookahead + 2) * batch_rows[table.name])
         if least < rows:

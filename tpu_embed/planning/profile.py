@@ -29,7 +29,13 @@ from typing import NamedTuple
 
 from tpu_embed._checks import refuse
 
-COLLECTIVES = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
+COLLECTIVES = (
+    "all-to-all",
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "collective-permute",
+)
 WRITING = ("scatter", "dynamic-update-slice")
 SLICING = ("slice", "dynamic-slice")
 FILLING = ("broadcast", "iota")
@@ -102,7 +108,9 @@ class Program:
 
     def __init__(self, text: str) -> None:
         self.instructions = {one.name: one for one in _read(text)}
-        self._callers = {one.fusion: one for one in self.instructions.values() if one.fusion}
+        self._callers = {
+            one.fusion: one for one in self.instructions.values() if one.fusion
+        }
         self._inside: dict[str, list[Instruction]] = collections.defaultdict(list)
         for one in self.instructions.values():
             self._inside[one.computation].append(one)
@@ -141,7 +149,9 @@ class Program:
         """Return the bytes that a fusion reads of one of its parameters, or of a view of it."""
         if value.opcode == "parameter" and not self.in_memory(value):
             return 0
-        users = [one for one in self._inside[value.computation] if value.name in one.operands]
+        users = [
+            one for one in self._inside[value.computation] if value.name in one.operands
+        ]
         # What is passed on to a view, or to a fusion inside this one, is read there.
         passed = [one for one in users if one.opcode in VIEWS]
         for user in users:
@@ -151,7 +161,8 @@ class Program:
         users = [one for one in users if one.opcode not in (*VIEWS, "fusion")]
         # Those that only touch rows which are counted where they are gathered or scattered.
         indexing = (
-            one.opcode in WRITING or (one.opcode == "gather" and one.operands[0] == value.name)
+            one.opcode in WRITING
+            or (one.opcode == "gather" and one.operands[0] == value.name)
             for one in users
         )
         if not passed and all(indexing):
@@ -199,7 +210,9 @@ def _read(text: str) -> Iterator[Instruction]:
             root=bool(match["root"]),
             fusion=calls[1] if calls else "",
             number=int(arguments) if match["opcode"] == "parameter" else -1,
-            stored=_bytes(one for one in shapes if not _ON_CHIP.search(one["layout"] or "")),
+            stored=_bytes(
+                one for one in shapes if not _ON_CHIP.search(one["layout"] or "")
+            ),
             is_kernel=kernel,
             accessed=int(accessed[1]) if accessed else None,
         )
@@ -254,12 +267,16 @@ def _bytes(shapes: Iterable[re.Match[str]]) -> int:
         # The digits of a dtype are its bits: f32, s8; f8e4m3 only up to the "e".
         digits = re.sub(r"\D", "", shape["dtype"].split("e")[0])
         bits = _BITS.get(shape["dtype"]) or int(digits or 0)
-        total += -(-math.prod(map(int, filter(None, shape["sizes"].split(",")))) * bits // 8)
+        total += -(
+            -math.prod(map(int, filter(None, shape["sizes"].split(",")))) * bits // 8
+        )
     return total
 
 
 _FLAG = "--xla_jf_dump_static_llo_profile_to"
-_ESTIMATE = re.compile(r"^hlo_op_estimate \{\n(?P<fields>.*?)^\}", re.DOTALL | re.MULTILINE)
+_ESTIMATE = re.compile(
+    r"^hlo_op_estimate \{\n(?P<fields>.*?)^\}", re.DOTALL | re.MULTILINE
+)
 _FIELD = re.compile(r'^  (?P<name>\w+): "?(?P<value>[^"\n]*)"?$', re.MULTILINE)
 _ON_SPARSE_CORE = re.compile(r'execution_thread="sparsecore", \w+=%?([\w.\-]+)')
 _COSTLY = ("fusion", "sort", "gather", "scatter")
@@ -318,21 +335,31 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAG}={folder}"
-        environment = os.environ | {
-            "LIBTPU_INIT_ARGS": flags.strip(),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_COMPILATION_CACHE": "false",  # a step from the cache is not compiled
-            "TPU_LOG_DIR": "disabled",  # when libtpu aborts, it logs the program, gigabytes of it
-        }
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        written = [path.read_text() for path in Path(folder).glob("*_static_llo_profile.textproto")]
+        environment = (
+            os.environ
+            | {
+                "LIBTPU_INIT_ARGS": flags.strip(),
+                "JAX_PLATFORMS": "cpu",
+                "JAX_ENABLE_COMPILATION_CACHE": "false",  # a step from the cache is not compiled
+                "TPU_LOG_DIR": "disabled",  # an abort logs the program, gigabytes of it
+            }
+        )
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        written = [
+            path.read_text()
+            for path in Path(folder).glob("*_static_llo_profile.textproto")
+        ]
     found = []
     for estimate in _ESTIMATE.finditer("".join(written)):
         fields = dict(_FIELD.findall(estimate["fields"]))
         cycles, count = fields["estimated_cycles"], fields.get("num_equivalent_hlos", 1)
         found.append(Operation(fields["hlo_op_name"], int(cycles), int(count)))
     if not found:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[
+            -1
+        ]
         refuse(
             "profile of the TensorCore",
             expected="estimates by libtpu",
@@ -344,7 +371,9 @@ def profile_step(command: Sequence[str], text: str) -> Profile:
     costly = {
         one.name
         for one in program.instructions.values()
-        if one.opcode in _COSTLY and not program.is_fused(one) and one.computation not in elsewhere
+        if one.opcode in _COSTLY
+        and not program.is_fused(one)
+        and one.computation not in elsewhere
     }
     missing = len(costly) - sum(one.count for one in found if one.name in costly)
     return Profile(sorted(found, key=lambda one: (-one.total, one.name)), missing)

@@ -55,9 +55,18 @@ CHIPS = {
     "v3": Chip(15.48, 1024, devices=2, axes=2, device_kind="TPU v3", bandwidth=900 / 2),
     "v4": Chip(30.75, 4096, devices=1, axes=3, device_kind="TPU v4", bandwidth=1228),
     "v5e": Chip(
-        15.75, 256, devices=1, axes=2, device_kind="TPU v5 lite", bandwidth=819, counted=1, least=1
+        15.75,
+        256,
+        devices=1,
+        axes=2,
+        device_kind="TPU v5 lite",
+        bandwidth=819,
+        counted=1,
+        least=1,
     ),
-    "v5p": Chip(95.74, 8960, devices=1, axes=3, device_kind="TPU v5", bandwidth=2765, clock=1.75),
+    "v5p": Chip(
+        95.74, 8960, devices=1, axes=3, device_kind="TPU v5", bandwidth=2765, clock=1.75
+    ),
     "v6e": Chip(
         31.25,
         256,
@@ -69,7 +78,9 @@ CHIPS = {
         counted=1,
         least=1,
     ),
-    "tpu7x": Chip(94.75, 9216, devices=2, axes=3, device_kind="TPU7x", bandwidth=7380 / 2),
+    "tpu7x": Chip(
+        94.75, 9216, devices=2, axes=3, device_kind="TPU7x", bandwidth=7380 / 2
+    ),
 }
 """Chips by name.
 
@@ -120,9 +131,13 @@ class Topology:
         object.__setattr__(self, "name", _without_type(str(self.name)))
         kind, _, sizes = self.name.partition(":")
         known = CHIPS.get(kind)
-        if known is None or not re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes):
+        if known is None or not re.fullmatch(
+            r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})*", sizes
+        ):
             expected = f"a chip among {', '.join(CHIPS)}, a colon, and its sizes from 1"
-            similar = "" if known else did_you_mean(re.split("[:-]", self.name)[0], _TYPES)
+            similar = (
+                "" if known else did_you_mean(re.split("[:-]", self.name)[0], _TYPES)
+            )
             remedy = similar or "for example v5p:4x4x4, v6e:16x16 or v5p-128"
         elif len(self.shape) != known.axes:
             expected = f"{known.axes} sizes for {kind}"
@@ -169,8 +184,12 @@ class Topology:
 
 def _slices(chip: Chip) -> dict[int, str]:
     """Return number of chips -> sizes of the usual slices of a chip, the smallest first."""
-    found = {math.prod(map(int, one.split("x"))): one for one in _SLICES[chip.axes].split()}
-    return {chips: one for chips, one in found.items() if chip.least <= chips <= chip.pod}
+    found = {
+        math.prod(map(int, one.split("x"))): one for one in _SLICES[chip.axes].split()
+    }
+    return {
+        chips: one for chips, one in found.items() if chip.least <= chips <= chip.pod
+    }
 
 
 def _without_type(name: str) -> str:
@@ -230,7 +249,11 @@ class Target(NamedTuple):
           batch: B, the size of the global batch.
         """
         if self.topology is not None:
-            some = [read_target(one) for one in self.topology.larger() if batch % one.devices == 0]
+            some = [
+                read_target(one)
+                for one in self.topology.larger()
+                if batch % one.devices == 0
+            ]
             return [one._replace(memory=self.memory) for one in some]
         names, devices = self.axes.mesh.axis_names, self.axes.mesh.size
         kind, found = getattr(self.axes.device, "device_kind", None), []
@@ -255,7 +278,9 @@ def read_target(target: GivenTarget) -> Target:
     if isinstance(target, (str, Topology)):
         topology = target if isinstance(target, Topology) else Topology(target)
         axes = _abstract_axes(topology.devices, topology.chip.device_kind)
-        return Target(topology.name, axes, topology.memory_per_device, topology.hosts, topology)
+        return Target(
+            topology.name, axes, topology.memory_per_device, topology.hosts, topology
+        )
     if not is_int(target) or not 1 <= target <= _MOST_DEVICES:  # type: ignore[operator]
         refuse(
             "target",
@@ -267,8 +292,12 @@ def read_target(target: GivenTarget) -> Target:
     return Target(f"{devices} device{'s' * (devices > 1)}", _abstract_axes(devices))
 
 
-def _abstract_axes(devices: int, device_kind: str | None = None, name: str = "devices") -> MeshAxes:
+def _abstract_axes(
+    devices: int, device_kind: str | None = None, name: str = "devices"
+) -> MeshAxes:
     """Return one axis over abstract devices."""
     device = device_kind and AbstractDevice(device_kind, num_cores=None, platform="tpu")
-    mesh = AbstractMesh((devices,), (name,), (AxisType.Auto,), abstract_device=device or None)
+    mesh = AbstractMesh(
+        (devices,), (name,), (AxisType.Auto,), abstract_device=device or None
+    )
     return MeshAxes(mesh, mesh.axis_names)  # type: ignore[arg-type]

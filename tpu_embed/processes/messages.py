@@ -83,12 +83,21 @@ def _tell_at_exit(client: Any) -> None:
         # Python keeps the exception that ended the program as `sys.last_value`. In an interactive
         # session (`sys.ps1`) it is an old exception that ended nothing.
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        lines = ["it has ended"] if error is None else traceback.format_exception_only(error)
+        lines = (
+            ["it has ended"]
+            if error is None
+            else traceback.format_exception_only(error)
+        )
         reason = lines[-1].splitlines()[0]
         try:
-            client.key_value_set(f"{_LEFT}/{here}", f"{here} left: {reason}", allow_overwrite=True)
+            client.key_value_set(
+                f"{_LEFT}/{here}", f"{here} left: {reason}", allow_overwrite=True
+            )
         except jax.errors.JaxRuntimeError as closed:
-            print(f"tpu_embed: {here} could not tell the others: {closed}", file=sys.stderr)
+            print(
+                f"tpu_embed: {here} could not tell the others: {closed}",
+                file=sys.stderr,
+            )
 
     # Exit handlers run in reverse order: this one before JAX's, which waits for the others.
     atexit.register(leave)
@@ -96,7 +105,9 @@ def _tell_at_exit(client: Any) -> None:
 
 def left(client: Any) -> str | None:
     """Return which process has left, and why; None if none has."""
-    return next((text for _, text in sorted(client.key_value_dir_get(f"{_LEFT}/"))), None)
+    return next(
+        (text for _, text in sorted(client.key_value_dir_get(f"{_LEFT}/"))), None
+    )
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -162,7 +173,9 @@ def raise_on_all(what: str, path: Any, function: Callable[[], _T]) -> _T:
     except Exception as error:
         tell_refusal(what, name, error, FILES_SECONDS)
         raise
-    exchange(what, name, None, FILES_SECONDS, refused=f"{what} {path}: process {{}} failed")
+    exchange(
+        what, name, None, FILES_SECONDS, refused=f"{what} {path}: process {{}} failed"
+    )
     return result
 
 
@@ -195,7 +208,9 @@ def gather_bytes(what: str, mine: bytes) -> list[bytes]:
     sizes = gather_from_all(f"{what}: sizes", len(mine))
     steps = range(0, max(sizes), _MOST_BYTES)
     pieces = [gather_from_all(what, mine[at : at + _MOST_BYTES]) for at in steps]
-    return [b"".join(piece[process] for piece in pieces) for process in range(len(sizes))]
+    return [
+        b"".join(piece[process] for piece in pieces) for process in range(len(sizes))
+    ]
 
 
 def agree_on(what: str, value: str) -> str:
@@ -235,7 +250,9 @@ def check_same(
         refuse(
             what,
             expected="the same in every process",
-            got=", ".join(f"{value} in process {process}" for process, value in enumerate(said)),
+            got=", ".join(
+                f"{value} in process {process}" for process, value in enumerate(said)
+            ),
             remedy=remedy,
         )
 
@@ -301,7 +318,9 @@ def exchange(
     return said
 
 
-def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int, bytes]:
+def _meet(
+    store: Any, round_: str, news: bytes | None, seconds: int
+) -> dict[int, bytes]:
     """Wait until all processes have arrived at this round; return their news by process, pickled.
 
     The last process to arrive sees from the count that it is the last. It gathers the news and
@@ -316,14 +335,20 @@ def _meet(store: Any, round_: str, news: bytes | None, seconds: int) -> dict[int
     # of which has news, the last to arrive reads 2**15 + 3.
     count = store.key_value_increment(f"{round_}/count", arrival)
     if count % _WITH_NEWS == jax.process_count():
-        told = store.key_value_dir_get_bytes(f"{round_}/news/") if count >= _WITH_NEWS else []
+        told = (
+            store.key_value_dir_get_bytes(f"{round_}/news/")
+            if count >= _WITH_NEWS
+            else []
+        )
         said = {int(key.rsplit("/", 1)[-1]): one for key, one in told}
         store.key_value_set_bytes(f"{round_}/all", pickle.dumps(said))
         return said
     end, main = time.monotonic() + seconds, threading.main_thread()
     while True:
         try:
-            return pickle.loads(store.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS))
+            return pickle.loads(
+                store.blocking_key_value_get_bytes(f"{round_}/all", SLICE_MS)
+            )
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in f"{error}" or time.monotonic() > end:
                 raise
@@ -442,7 +467,11 @@ class Conversation:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self.alone, self.order = name, jax.process_count() == 1, order_of(name)
+        self._name, self.alone, self.order = (
+            name,
+            jax.process_count() == 1,
+            order_of(name),
+        )
         if not self.alone:
             client()  # from now on, the others are told if this process ends
 

@@ -126,14 +126,20 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
     size = check_int("log_uniform_log_q: vocabulary_size", vocabulary_size, minimum=1)
     array = check_ids("log_uniform_log_q: ids", ids)
     remedy = "V is the number of rows from which the sampler draws"
-    check_below("log_uniform_log_q: ids", ids, size, expected="ids below V", remedy=remedy)
-    last = min(size - 1, np.iinfo(array.dtype).max)  # the largest id that its dtype can hold
+    check_below(
+        "log_uniform_log_q: ids", ids, size, expected="ids below V", remedy=remedy
+    )
+    last = min(
+        size - 1, np.iinfo(array.dtype).max
+    )  # the largest id that its dtype can hold
     above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
     log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
     return jnp.where((array < 0) | (array > last), jnp.float32(0), log_q)
 
 
-def check_below(what: str, ids: Any, size: int, *, expected: str, remedy: str = "") -> None:
+def check_below(
+    what: str, ids: Any, size: int, *, expected: str, remedy: str = ""
+) -> None:
     """Check that ids, or indices, are below a number, if this process knows them.
 
     Args:
@@ -150,4 +156,6 @@ def check_below(what: str, ids: Any, size: int, *, expected: str, remedy: str = 
         return
     known = np.ma.compressed(np.asanyarray(ids))
     if known.size and known.max() >= size:
-        refuse(what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy)
+        refuse(
+            what, expected=f"{expected} = {size}", got=f"{known.max()}", remedy=remedy
+        )

@@ -46,9 +46,21 @@ from tpu_embed.core.engine import EmbeddingEngine, check_engine
 from tpu_embed.core.exchange import axis_index, collectives
 from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, round_up
 from tpu_embed.core.lookup import record_read
-from tpu_embed.core.state import TableState, check_arrays, check_not_donated, read_rows, row_unit
+from tpu_embed.core.state import (
+    TableState,
+    check_arrays,
+    check_not_donated,
+    read_rows,
+    row_unit,
+)
 from tpu_embed.processes import gather_from_all, raise_on_all
-from tpu_embed.retrieval.scores import Score, as_given, check_score, check_temperature, scored
+from tpu_embed.retrieval.scores import (
+    Score,
+    as_given,
+    check_score,
+    check_temperature,
+    scored,
+)
 
 PRODUCT_NUMBERS = 2**21
 """How many numbers the product of one block has, about; 8 MiB of float32 stay in a CPU's cache."""
@@ -126,9 +138,13 @@ def scan_shard(
     begin, count, size = plan_blocks(stack, table, len(queries))
     dtype = stack.index_dtype
     here = _rows_here(stack, table)
-    if exclude is not None:  # by local row of the stack: those of other shards are outside of it
+    if (
+        exclude is not None
+    ):  # by local row of the stack: those of other shards are outside of it
         exclude -= axis_index(stack.shard_axes).astype(dtype) * stack.num_rows
-    if allowed is not None:  # by local row of the stack, with room for the last block's last bundle
+    if (
+        allowed is not None
+    ):  # by local row of the stack, with room for the last block's last bundle
         after = stack.num_rows - table.offset - table.rows_per_shard + BUNDLE_ROWS
         allowed = jnp.pad(allowed, (table.offset, after))
 
@@ -140,7 +156,9 @@ def scan_shard(
         rows = read_rows(physical, start, size, stack.row_format)
         local = start + jnp.arange(round_up(size, BUNDLE_ROWS), dtype=dtype)
         # A block that is no whole number of bundles ends with the stack, so this is False after it.
-        usable = (local >= jnp.maximum(first, table.offset)) & (local < table.offset + here)
+        usable = (local >= jnp.maximum(first, table.offset)) & (
+            local < table.offset + here
+        )
         if allowed is not None:
             usable &= jax.lax.dynamic_slice_in_dim(allowed, start, len(local))
         scores = _product(queries, scored(rows, score), len(usable) // BUNDLE_ROWS)
@@ -149,7 +167,9 @@ def scan_shard(
         return merge_block(found, scores, usable, start - table.offset)
 
     shape = len(queries), kept
-    nothing = Found(jnp.full(shape, -jnp.inf, queries.dtype), jnp.full(shape, PADDING_ID, dtype))
+    nothing = Found(
+        jnp.full(shape, -jnp.inf, queries.dtype), jnp.full(shape, PADDING_ID, dtype)
+    )
     first, end = np.array([0, count], dtype)
     return jax.lax.fori_loop(first, end, read_block, nothing)
 
@@ -184,8 +204,12 @@ def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
         flat, begin = flat_and_begin
         places = begin[:, None] + np.arange(most, dtype=begin.dtype)
         local = jnp.take_along_axis(rows, places, axis=1, mode="clip") - first
-        within = local % BUNDLE_ROWS * bundles + local // BUNDLE_ROWS  # of `[G, n]`, flat
-        within = jnp.where(places < end[:, None], within, size)  # outside: nothing is written
+        within = (
+            local % BUNDLE_ROWS * bundles + local // BUNDLE_ROWS
+        )  # of `[G, n]`, flat
+        within = jnp.where(
+            places < end[:, None], within, size
+        )  # outside: nothing is written
         hide = jax.vmap(lambda of_query, at: of_query.at[at].set(-jnp.inf, mode="drop"))
         return hide(flat, within), begin + most
 
@@ -194,7 +218,9 @@ def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
     return flat.reshape(scores.shape)
 
 
-def merge_block(found: Found, scores: Array, usable: Array, first_index: Array) -> Found:
+def merge_block(
+    found: Found, scores: Array, usable: Array, first_index: Array
+) -> Found:
     """Return the best rows of those found before and those of one more block.
 
     Args:
@@ -208,7 +234,9 @@ def merge_block(found: Found, scores: Array, usable: Array, first_index: Array) 
     maxima = _masked(scores, usable.T).max(axis=1)  # [B, n]
     above = (maxima > found.scores[:, -1:]).sum(axis=1, dtype=jnp.int32).max()
     block = _Block(scores, usable, maxima, first_index)
-    widths = [width for width in FEW_BUNDLES if width < min(kept, bundles)] + [min(kept, bundles)]
+    widths = [width for width in FEW_BUNDLES if width < min(kept, bundles)] + [
+        min(kept, bundles)
+    ]
     # If 10 bundles matter and the widths are 0, 4, 16, 64 and 100, this takes branch 2, which is
     # more than 0 and more than 4.
     branch = sum((above > width).astype(jnp.int32) for width in widths[:-1])
@@ -236,7 +264,9 @@ def _product(queries: Array, rows: Array, bundles: int) -> Array:
     """Return the inner products of queries `[B, D]` and rows `[m, D]` as `[B, G, n]`."""
     # [m, D] -> [n, G, D] -> [G, n, D]: with the bundles last, their maxima are taken n at a time.
     rows = jnp.pad(rows, ((0, bundles * BUNDLE_ROWS - len(rows)), (0, 0)))
-    by_place = rows.reshape(bundles, BUNDLE_ROWS, -1).swapaxes(0, 1).reshape(len(rows), -1)
+    by_place = (
+        rows.reshape(bundles, BUNDLE_ROWS, -1).swapaxes(0, 1).reshape(len(rows), -1)
+    )
     # HIGHEST: float32 products everywhere, so that integers are exact.
     scores = jnp.matmul(queries, by_place.T, precision=jax.lax.Precision.HIGHEST)
     return scores.reshape(len(queries), BUNDLE_ROWS, bundles)
@@ -244,7 +274,9 @@ def _product(queries: Array, rows: Array, bundles: int) -> Array:
 
 def _masked(scores: Array, usable: Array) -> Array:
     """Return scores as they are compared: -inf for NaN and where not usable, and no -0.0."""
-    scores = jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores)  # else 0.0 is above -0.0
+    scores = jnp.where(
+        scores == 0, jnp.zeros((), scores.dtype), scores
+    )  # else 0.0 is above -0.0
     return jnp.where(usable & (scores > -jnp.inf), scores, -jnp.inf)
 
 
@@ -255,11 +287,17 @@ def _merge_bundles(width: int) -> Callable[[Found, _Block], Found]:
         if not width:
             return found
         _, chosen = jax.lax.top_k(block.maxima, width)
-        chosen = jnp.sort(chosen, axis=1)  # [B, w]; by index again, so that ties stay in order
+        chosen = jnp.sort(
+            chosen, axis=1
+        )  # [B, w]; by index again, so that ties stay in order
         scores = _take(block.scores, chosen[:, None], axis=2)  # [B, G, w]
         scores = _masked(scores.swapaxes(1, 2), block.usable[chosen])  # [B, w, G]
         places = chosen.astype(block.first_index.dtype) * BUNDLE_ROWS
-        indices = block.first_index + places[..., None] + np.arange(BUNDLE_ROWS, dtype=places.dtype)
+        indices = (
+            block.first_index
+            + places[..., None]
+            + np.arange(BUNDLE_ROWS, dtype=places.dtype)
+        )
         flat = (len(scores), width * BUNDLE_ROWS)
         together = jnp.concatenate([found.scores, scores.reshape(flat)], axis=1)
         indices = jnp.concatenate([found.indices, indices.reshape(flat)], axis=1)
@@ -388,7 +426,9 @@ def top_k(
         found = check_queries(queries, stack, table)
         given = {
             "queries": found,
-            "exclude": None if exclude is None else check_exclude(exclude, len(found), stack, part),
+            "exclude": None
+            if exclude is None
+            else check_exclude(exclude, len(found), stack, part),
             "allowed": None if allowed is None else check_allowed(allowed, part),
             "temperature": check_temperature("top_k", temperature, found.dtype),
         }
@@ -449,7 +489,9 @@ def _search(
         operands["exclude"] = axes.reshard(given, query_axes)
         specs["exclude"] = axes.spec(query_axes)
     if allowed is not None:
-        operands["allowed"] = axes.reshard(_by_shard(allowed, stack, part), stack.shard_axes)
+        operands["allowed"] = axes.reshard(
+            _by_shard(allowed, stack, part), stack.shard_axes
+        )
         specs["allowed"] = axes.spec(stack.shard_axes)
 
     def search_shard(operands):
@@ -469,11 +511,15 @@ def _search(
         found = Found(found.scores, jnp.where(found.indices < 0, PADDING_ID, ids))
         # [B, k] -> [S, B, k] -> [B, S * k]: the candidates of all shards, then the best k of them.
         scores, ids = (
-            jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(len(x), -1)
+            jnp.moveaxis(collectives.all_gather(x, stack.shard_axes), 0, 1).reshape(
+                len(x), -1
+            )
             for x in found
         )
         if stack.shard_axes:
-            falling, ids = jax.lax.sort((-scores, ids), num_keys=2)  # equal scores by id
+            falling, ids = jax.lax.sort(
+                (-scores, ids), num_keys=2
+            )  # equal scores by id
             scores = -falling
         missing = ((0, 0), (0, max(0, k - scores.shape[1])))
         scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
@@ -498,7 +544,11 @@ def _by_shard(allowed: Array, stack: Stack, table: TableSlice) -> Array:
     shards, rows = stack.num_shards, table.rows_per_shard
     padded = jnp.pad(allowed, (0, shards * rows - len(allowed)))
     # MOD: shard s has the rows s, s + S, s + 2 S, …, which is column s of [rows_per_shard, S].
-    return padded if stack.placement == "div" else padded.reshape(rows, shards).T.reshape(-1)
+    return (
+        padded
+        if stack.placement == "div"
+        else padded.reshape(rows, shards).T.reshape(-1)
+    )
 
 
 def check_queries(queries: Any, stack: Stack, table: str) -> Array:
@@ -533,8 +583,14 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
         array = np.zeros(array.shape, np.int32)  # [[], []] would be floats
     check_integers(what, array.dtype)
     if array.ndim != 2 or len(array) != queries:
-        refuse(what, expected=f"shape [{queries}, E], a line per query", got=f"{list(array.shape)}")
-    on = jnp if isinstance(array, jax.Array) else np  # NumPy sorts ten times as fast as XLA's CPU
+        refuse(
+            what,
+            expected=f"shape [{queries}, E], a line per query",
+            got=f"{list(array.shape)}",
+        )
+    on = (
+        jnp if isinstance(array, jax.Array) else np
+    )  # NumPy sorts ten times as fast as XLA's CPU
     # Ids of 64 bits must not become others that are in the table when they are cut to 32. Beside
     # those of 8 bits, V = 300 would be 44.
     last = min(table.vocabulary_size - 1, np.iinfo(array.dtype).max)
@@ -594,7 +650,9 @@ def check_same(call: str, axes: MeshAxes, arrays: dict[str, Array | None]) -> No
         return
     digest = hashlib.sha256(call.encode())
     for array in arrays.values():
-        digest.update(str(array if array is None else (array.shape, array.dtype)).encode())
+        digest.update(
+            str(array if array is None else (array.shape, array.dtype)).encode()
+        )
         if array is not None and array.is_fully_addressable:
             digest.update(np.asarray(array).tobytes())
     if len(set(gather_from_all("top_k", digest.hexdigest()))) > 1:

@@ -85,13 +85,22 @@ def in_batch_softmax(
     what = "in_batch_softmax"
     queries, candidates = _vectors(what, queries=queries, candidates=candidates)
     if queries.ndim != 2:
-        refuse(f"{what}: queries", expected="shape [B, D]", got=f"{list(queries.shape)}")
+        refuse(
+            f"{what}: queries", expected="shape [B, D]", got=f"{list(queries.shape)}"
+        )
     _check_like_queries(what, "candidates", candidates, queries)
     size, dtype = len(queries), queries.dtype
     scale = check_temperature(what, temperature, dtype)
-    ids = None if candidate_ids is None else _ids(what, "candidate_ids", candidate_ids, (size,))
+    ids = (
+        None
+        if candidate_ids is None
+        else _ids(what, "candidate_ids", candidate_ids, (size,))
+    )
     if ids is not None:
-        queries, candidates = _without_padding(ids, queries), _without_padding(ids, candidates)
+        queries, candidates = (
+            _without_padding(ids, queries),
+            _without_padding(ids, candidates),
+        )
     score = check_score(what, score)
     queries, candidates = scored(queries, score), scored(candidates, score)
     right = jnp.einsum("bd,bd->b", queries, candidates, precision=EXACT) / scale
@@ -171,29 +180,48 @@ def sampled_softmax(
     right = as_given(positives)
     by_index = jnp.issubdtype(right.dtype, jnp.integer)
     besides = {} if by_index else {"positives": right}
-    of_query, drawn, *of_right = _vectors(what, queries=queries, negatives=negatives, **besides)
+    of_query, drawn, *of_right = _vectors(
+        what, queries=queries, negatives=negatives, **besides
+    )
     if of_query.ndim < 2:
-        refuse(f"{what}: queries", expected="shape [B, D] or more", got=f"{list(of_query.shape)}")
+        refuse(
+            f"{what}: queries",
+            expected="shape [B, D] or more",
+            got=f"{list(of_query.shape)}",
+        )
     for array in of_right:
         _check_like_queries(what, "positives", array, of_query)
     *before, dim = of_query.shape
-    shared = by_index or chosen is not None  # all queries choose from the same negatives, [K, D]
+    shared = (
+        by_index or chosen is not None
+    )  # all queries choose from the same negatives, [K, D]
     fits = drawn.ndim == 2 or (drawn.shape[:-2] == tuple(before) and not shared)
     if drawn.ndim < 2 or drawn.shape[-1] != dim or not fits:
         each = "" if shared else f" or {[*before, 'N', dim]}".replace("'", "")
-        refuse(f"{what}: negatives", expected=f"shape [K, {dim}]{each}", got=f"{list(drawn.shape)}")
+        refuse(
+            f"{what}: negatives",
+            expected=f"shape [K, {dim}]{each}",
+            got=f"{list(drawn.shape)}",
+        )
     lead, inner = of_query.shape[:-1], drawn.shape[:-1]  # […], and [K] or […, N]
     own, others = _pair("ids", positive_ids, negative_ids, (lead, inner), _ids)
     numbers = functools.partial(_numbers, dtype=drawn.dtype)
-    own_log_q, log_q = _pair("log_q", positive_log_q, negative_log_q, (lead, inner), numbers)
-    score, scale = check_score(what, score), check_temperature(what, temperature, drawn.dtype)
+    own_log_q, log_q = _pair(
+        "log_q", positive_log_q, negative_log_q, (lead, inner), numbers
+    )
+    score, scale = (
+        check_score(what, score),
+        check_temperature(what, temperature, drawn.dtype),
+    )
     if by_index:
         of_right = [_indices("positives", right, lead, len(drawn))[..., None]]
     which = None
     if chosen is not None:
         which = _indices("chosen", chosen, (*lead, *np.shape(chosen)[-1:]), len(drawn))
     if own is not None and others is not None:
-        own, others = check_same_ids(f"{what}: positive_ids and negative_ids", own, others)
+        own, others = check_same_ids(
+            f"{what}: positive_ids and negative_ids", own, others
+        )
         without = functools.partial(_without_padding, own)
         of_query, of_right, which = jax.tree.map(without, (of_query, of_right, which))
         drawn = _without_padding(others, drawn)
@@ -236,7 +264,11 @@ def _check_like_queries(what: str, name: str, array: Array, queries: Array) -> N
 
 
 def _pair(
-    kind: str, positive: Any, negative: Any, shapes: tuple[Any, Any], convert: Callable[..., Array]
+    kind: str,
+    positive: Any,
+    negative: Any,
+    shapes: tuple[Any, Any],
+    convert: Callable[..., Array],
 ) -> tuple[Array | None, Array | None]:
     """Return ids, or log probabilities, of both sides as arrays; None if neither is given.
 
@@ -253,7 +285,9 @@ def _pair(
     if positive is None:
         return None, None
     sides = zip(("positive", "negative"), (positive, negative), shapes, strict=True)
-    own, others = (convert(what, f"{side}_{kind}", given, shape) for side, given, shape in sides)
+    own, others = (
+        convert(what, f"{side}_{kind}", given, shape) for side, given, shape in sides
+    )
     return own, others
 
 
@@ -265,7 +299,9 @@ def _without_padding(ids: Array, array: Array) -> Array:
     return jnp.where(ids[..., None] < 0, 0, array)
 
 
-def _numbers(what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+def _numbers(
+    what: str, name: str, given: Any, shape: tuple[int, ...], dtype: Any
+) -> Array:
     return _of_shape(f"{what}: {name}", jnp.asarray(given, dtype), shape)
 
 
@@ -341,11 +377,15 @@ class Items(NamedTuple):
 def losses_of(items: Items, scale: Array, queries: Queries) -> Array:
     """Return the losses `[…]` of queries, all products at once."""
     kind = "nd" if items.vectors.ndim == 2 else "...nd"
-    wrong = jnp.einsum(f"...d,{kind}->...n", queries.vectors, items.vectors, precision=EXACT)
+    wrong = jnp.einsum(
+        f"...d,{kind}->...n", queries.vectors, items.vectors, precision=EXACT
+    )
     if jnp.issubdtype(queries.positives.dtype, jnp.integer):
         right = _take(wrong, queries.positives)[..., 0]
     else:
-        right = jnp.einsum("...d,...d->...", queries.vectors, queries.positives, precision=EXACT)
+        right = jnp.einsum(
+            "...d,...d->...", queries.vectors, queries.positives, precision=EXACT
+        )
     right, wrong = right / scale, wrong / scale
     if queries.log_q is not None and items.log_q is not None:
         right, wrong = right - queries.log_q, wrong - items.log_q
@@ -378,17 +418,23 @@ def losses_in_parts(items: Items, scale: Array, queries: Queries) -> Array:
     # Query c is in part c mod n: [C] -> [C / n, n] -> [n, C / n]. If C is split over devices, each
     # of them has a share of every part.
     def split(array):
-        padded = jnp.pad(array, [(0, -size % parts if a == at else 0) for a in range(array.ndim)])
+        padded = jnp.pad(
+            array, [(0, -size % parts if a == at else 0) for a in range(array.ndim)]
+        )
         by_part = padded.reshape(*lead, -1, parts, *array.shape[at + 1 :])
         return jnp.moveaxis(by_part, at + 1, 0)
 
-    found = jax.lax.map(jax.checkpoint(of_part, prevent_cse=False), jax.tree.map(split, queries))
+    found = jax.lax.map(
+        jax.checkpoint(of_part, prevent_cse=False), jax.tree.map(split, queries)
+    )
     return jnp.moveaxis(found, 0, at + 1).reshape(*lead, -1)[..., :size]
 
 
 def _take(array: Array, indices: Array) -> Array:
     """Return the elements along the last axis; NaN for an index that is outside of it."""
-    inside = (indices >= 0) & (indices <= min(array.shape[-1] - 1, np.iinfo(indices.dtype).max))
+    inside = (indices >= 0) & (
+        indices <= min(array.shape[-1] - 1, np.iinfo(indices.dtype).max)
+    )
     at = jnp.where(inside, indices, 0).astype(jnp.int32)
     found = jnp.take_along_axis(array, at, axis=-1, mode="promise_in_bounds")
     return jnp.where(inside, found, jnp.nan)
@@ -398,5 +444,7 @@ def _log_sum(differences: Array) -> Array:
     """Return log(1 + Σ exp(differences)) over the last axis; the 1 is that of the right item."""
     # The right one's difference to itself is 0. A loss near 0 keeps its digits, which
     # log Σ exp(logits) - logit would lose where logits are large.
-    own = jnp.zeros_like(differences.sum(axis=-1, keepdims=True))  # also without differences
+    own = jnp.zeros_like(
+        differences.sum(axis=-1, keepdims=True)
+    )  # also without differences
     return jax.nn.logsumexp(jnp.concatenate([own, differences], axis=-1), axis=-1)

@@ -157,7 +157,11 @@ class IndexedSlices:
           ValueError: the factor is not a scalar.
         """
         if np.ndim(factor):
-            refuse("IndexedSlices: product", expected="a scalar", got=f"shape {np.shape(factor)}")
+            refuse(
+                "IndexedSlices: product",
+                expected="a scalar",
+                got=f"shape {np.shape(factor)}",
+            )
         values, kept = _product(as_array(self.values), factor), as_array(self.indices)
         return dataclasses.replace(self, values=values, indices=kept)
 
@@ -181,7 +185,10 @@ class IndexedSlices:
         indices, size = as_array(self.indices), self.dense_shape[0]
         if indices.dtype.itemsize < 4:
             indices = indices.astype(jnp.int32)
-        expected = (indices.shape[0] if indices.ndim == 1 else -1, *self.dense_shape[1:])
+        expected = (
+            indices.shape[0] if indices.ndim == 1 else -1,
+            *self.dense_shape[1:],
+        )
         if self.values.shape != expected:
             refuse(
                 "IndexedSlices",
@@ -214,7 +221,9 @@ def scale(gradients: PyTree, factor: ArrayLike) -> PyTree:
     """
 
     def product(g):
-        return g * factor if is_indexed_slices(g) else _product(_checked_floats(g), factor)
+        return (
+            g * factor if is_indexed_slices(g) else _product(_checked_floats(g), factor)
+        )
 
     return jax.tree.map(product, gradients, is_leaf=is_indexed_slices)
 
@@ -230,9 +239,13 @@ def global_norm(gradients: PyTree) -> Array:
     Raises:
       TypeError: a gradient is an array of integers.
     """
-    squares = [_squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)]
+    squares = [
+        _squares(g) for g in jax.tree.leaves(gradients, is_leaf=is_indexed_slices)
+    ]
     dtype = np.result_type(np.float32, *(square.dtype for square in squares))
-    return jnp.sqrt(sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype)))
+    return jnp.sqrt(
+        sum((square.astype(dtype) for square in squares), jnp.zeros((), dtype))
+    )
 
 
 def _squares(gradient: Any) -> Array:
@@ -291,5 +304,7 @@ def clip_by_global_norm(gradients: PyTree, max_norm: ArrayLike) -> PyTree:
     norm = global_norm(gradients)
     limit = jnp.asarray(snapshot(max_norm), norm.dtype)
     # Both branches of a where are evaluated: the inner one keeps a norm of 0 out of the division.
-    factor = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm))
+    factor = jnp.where(
+        norm > limit, limit / jnp.where(norm > 0, norm, 1), jnp.ones_like(norm)
+    )
     return scale(gradients, factor)

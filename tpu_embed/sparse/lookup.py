@@ -100,7 +100,9 @@ def check_weights(what: str, weights: Any, ids: Any) -> None:
     Raises:
       ValueError: weights of another shape than the ids, or no real numbers.
     """
-    if weights is not None and (weights.shape != ids.shape or not is_real(weights.dtype)):
+    if weights is not None and (
+        weights.shape != ids.shape or not is_real(weights.dtype)
+    ):
         refuse(
             what,
             expected=f"real numbers of the ids' shape {ids.shape}",
@@ -170,7 +172,9 @@ def _transposed(cotangent: Any, table: Any, ids: Array) -> tuple[Any, None]:
     # from the end, so -1 becomes V, which is dropped.
     aval = table.aval
     absent = jnp.where(ids < 0, aval.shape[0], ids)
-    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(cotangent, mode="drop"), None
+    return jnp.zeros(aval.shape, aval.dtype).at[absent].add(
+        cotangent, mode="drop"
+    ), None
 
 
 lookup_p = Primitive("embedding_lookup")

@@ -89,7 +89,9 @@ class Lookup(Site):
 
     def _full(self, aval: Any, number: int) -> Array:
         # Leading axes are the iterations of the scans around the lookup, outermost first.
-        lead = [eqn.params["length"] for eqn in self.around if eqn.primitive.name == "scan"]
+        lead = [
+            eqn.params["length"] for eqn in self.around if eqn.primitive.name == "scan"
+        ]
         return full(aval, number, lead)
 
 
@@ -125,7 +127,11 @@ def find_sites(
         """Append the sites in a jaxpr, and return the number of the table that each result is."""
 
         def step(eqn, held):
-            name, called, path = eqn.primitive.name, (*CALLS, *REMATS), (*around, (eqn, 0))
+            name, called, path = (
+                eqn.primitive.name,
+                (*CALLS, *REMATS),
+                (*around, (eqn, 0)),
+            )
             if eqn.primitive is lookup_p and held[0] is not None:
                 sites.append(Lookup(path, held[0]))
             if eqn.primitive in others and (site := others[eqn.primitive](path)):
@@ -133,7 +139,9 @@ def find_sites(
             # A scan's constants are the same in every iteration; a table in the carry may not be.
             known = scan_counts(eqn)[0] if name == "scan" else len(held)
             entered = name in (*called, "scan", "cond")
-            marks = [one if entered and i < known else None for i, one in enumerate(held)]
+            marks = [
+                one if entered and i < known else None for i, one in enumerate(held)
+            ]
             inside = [
                 find(inner.jaxpr, inner.marks(marks), (*around, (eqn, number)))
                 for number, inner in enumerate(inner_jaxprs(eqn))
@@ -163,10 +171,17 @@ def looked_up(jaxpr: Any) -> set[int]:
         if eqn.primitive is lookup_p:
             found.update(operands[0])
         for inner in inner_jaxprs(eqn):
-            flow(inner.jaxpr, inner.marks(operands, unknown=together), rule, frozenset())
+            flow(
+                inner.jaxpr, inner.marks(operands, unknown=together), rule, frozenset()
+            )
         return dict.fromkeys(eqn.outvars, together).items()
 
-    flow(jaxpr, {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}, rule, frozenset())
+    flow(
+        jaxpr,
+        {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)},
+        rule,
+        frozenset(),
+    )
     return found
 
 
@@ -183,7 +198,9 @@ def known_after(ids: Array, found: Array) -> Array:
         return ids
     # result [B, …, D] -> first number of each bag, [B, …] -> as int32 bits -> zeros, one per entry
     # of the first axis of ids.
-    first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(jnp.float32)
+    first = jax.lax.stop_gradient(found)[(..., *[0] * (found.ndim - 1))].astype(
+        jnp.float32
+    )
     zeros = _zeros(jax.lax.bitcast_convert_type(first, jnp.int32), ids.dtype)
     # The packed ids of a placed batch are [devices, words]: one zero per device. A batch that only
     # some mesh axes split may have fewer bags than there are devices.
@@ -260,7 +277,9 @@ class Sources(NamedTuple):
 NOTHING = Sources()
 
 
-def propagate(jaxpr: Any, sources: Mapping[Any, Sources] | None = None) -> list[Sources]:
+def propagate(
+    jaxpr: Any, sources: Mapping[Any, Sources] | None = None
+) -> list[Sources]:
     """Return the sources that reach each output.
 
     Args:
@@ -274,7 +293,9 @@ def propagate(jaxpr: Any, sources: Mapping[Any, Sources] | None = None) -> list[
     def step(eqn, operands):
         # What is written into a reference may be read from it later, so it counts as a result.
         references = [
-            one for one in eqn.invars if getattr(one.aval, "inner_aval", None) is not None
+            one
+            for one in eqn.invars
+            if getattr(one.aval, "inner_aval", None) is not None
         ]
         if references:
             return _inexact(dict.fromkeys([*references, *eqn.outvars], union(operands)))
@@ -308,7 +329,9 @@ def _opaque(eqn: Any, operands: list[Sources]) -> list[Sources]:
 
 def _call(eqn: Any, operands: list[Sources]) -> list[Sources]:
     # A call runs one program, a cond one of several.
-    results = [propagate(inner.jaxpr, inner.marks(operands)) for inner in inner_jaxprs(eqn)]
+    results = [
+        propagate(inner.jaxpr, inner.marks(operands)) for inner in inner_jaxprs(eqn)
+    ]
     return [union(same) for same in zip(*results, strict=True)]
 
 
@@ -376,7 +399,9 @@ class Program(NamedTuple):
         """Return the places that reach any of some results, and those that do through a `while`."""
         # Bits 10010: the places 1 and 4.
         both = union(self.reached[i] for i in results)
-        reached, looped = ({i for i in range(len(self.values)) if b >> i & 1} for b in both)
+        reached, looped = (
+            {i for i in range(len(self.values)) if b >> i & 1} for b in both
+        )
         return reached, looped
 
 
@@ -444,7 +469,9 @@ def pull_back(
         shape = program.values[table].shape
         wide = np.result_type(*(asked[k].dtype for k in mine))
         joined = jnp.concatenate([asked[k].reshape(-1).astype(wide) for k in mine])
-        rows = jnp.concatenate([found[k].reshape(asked[k].size, *shape[1:]) for k in mine])
+        rows = jnp.concatenate(
+            [found[k].reshape(asked[k].size, *shape[1:]) for k in mine]
+        )
         slices = clean_padding(IndexedSlices(rows, joined, shape))
         if table in gradients:
             dense = gradients[table].at[slices.indices]
@@ -529,13 +556,19 @@ def sparse_value_and_grad(
                 "it outside of embedding_lookup, or looks it up where lookups are not found"
             )
         dense = {i: leaf for i, leaf in enumerate(leaves) if i not in sparse}
+
         # The errors of `jax.grad`, for leaves that have no gradient, or a value that is no loss.
         # They depend on shapes and dtypes alone, so zeros can stand for the value.
-        zeros = lambda _: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])  # noqa: E731
+        def zeros(_):
+            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes[0])
+
         jax.eval_shape(jax.grad(zeros), list(dense.values()))
         results, found = pull_back(program, reached | dense.keys(), {0: None})
         value, aux = jax.tree.structure(shapes).unflatten(results)
-        every = [found[i] if i in found else _no_slices(leaf) for i, leaf in enumerate(leaves)]
+        every = [
+            found[i] if i in found else _no_slices(leaf)
+            for i, leaf in enumerate(leaves)
+        ]
         gradients = tuple(structure.unflatten(every))
         result = (value, aux) if has_aux else value
         return result, gradients if isinstance(argnums, Sequence) else gradients[0]

@@ -94,7 +94,11 @@ class Record(NamedTuple):
     @property
     def progress(self) -> str:
         """How far the training is, in words: `step 3, 2 batches waiting`."""
-        step = "not built" if self.state is None else f"step {describe_leaf(self.state.step)}"
+        step = (
+            "not built"
+            if self.state is None
+            else f"step {describe_leaf(self.state.step)}"
+        )
         return f"{step}, {len(self.waiting)} batches waiting"
 
     def with_size(self, size: tuple[int, ...] | None, what: str, remedy: str) -> Record:
@@ -125,7 +129,10 @@ class Record(NamedTuple):
         Args:
           admitted: the step that the state has.
         """
-        return max((item.step for item in self.waiting if item.step is not None), default=admitted)
+        return max(
+            (item.step for item in self.waiting if item.step is not None),
+            default=admitted,
+        )
 
     def with_item(self, at: int, item: Enqueued) -> Record:
         """Return the record with a batch at a place of its queue, or behind the last one."""
@@ -151,11 +158,18 @@ class Record(NamedTuple):
         elif item is None:
             got = "none since the last apply_gradients"
         elif not item.training:
-            got, remedy = "one enqueued with training=False", "enqueue it with training=True"
+            got, remedy = (
+                "one enqueued with training=False",
+                "enqueue it with training=True",
+            )
         else:
             return self.state, item
         refuse(
-            what, expected="a dequeued training batch", got=got, remedy=remedy, error=RuntimeError
+            what,
+            expected="a dequeued training batch",
+            got=got,
+            remedy=remedy,
+            error=RuntimeError,
         )
 
     def problem(self) -> str | None:
@@ -196,7 +210,9 @@ def batch_sizes(declared: Structure, given: PyTree | None) -> tuple[int, ...] | 
     if structure.children(given) is None:
         return (check_int(what, given, minimum=1),) * len(declared.paths)
     pairs = zip(declared.labels, declared.match(given, what=what), strict=True)
-    return tuple(check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs)
+    return tuple(
+        check_int(f"{what}: {label}", size, minimum=1) for label, size in pairs
+    )
 
 
 def after_a_device_error(error: str) -> str:
@@ -249,7 +265,10 @@ class StateKeeper:
         Raises:
           RuntimeError: the maps have admitted batches of another state, whose rows are lost.
         """
-        state, maps = self._engine.init(jax.random.key(self._seed)), self._engine.vocabularies
+        state, maps = (
+            self._engine.init(jax.random.key(self._seed)),
+            self._engine.vocabularies,
+        )
         if maps is None:
             return state
         before = self.now.state
@@ -267,7 +286,9 @@ class StateKeeper:
             with contextlib.suppress(RuntimeError):  # it cannot be read
                 kept = jax.block_until_ready(before.vocabulary)
                 state = dataclasses.replace(state, vocabulary=kept)
-        assert state.vocabulary is not None, "states of engines with dynamic vocabularies have one"
+        assert state.vocabulary is not None, (
+            "states of engines with dynamic vocabularies have one"
+        )
         vocabulary = new_version(state.vocabulary, maps.now, self._engine.layout.axes)
         return dataclasses.replace(state, vocabulary=vocabulary)
 
@@ -288,7 +309,9 @@ class StateKeeper:
                 undone = min(undone, item.step or undone)
             elif item.step is not None:
                 last = item.step
-            elif item.activations is None and placed_step(item.batch) > min(last, undone - 1):
+            elif item.activations is None and placed_step(item.batch) > min(
+                last, undone - 1
+            ):
                 lost.add(id(item))
         waiting = tuple(item for item in record.waiting if id(item) not in lost)
         if count := len(record.waiting) - len(waiting):
@@ -322,9 +345,14 @@ class StateKeeper:
         if item.step is not None:
             expected, got = f"the batch of step {last + 1}", f"that of step {item.step}"
             remedy = "enqueue training batches in the order in which they were placed; after some "
-            remedy += "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+            remedy += (
+                "were thrown away, call engine.vocabularies.rewind(embedding.state)"
+            )
         elif item.training:
-            expected, got = "a batch to be admitted", "one placed with training=False, or admitted"
+            expected, got = (
+                "a batch to be admitted",
+                "one placed with training=False, or admitted",
+            )
             remedy = "place it with training=True, or enqueue it with training=False"
         else:
             steps = ValidSteps(*np.asarray(item.batch.valid_steps).tolist())
@@ -337,7 +365,9 @@ class StateKeeper:
         """Return the record, once what was interrupted has ended. The caller holds `lock`."""
         if self.now.update is not None:
             if self.now.update[0].begun:
-                with contextlib.suppress(Exception):  # the record says what is wrong then
+                with contextlib.suppress(
+                    Exception
+                ):  # the record says what is wrong then
                     self._go_on("an interrupted call")
             self.change(update=None)
         return self.now
@@ -421,9 +451,13 @@ class StateKeeper:
         if item.batch.keys.is_training:
 
             def admitted(now, found):
-                return now.with_item(at, item._replace(batch=found[1]))._replace(state=found[0])
+                return now.with_item(at, item._replace(batch=found[1]))._replace(
+                    state=found[0]
+                )
 
-            self.run(what, self._engine.prepare_admit(self.built(), item.batch), admitted)
+            self.run(
+                what, self._engine.prepare_admit(self.built(), item.batch), admitted
+            )
             item = self.now.waiting[at]
         if item.activations is None:
             with self._noting_failures(what):

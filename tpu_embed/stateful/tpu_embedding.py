@@ -17,7 +17,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_embed._calls import label, labelled
-from tpu_embed._checks import check_int, check_type, explain_arguments, refuse, refuse_pickle
+from tpu_embed._checks import (
+    check_int,
+    check_type,
+    explain_arguments,
+    refuse,
+    refuse_pickle,
+)
 from tpu_embed._types import Array, PyTree
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch
@@ -28,7 +34,12 @@ from tpu_embed.core.rows import host_arrays
 from tpu_embed.core.state import TableState, check_state, fields
 from tpu_embed.core.update import OnBadGradient
 from tpu_embed.planning.plan import resolve
-from tpu_embed.stateful.state_keeper import Enqueued, StateKeeper, batch_sizes, placed_step
+from tpu_embed.stateful.state_keeper import (
+    Enqueued,
+    StateKeeper,
+    batch_sizes,
+    placed_step,
+)
 
 
 class TPUEmbedding:
@@ -100,7 +111,9 @@ class TPUEmbedding:
             mesh=mesh,
             batch_axes=batch_axes,
             on_bad_gradient=on_bad_gradient,
-            lookahead=max(check_int("lookahead", lookahead, minimum=0), int(self._pipelined)),
+            lookahead=max(
+                check_int("lookahead", lookahead, minimum=0), int(self._pipelined)
+            ),
             exchange_dtype=exchange_dtype,
         )
         self._keeper = StateKeeper(self.engine, seed)
@@ -184,7 +197,12 @@ class TPUEmbedding:
                 self._enqueue_keys(what, features, weights, training, name)
 
     def _enqueue_keys(
-        self, what: str, features: PyTree, weights: PyTree | None, training: bool, name: str | None
+        self,
+        what: str,
+        features: PyTree,
+        weights: PyTree | None,
+        training: bool,
+        name: str | None,
     ) -> None:
         """Place and enqueue a batch of keys; if that fails, the maps are as before."""
         maps = self.engine.vocabularies
@@ -228,7 +246,9 @@ class TPUEmbedding:
             if self._pipelined and not record.waiting:
                 keeper.issue(what, 0, item)
             else:
-                keeper.change(waiting=(*record.waiting, item), per_replica=record.per_replica)
+                keeper.change(
+                    waiting=(*record.waiting, item), per_replica=record.per_replica
+                )
 
     def dequeue(self, name: str | None = None) -> PyTree:
         """Return the activations of the oldest batch, with the batch dimension sharded.
@@ -287,7 +307,9 @@ class TPUEmbedding:
             rates = self.engine.learning_rates()
             update = self.engine.prepare_update(state, item.batch, gradients, rates)
             self._keeper.run(
-                what, update, lambda now, state: now._replace(state=state, dequeued=None)
+                what,
+                update,
+                lambda now, state: now._replace(state=state, dequeued=None),
             )
 
     @property
@@ -337,10 +359,14 @@ class TPUEmbedding:
         with self._keeper.lock:
             by_name = self.engine.tables(self._current("embedding_tables"))
         # JAX sorts the keys of a plain dictionary, but configs have no order of their own.
-        return collections.OrderedDict((x, by_name[name]) for name, x in self._declared.items())
+        return collections.OrderedDict(
+            (x, by_name[name]) for name, x in self._declared.items()
+        )
 
     def load(
-        self, tables: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]] | None = None
+        self,
+        tables: Mapping[str, Any],
+        slots: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Replace tables and slots by host arrays; waiting batches are looked up again.
 
@@ -374,7 +400,11 @@ class TPUEmbedding:
           RuntimeError: training batches of `other` wait for their gradients; its state is invalid.
         """
         check_type(
-            "other", other, TPUEmbedding, expected="a TPUEmbedding", remedy="see engine.adopt"
+            "other",
+            other,
+            TPUEmbedding,
+            expected="a TPUEmbedding",
+            remedy="see engine.adopt",
         )
         # In one order, so that two that adopt each other's tables do not wait for each other.
         first, second = sorted((self._keeper, other._keeper), key=id)
@@ -393,7 +423,9 @@ class TPUEmbedding:
         if self._pipelined and waiting:
             keeper.issue("load", 0, waiting[0])
 
-    def retrieve(self) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    def retrieve(
+        self,
+    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
         """Return tables and slots as host arrays by name, copied shard by shard."""
         with self._keeper.lock:
             return host_arrays(self._current("retrieve"), self.engine.layout)
@@ -402,6 +434,8 @@ class TPUEmbedding:
         """Return the resolved configuration, batch size and pipelining as plain objects."""
         return {
             **self.engine.describe(),
-            "per_replica_batch_size": self._keeper.now.described_sizes(self.engine.structure.paths),
+            "per_replica_batch_size": self._keeper.now.described_sizes(
+                self.engine.structure.paths
+            ),
             "pipelined": self._pipelined,
         }

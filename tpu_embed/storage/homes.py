@@ -336,7 +336,9 @@ class Homes:
     """
 
     _rows: dict[str, HostRows]  # by table
-    _departures: dict[int, _Departure]  # rows on their way, or that were lost there, by step
+    _departures: dict[
+        int, _Departure
+    ]  # rows on their way, or that were lost there, by step
     saves: collections.deque[Save]
 
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:
@@ -345,10 +347,14 @@ class Homes:
         vars(self).update(self.contents_of({}))
         self._lock = threading.RLock()
         self._counts = {
-            name: dict.fromkeys(("missed", "sent", "brought", "late"), 0) for name in tables
+            name: dict.fromkeys(("missed", "sent", "brought", "late"), 0)
+            for name in tables
         }
         threading.Thread(
-            target=_write_back, args=(self._sent,), name="tpu_embed write-back", daemon=True
+            target=_write_back,
+            args=(self._sent,),
+            name="tpu_embed write-back",
+            daemon=True,
         ).start()
         _every.add(self)
         _wait_at_exit()
@@ -401,7 +407,9 @@ class Homes:
           is_new: bool `[n]`, whose rows are made new, whatever is at home; None: none.
         """
         awaited = np.zeros(keys.size, np.int64)
-        for step, leaving in sorted([*placed, *self._on_their_way(name)], key=lambda one: one[0]):
+        for step, leaving in sorted(
+            [*placed, *self._on_their_way(name)], key=lambda one: one[0]
+        ):
             awaited[host_kernels().are_among(keys, leaving)] = step
         final = awaited == 0
         if is_new is not None:
@@ -456,7 +464,10 @@ class Homes:
         self._wait(sorted(self._pending())[: -_MOST_ON_THEIR_WAY + 1])
 
     def send(
-        self, step: int, keys: Mapping[str, np.ndarray], read: Callable[[], Mapping[str, Room]]
+        self,
+        step: int,
+        keys: Mapping[str, np.ndarray],
+        read: Callable[[], Mapping[str, Room]],
     ) -> None:
         """Write rows at home in the background, after `wait_for_room`.
 

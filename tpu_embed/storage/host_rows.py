@@ -110,7 +110,9 @@ class HostRows:
         self._mark = 1
         self.replaced = 0
         self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
-        self._changing = threading.Lock()  # no snapshot begins between putting aside and writing
+        self._changing = (
+            threading.Lock()
+        )  # no snapshot begins between putting aside and writing
 
     def __len__(self) -> int:
         """Return how many rows there are."""
@@ -195,9 +197,13 @@ class HostRows:
 
     def empty(self, n: int) -> dict[str, np.ndarray]:
         """Return arrays for n rows, `[n, …]` by field."""
-        return {name: np.empty((n, *f.shape), f.dtype) for name, f in self.fields.items()}
+        return {
+            name: np.empty((n, *f.shape), f.dtype) for name, f in self.fields.items()
+        }
 
-    def read_into(self, rows: Rows, at: np.ndarray | None, ids: np.ndarray) -> np.ndarray:
+    def read_into(
+        self, rows: Rows, at: np.ndarray | None, ids: np.ndarray
+    ) -> np.ndarray:
         """Read rows to their places in given arrays; the rest of these stays as it is.
 
         Args:
@@ -283,7 +289,9 @@ _FEW_PLACES = 1 << 16
 
 def _bytes(array: np.ndarray, field: RowField) -> np.ndarray:
     """Return the bytes of rows, uint8 `[n, width]`; of a contiguous array in its own memory."""
-    return np.ascontiguousarray(array).view(np.uint8).reshape(array.shape[0], field.nbytes)
+    return (
+        np.ascontiguousarray(array).view(np.uint8).reshape(array.shape[0], field.nbytes)
+    )
 
 
 _numbers = itertools.count(-1, -1)

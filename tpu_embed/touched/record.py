@@ -82,7 +82,9 @@ class TouchedRows:
     def __init__(self, engine: EmbeddingEngine, *, step: int = 0) -> None:
         self._engine, self.layout = engine, engine.layout
         self._maps = engine.vocabularies
-        self._maps_lock = contextlib.nullcontext() if self._maps is None else self._maps.lock
+        self._maps_lock = (
+            contextlib.nullcontext() if self._maps is None else self._maps.lock
+        )
         self._lock, step = threading.Lock(), check_int("step", step, minimum=0)
         run = _new_run()
         with self._maps_lock:
@@ -99,7 +101,9 @@ class TouchedRows:
         self._ahead: set[int] = set()
         self._published = start.step  # the latest step of which there is a version
         self._is_stale = False
-        self._keys_at: dict[int, int] = {}  # by step of a version, the batches admitted by then
+        self._keys_at: dict[
+            int, int
+        ] = {}  # by step of a version, the batches admitted by then
         self._marks = TableMarks(self.layout, self._maps)
 
     @property
@@ -124,7 +128,10 @@ class TouchedRows:
         if isinstance(batch, Batch):
             rows, at, given = physical_rows(batch, self.layout), step_of(batch), []
         else:  # a stack whose optimizer changes all rows is touched by any batch
-            rows, at = [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks], 0
+            rows, at = (
+                [np.zeros(0, stack.index_dtype) for stack in self.layout.stacks],
+                0,
+            )
             given = self._ids_of_features(batch)
         # Between the look for the rows of keys and the note of the step, no key gets or loses one.
         with self._maps_lock if given else contextlib.nullcontext(), self._lock:
@@ -139,10 +146,14 @@ class TouchedRows:
     def _ids_of_features(self, features: PyTree) -> list[tuple[TableSlice, np.ndarray]]:
         """Return the ids, int64, or keys, uint64, of features, with each table that is trained."""
         found = []
-        for f, host in zip(self.layout.features, self._engine.host_ids(features), strict=True):
+        for f, host in zip(
+            self.layout.features, self._engine.host_ids(features), strict=True
+        ):
             ids = host.ids[host.ids >= 0].astype(np.int64)
             if self.layout.stacks[f.stack].optimizer is not None:
-                found.append((f.table, ids if host.keys is None else host.keys[np.unique(ids)]))
+                found.append(
+                    (f.table, ids if host.keys is None else host.keys[np.unique(ids)])
+                )
         return found
 
     def _ids_of_keys(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
@@ -218,7 +229,9 @@ class TouchedRows:
             else:
                 self._marks.mark(name, chosen, mark)
 
-    def _rows_of(self, table: TableSlice, rows: ArrayLike | None, keys: Any) -> np.ndarray:
+    def _rows_of(
+        self, table: TableSlice, rows: ArrayLike | None, keys: Any
+    ) -> np.ndarray:
         """Return the rows, or ids at home, of keys, int64 `[n]`.
 
         Raises:
@@ -228,14 +241,18 @@ class TouchedRows:
         if rows is not None or table.key_rules is None:
             refuse(
                 what,
-                expected="None beside rows" if rows is not None else "None: ids are row numbers",
+                expected="None beside rows"
+                if rows is not None
+                else "None: ids are row numbers",
                 got="keys",
             )
         numbers = read_keys(what, keys)
         found = self._marks.find(table, numbers)
         if (found < 0).any():
             refuse(
-                what, expected="keys with a row", got=f"key {numbers[found < 0][0]}, which has none"
+                what,
+                expected="keys with a row",
+                got=f"key {numbers[found < 0][0]}, which has none",
             )
         return found
 
@@ -295,7 +312,9 @@ class TouchedRows:
                 )
             since = Version(self.lineage.run, step, 0, keys or 0)
         parts = zip(since._fields[1:], since[1:], strict=True)
-        numbers = (check_int(f"since: {part}", number, minimum=0) for part, number in parts)
+        numbers = (
+            check_int(f"since: {part}", number, minimum=0) for part, number in parts
+        )
         since = Version(since.run, *numbers)
         if not self.lineage.has(since):
             refuse(
@@ -356,7 +375,9 @@ class TouchedRows:
         the row and the update has the row's first values only, and a delta since it needs them.
         """
         with self._lock:
-            self._marks.note_admitted(step, moves, max(self._ahead, default=self._through))
+            self._marks.note_admitted(
+                step, moves, max(self._ahead, default=self._through)
+            )
 
     def note_undone(self, step: int) -> None:
         """Follow the maps."""
@@ -381,7 +402,10 @@ class TouchedRows:
           ValueError: others were loaded since.
         """
         if self._is_stale:
-            expected, got = "the record of the engine's maps", "one from before they were loaded"
+            expected, got = (
+                "the record of the engine's maps",
+                "one from before they were loaded",
+            )
             remedy = "restore it with the tables, io.restore(…, touched=touched); or make another "
             remedy += f"TouchedRows(engine, step=int(state.step)), and {_FULL}"
             refuse("TouchedRows", expected=expected, got=got, remedy=remedy)
@@ -450,13 +474,18 @@ def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
     batch.check(layout)
     if isinstance(batch.packed, Tracer):
         refuse(
-            "batch", expected="a Batch", got="a tracer", remedy="record outside the jitted function"
+            "batch",
+            expected="a Batch",
+            got="a tracer",
+            remedy="record outside the jitted function",
         )
     # The lines on this process's devices, by the first one; without a split all devices hold the
     # same. And of each line the number of its device in the mesh.
     pieces = {s.index[0].start or 0: s.data for s in batch.packed.addressable_shards}
     lines = np.concatenate([np.asarray(piece) for piece in pieces.values()])
-    numbers = np.concatenate([first + np.arange(len(piece)) for first, piece in pieces.items()])
+    numbers = np.concatenate(
+        [first + np.arange(len(piece)) for first, piece in pieces.items()]
+    )
     found = []
     for view, names in line_of(batch.spec, layout):
         stack, fields = view.stack, fields_of(lines, names)  # [devices, …]
@@ -469,7 +498,9 @@ def physical_rows(batch: Batch, layout: Layout) -> list[np.ndarray]:
             # shard.
             owner = np.arange(stack.num_shards)[:, None]
             if layout.axes.one_process:
-                owner = layout.axes.parts_of_devices(stack.shard_axes)[numbers][:, None, None]
+                owner = layout.axes.parts_of_devices(stack.shard_axes)[numbers][
+                    :, None, None
+                ]
             asked = fields["asked"]
             rows = np.where(asked < 0, PADDING_ID, owner * stack.num_rows + asked)
         found.append(rows[rows >= 0])

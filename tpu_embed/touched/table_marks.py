@@ -85,7 +85,9 @@ class Lineage(NamedTuple):
 
     def has(self, version: Version) -> bool:
         """Return whether a moment is one of this run, or of what it goes on from."""
-        return version.run == self.run or any(version.is_up_to(one) for one in self.ancestors)
+        return version.run == self.run or any(
+            version.is_up_to(one) for one in self.ancestors
+        )
 
 
 class SavedMarks(NamedTuple):
@@ -132,18 +134,26 @@ class SavedRecord(NamedTuple):
 def merge_records(records: Sequence[SavedRecord]) -> SavedRecord:
     """Return what several processes have recorded of one run, with the latest step of each row."""
     first = records[0]
-    tables = {name: _merge([one.tables[name] for one in records]) for name in first.tables}
+    tables = {
+        name: _merge([one.tables[name] for one in records]) for name in first.tables
+    }
     return first._replace(tables=tables)
 
 
 def _merge(marks: Sequence[SavedMarks]) -> SavedMarks:
     # All processes have the same maps, so of keys they differ only in what they touched.
-    keys, at = np.unique(np.concatenate([one.keys for one in marks]), return_inverse=True)
+    keys, at = np.unique(
+        np.concatenate([one.keys for one in marks]), return_inverse=True
+    )
     latest = {}
     for part in ("touched", "given"):
         latest[part] = np.full(keys.size, -1, np.int32)
-        np.maximum.at(latest[part], at, np.concatenate([getattr(one, part) for one in marks]))
-    return marks[0]._replace(keys=keys, **latest, shared=max(one.shared for one in marks))
+        np.maximum.at(
+            latest[part], at, np.concatenate([getattr(one, part) for one in marks])
+        )
+    return marks[0]._replace(
+        keys=keys, **latest, shared=max(one.shared for one in marks)
+    )
 
 
 _STEP = np.dtype(np.int32)
@@ -226,7 +236,9 @@ class IdMarks:
             some = np.unique(ids[order[first:last]])
             self._newest = max(self._newest, int(steps[order[first]]))
             newest = {"step": np.full(some.size, self._newest, _STEP)}
-            self._steps.write(some, newest, mark=self._newest + 1)  # those of rows begin at 1
+            self._steps.write(
+                some, newest, mark=self._newest + 1
+            )  # those of rows begin at 1
 
     def remove(self, ids: np.ndarray) -> None:
         """Forget the marks of ids, uint64 `[n]`."""
@@ -277,7 +289,9 @@ class HostedMarks:
         self._stacks = [stack for stack in layout.stacks if stack.is_on_host]
         self.marks = {table.name: IdMarks() for _, table in layout.on_host}
         # By stack: the id that each physical row belongs to, -1 for none, [S * R].
-        self._ids = {s.name: np.full(s.physical_rows, -1, np.int64) for s in self._stacks}
+        self._ids = {
+            s.name: np.full(s.physical_rows, -1, np.int64) for s in self._stacks
+        }
         # Of each of the last batches, by stack: the physical rows that it gave to other ids, and
         # whom they belonged to before.
         self._before: collections.deque[dict[str, tuple[np.ndarray, np.ndarray]]]
@@ -318,7 +332,9 @@ class HostedMarks:
             self._waiting.setdefault(batch_step, []).append((stack, distinct, step))
             return
         ids = self._ids[stack.name][distinct]
-        for owners in itertools.islice(reversed(self._before), self._noted - batch_step):
+        for owners in itertools.islice(
+            reversed(self._before), self._noted - batch_step
+        ):
             if stack.name in owners:
                 given, before = owners[stack.name]
                 found = np.minimum(np.searchsorted(given, distinct), given.size - 1)
@@ -329,7 +345,9 @@ class HostedMarks:
     def _mark(self, stack: Stack, rows: np.ndarray, ids: np.ndarray, step: int) -> None:
         local = rows % stack.num_rows  # on its shard, where each table has a range
         for table in stack.tables:
-            mine = (local >= table.offset) & (local < table.offset + table.rows_per_shard)
+            mine = (local >= table.offset) & (
+                local < table.offset + table.rows_per_shard
+            )
             self.marks[table.name].mark(ids[mine & (ids >= 0)].view(np.uint64), step)
 
     def note(self, step: int, moves: Moves) -> None:
@@ -339,14 +357,22 @@ class HostedMarks:
             lost, given, keys = [], [], []
             for table in stack.tables:
                 taken = moves.taken[table.name]
-                for found, rows in ((lost, taken.evicted_rows), (given, taken.new_rows)):
+                for found, rows in (
+                    (lost, taken.evicted_rows),
+                    (given, taken.new_rows),
+                ):
                     found.append(stack.physical(rows.astype(stack.index_dtype), table))
                 keys.append(taken.new_keys.view(np.int64))
-            ids, rows = self._ids[stack.name], np.unique(np.concatenate([*lost, *given]))
+            ids, rows = (
+                self._ids[stack.name],
+                np.unique(np.concatenate([*lost, *given])),
+            )
             if rows.size:
                 before[stack.name] = rows, ids[rows]
             ids[np.concatenate(lost)] = -1
-            ids[np.concatenate(given)] = np.concatenate(keys)  # a row that was lost may be, at once
+            ids[np.concatenate(given)] = np.concatenate(
+                keys
+            )  # a row that was lost may be, at once
         self._before.append(before)
         self._noted = step
         for stack, rows, updated in self._waiting.pop(step, []):
@@ -398,12 +424,16 @@ class KeyMarks:
 
     def __init__(self, table: TableSlice) -> None:
         # Of a table on the host only few ids may ever have a row.
-        self.given = IdMarks() if table.is_on_host else RowMarks(_zeros(table.vocabulary_size))
+        self.given = (
+            IdMarks() if table.is_on_host else RowMarks(_zeros(table.vocabulary_size))
+        )
         self.lost = IdMarks()
         self._most_lost = max(_LEAST_LOST, min(table.declared_size, 2**31))
         self.lost_since = 0
 
-    def note(self, step: int, given: np.ndarray, new: np.ndarray, lost: np.ndarray) -> None:
+    def note(
+        self, step: int, given: np.ndarray, new: np.ndarray, lost: np.ndarray
+    ) -> None:
         """Note what the training batch of a step did.
 
         Args:
@@ -416,7 +446,9 @@ class KeyMarks:
         self.lost.mark(lost, step)
         self.lost.remove(new)
         if len(self.lost) > 2 * self._most_lost:
-            self.lost_since = max(self.lost_since, self.lost.keep_latest(self._most_lost))
+            self.lost_since = max(
+                self.lost_since, self.lost.keep_latest(self._most_lost)
+            )
 
 
 class TableMarks:
@@ -449,7 +481,10 @@ class TableMarks:
         self._keys = {table.name: KeyMarks(table) for _, table in layout.living}
         # By batch admitted after `_first`, the newest update that was recorded by then. With a row
         # given by a batch of 5 here, a key may have been in update 5 before it had that row.
-        self._first, self._newest = 0 if maps is None else maps.admitted, array.array("i")
+        self._first, self._newest = (
+            0 if maps is None else maps.admitted,
+            array.array("i"),
+        )
 
     # -- what happens --------------------------------------------------------------------------
 
@@ -536,7 +571,9 @@ class TableMarks:
         keys, rows = keys[here], rows[here]
         order = np.argsort(keys)
         lost = known.lost.after(since.keys)
-        return Changes(rows[order], keys[order], lost[self.find(table, lost) < 0], shared)
+        return Changes(
+            rows[order], keys[order], lost[self.find(table, lost) < 0], shared
+        )
 
     def find(self, table: TableSlice, keys: np.ndarray) -> np.ndarray:
         """Return the rows, or ids at home, of keys or ids of 64 bits; -1: none; int64 `[n]`."""
@@ -555,7 +592,9 @@ class TableMarks:
         if table.vocabulary is None:
             rows = marks.after(NEVER)
             given = np.full(rows.size, NEVER, np.int32)
-            return SavedMarks(rows, marks.steps(rows), given, _NOBODY, _NOBODY.astype(np.int32))
+            return SavedMarks(
+                rows, marks.steps(rows), given, _NOBODY, _NOBODY.astype(np.int32)
+            )
         known = self._keys[table.name]
         if table.key_rules is None:
             keys = ids = np.union1d(marks.after(NEVER), known.given.after(NEVER))
@@ -567,7 +606,11 @@ class TableMarks:
         newest = np.array(self._newest, np.int32)[given[here] - self._first - 1]
         steps[here] = np.maximum(steps[here], newest)
         lost, shared = known.lost.after(NEVER), shared_row(table)
-        last = NEVER if shared is None else int(marks.steps(np.array([shared], np.uint64))[0])
+        last = (
+            NEVER
+            if shared is None
+            else int(marks.steps(np.array([shared], np.uint64))[0])
+        )
         lost_at = known.lost.steps(lost)
         return SavedMarks(keys, steps, given, lost, lost_at, known.lost_since, last)
 
@@ -594,7 +637,10 @@ class TableMarks:
             known.lost_since = saved.lost_since
         steps = saved.touched[here]
         if shared is not None:
-            ids, steps = np.append(ids, np.uint64(shared)), np.append(steps, np.int32(saved.shared))
+            ids, steps = (
+                np.append(ids, np.uint64(shared)),
+                np.append(steps, np.int32(saved.shared)),
+            )
         self._marks[table.name].mark(ids[steps > NEVER], steps[steps > NEVER])
 
 
@@ -616,7 +662,11 @@ def check_row_ids(table: TableSlice, given: np.ndarray) -> np.ndarray:
     """
     what, size = f"table {table.name!r}: rows", table.declared_size
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
-        refuse(what, expected="integers of shape (n,)", got=f"{given.dtype} of shape {given.shape}")
+        refuse(
+            what,
+            expected="integers of shape (n,)",
+            got=f"{given.dtype} of shape {given.shape}",
+        )
     outside = given[(given < 0) | (given >= size)]
     if outside.size:
         refuse(what, expected=f"rows in [0, {size})", got=f"row {outside[0]}")

@@ -31,7 +31,15 @@ from tpu_embed._checks import check_choice, check_type, is_number, message, refu
 from tpu_embed._jaxprs import CALLS, REMATS, Site
 from tpu_embed._types import Array, PyTree, as_array
 from tpu_embed.kernels.tracing import as_varying, axes_of
-from tpu_embed.sparse import Program, find_sites, full, pull_back, stopped_p, tap, tapped
+from tpu_embed.sparse import (
+    Program,
+    find_sites,
+    full,
+    pull_back,
+    stopped_p,
+    tap,
+    tapped,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +87,9 @@ def tag(value: PyTree, name: str) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(value)
     arrays = [as_array(leaf) for leaf in leaves]
-    return structure.unflatten(tag_p.bind(*arrays, name=Tag(name).name, structure=structure))
+    return structure.unflatten(
+        tag_p.bind(*arrays, name=Tag(name).name, structure=structure)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +122,9 @@ class Tagged(Site):
         """Return no note: a tag leaves none."""
 
 
-def find_asked(jaxpr: Any, wanted: Collection[str], stops: Collection[str]) -> list[Any]:
+def find_asked(
+    jaxpr: Any, wanted: Collection[str], stops: Collection[str]
+) -> list[Any]:
     """Return the lookups of a jaxpr, and the values whose names are given, in program order.
 
     Args:
@@ -139,12 +151,18 @@ def find_asked(jaxpr: Any, wanted: Collection[str], stops: Collection[str]) -> l
                 name,
                 "it once in the function",
                 f"it {len(found)} times" if found else f"only {sorted(by_name)}",
-                "give each value a name of its own" if found else "tag(value, name) names one",
+                "give each value a name of its own"
+                if found
+                else "tag(value, name) names one",
             )
         # A jit or remat runs its jaxpr once per call. In a scan or while a name has one value per
         # iteration and in a cond perhaps none, so there is no one value to differentiate by; to
         # stop at all of them is possible.
-        passed = {*CALLS, *REMATS, *(() if name in wanted else ("scan", "while", "cond"))}
+        passed = {
+            *CALLS,
+            *REMATS,
+            *(() if name in wanted else ("scan", "while", "cond")),
+        }
         bad = sorted({eqn.primitive.name for eqn in found[0].around} - passed)
         if bad:
             raise _misplaced(
@@ -164,11 +182,15 @@ def _misplaced(name: str, expected: str, got: str, remedy: str) -> ValueError:
 # -- the primitive --------------------------------------------------------------------------------
 
 
-def _tag_batched(values: Sequence[Any], dims: Sequence[int | None], **params: Any) -> tuple:
+def _tag_batched(
+    values: Sequence[Any], dims: Sequence[int | None], **params: Any
+) -> tuple:
     """Name the whole batch, with the batch axis moved to the front."""
     # dim is the batch axis of a value, None if the value is not batched.
     pairs = zip(values, dims, strict=True)
-    moved = [value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in pairs]
+    moved = [
+        value if dim is None else jnp.moveaxis(value, dim, 0) for value, dim in pairs
+    ]
     return tag_p.bind(*moved, **params), [None if dim is None else 0 for dim in dims]
 
 
@@ -181,7 +203,10 @@ tag_p.def_impl(lambda *values, **_: list(values))
 tag_p.def_abstract_eval(lambda *avals, **_: list(avals))
 mlir.register_lowering(tag_p, lambda context, *values, **_: list(values))
 batching.primitive_batchers[tag_p] = _tag_batched
-ad.primitive_jvps[tag_p] = lambda values, by, **named: (tag_p.bind(*values, **named), list(by))
+ad.primitive_jvps[tag_p] = lambda values, by, **named: (
+    tag_p.bind(*values, **named),
+    list(by),
+)
 ad.primitive_transposes[tag_p] = lambda cotangents, *_, **__: list(cotangents)
 
 
@@ -212,7 +237,9 @@ Gate = Literal["none", "op", "graph"]
 
 _GATES = {
     "none": list,
-    "op": lambda found: [g if g is None else jax.lax.optimization_barrier(g) for g in found],
+    "op": lambda found: [
+        g if g is None else jax.lax.optimization_barrier(g) for g in found
+    ],
     # The barrier takes the whole nested list: no gradient is used before all are computed.
     "graph": jax.lax.optimization_barrier,
 }
@@ -310,7 +337,10 @@ def value_and_gradients(
     Returns:
       (ys, aux), and one gradient per x. With no xs fn is not run: (None, None) and [].
     """
-    words, methods = tuple(map(str, UnconnectedGradients)), tuple(map(str, AggregationMethod))
+    words, methods = (
+        tuple(map(str, UnconnectedGradients)),
+        tuple(map(str, AggregationMethod)),
+    )
     check_choice("gradients: unconnected_gradients", unconnected_gradients, words)
     check_choice("gradients: aggregation_method", aggregation_method, (None, *methods))
     check_choice("gradients: gate_gradients", gate_gradients, tuple(_GATES))
@@ -320,7 +350,9 @@ def value_and_gradients(
     arguments = [x for x in xs if not isinstance(x, Tag)]
     paths, structure = jax.tree_util.tree_flatten_with_path(arguments)
     names = [f"xs{jax.tree_util.keystr(path)}" for path, _ in paths]
-    leaves = [_as_array(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)]
+    leaves = [
+        _as_array(name, leaf) for name, (_, leaf) in zip(names, paths, strict=True)
+    ]
 
     def flat(*leaves):
         return fn(*structure.unflatten(leaves))
@@ -338,7 +370,10 @@ def value_and_gradients(
         for one, mine in zip(sites, program.taps, strict=True)
         if isinstance(one, Tagged) and one.own
     }
-    places = [*structure.unflatten(range(len(leaves))), *(tagged[name] for name in tags)]
+    places = [
+        *structure.unflatten(range(len(leaves))),
+        *(tagged[name] for name in tags),
+    ]
     named = dict(enumerate(names))
     for name, mine in tagged.items():
         named |= dict.fromkeys(jax.tree.leaves(mine), f"Tag({name!r})")
@@ -353,7 +388,10 @@ def value_and_gradients(
             return full(jax.typeof(program.values[place]), 0)
         return total.get(place)
 
-    values = ys.unflatten(results[: ys.num_leaves]), aux.unflatten(results[ys.num_leaves :])
+    values = (
+        ys.unflatten(results[: ys.num_leaves]),
+        aux.unflatten(results[ys.num_leaves :]),
+    )
     return values, _GATES[gate_gradients](jax.tree.map(gradient, places))
 
 
@@ -389,7 +427,11 @@ def _as_list(xs: Any) -> list[Any]:
       TypeError: `xs` is neither a list, a tuple nor an array.
       ValueError: an argument stands after a `Tag`.
     """
-    if isinstance(xs, Tag) or hasattr(xs, "dtype") or isinstance(xs, (int, float, complex)):
+    if (
+        isinstance(xs, Tag)
+        or hasattr(xs, "dtype")
+        or isinstance(xs, (int, float, complex))
+    ):
         xs = [xs]
     check_type(
         "gradients: xs",
@@ -418,7 +460,14 @@ def _as_array(name: str, leaf: Any) -> Array:
     try:
         return as_array(leaf)
     except (TypeError, ValueError) as error:
-        refuse(what, expected="an array", got=got, remedy=remedy, error=TypeError, cause=error)
+        refuse(
+            what,
+            expected="an array",
+            got=got,
+            remedy=remedy,
+            error=TypeError,
+            cause=error,
+        )
 
 
 def _stop_names(stops: Any) -> list[str]:

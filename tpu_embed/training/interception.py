@@ -29,7 +29,9 @@ Dummies = dict[str, dict[str, Array]]
 _REMAKE = "make dummies of these activations with create_dummy_table_variables"
 
 
-def create_dummy_table_variables(activations: PyTree, feature_config: Any = None) -> Dummies:
+def create_dummy_table_variables(
+    activations: PyTree, feature_config: Any = None
+) -> Dummies:
     """Return zeros like each activation, by table and feature.
 
     Args:
@@ -81,7 +83,9 @@ def hook(activations: PyTree, dummies: Mapping[str, Mapping[str, Array]]) -> PyT
       [2.0, 4.0]
     """
     # {"item": {"seen": z}} -> {"seen": z}: a feature path occurs in one table only.
-    by_path = {path: dummy for table in dummies.values() for path, dummy in table.items()}
+    by_path = {
+        path: dummy for table in dummies.values() for path, dummy in table.items()
+    }
     leaves = _by_path(activations)
     if by_path.keys() != leaves.keys():
         refuse(
@@ -171,9 +175,13 @@ def get_gradients_through_dummy_table_variables(
         absent = [path for path, gradient in found[name].items() if gradient is None]
         if absent:
             unused = ", ".join(absent)
-            warn_user(f"table {name!r}: the loss does not depend on {unused}: zero gradients")
+            warn_user(
+                f"table {name!r}: the loss does not depend on {unused}: zero gradients"
+            )
         by_path |= found[name] | {path: zeros[path] for path in absent}
-    return value, structures.unflatten(nest, (by_path[path] for path, _ in _leaves(nest)))
+    return value, structures.unflatten(
+        nest, (by_path[path] for path, _ in _leaves(nest))
+    )
 
 
 def get_gradients_through_compute_gradients(
@@ -199,21 +207,29 @@ def get_gradients_through_compute_gradients(
     each = [split_activations(leaf) for _, leaf in _leaves(activations)]
 
     def scaled(*values):
-        given = (rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True))
-        return optimizer.scale_loss(checked_loss(loss(structures.unflatten(activations, given))))
+        given = (
+            rebuild(value) for value, (_, rebuild) in zip(values, each, strict=True)
+        )
+        return optimizer.scale_loss(
+            checked_loss(loss(structures.unflatten(activations, given)))
+        )
 
     found = gradients(scaled, [values for values, _ in each])
     return structures.unflatten(activations, iter(found))
 
 
-def _features(activations: PyTree, feature_config: Any) -> Iterator[tuple[str, str, Any]]:
+def _features(
+    activations: PyTree, feature_config: Any
+) -> Iterator[tuple[str, str, Any]]:
     """Yield the table's name, the path and the activation of each feature, in flattening order."""
     if feature_config is None:  # the path of a feature is also the name of its table
         yield from ((path, path, leaf) for path, leaf in _by_path(activations).items())
         return
     structure = structures.flatten(feature_config)
     leaves = structure.match(activations, what="activations")
-    for path, feature, leaf in zip(structure.paths, structure.features, leaves, strict=True):
+    for path, feature, leaf in zip(
+        structure.paths, structure.features, leaves, strict=True
+    ):
         yield structure.table_names[structure.table_index(feature)], path, leaf
 
 

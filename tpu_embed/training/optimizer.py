@@ -27,7 +27,12 @@ from tpu_embed._types import Array, ArrayLike, PyTree, as_array, snapshot
 from tpu_embed.optimizers.base import TableOptimizer
 from tpu_embed.optimizers.optax_rows import init_state
 from tpu_embed.sparse import is_indexed_slices
-from tpu_embed.training.autodiff import Aggregation, Gate, checked_loss, value_and_gradients
+from tpu_embed.training.autodiff import (
+    Aggregation,
+    Gate,
+    checked_loss,
+    value_and_gradients,
+)
 from tpu_embed.training.replicas import AxisName, Reduction, Replicas, make_replicas
 from tpu_embed.training.update import (
     DeclaredOptimizer,
@@ -214,12 +219,18 @@ class TreeOptimizer(abc.ABC):
           ValueError: the loss or `grad_loss` is not float; there are no parameters; a path, gate or
             method is unknown.
         """
-        return self._compute(loss, params, var_list, grad_loss, gate_gradients, aggregation_method)[
-            1
-        ]
+        return self._compute(
+            loss, params, var_list, grad_loss, gate_gradients, aggregation_method
+        )[1]
 
     def _compute(
-        self, loss: Any, params: PyTree, var_list: Any, grad_loss: Any, gate: Gate, method: Any
+        self,
+        loss: Any,
+        params: PyTree,
+        var_list: Any,
+        grad_loss: Any,
+        gate: Gate,
+        method: Any,
     ) -> tuple[Array, GradientsAndVariables]:
         """Return the unscaled loss, and pairs of a gradient and a path."""
         leaves = leaves_of(params)
@@ -239,7 +250,9 @@ class TreeOptimizer(abc.ABC):
         floats = [i for i in variables if jnp.issubdtype(kinds[i], jnp.inexact)]
 
         def objective(*chosen):
-            values = dict(enumerate(leaves.values)) | dict(zip(floats, chosen, strict=True))
+            values = dict(enumerate(leaves.values)) | dict(
+                zip(floats, chosen, strict=True)
+            )
             found = checked_loss(loss(leaves.only(values)))
             # The gradient of Σ c·l is the pull-back of c: one scalar to differentiate, whatever
             # shape the loss has.
@@ -311,13 +324,17 @@ class TreeOptimizer(abc.ABC):
         gradients, constrained = check_gradients(
             self._name, grads_and_vars, leaves, constraints or {}
         )
-        old = take_apart(self._declared.dense, jax.tree.map(snapshot, state.inner), leaves)
+        old = take_apart(
+            self._declared.dense, jax.tree.map(snapshot, state.inner), leaves
+        )
         sparse = check_update(self._name, self._declared, leaves, old, gradients)
         step = state.step + 1
         rate = self._declared.learning_rate(step, learning_rate)
         if not skip_gradients_aggregation:
             # By label and not by number, so that errors can name the parameter.
-            summed = self._replicas.summed({leaves.labels[i]: g for i, g in gradients.items()})
+            summed = self._replicas.summed(
+                {leaves.labels[i]: g for i, g in gradients.items()}
+            )
             gradients = dict(zip(gradients, summed.values(), strict=True))
         params, inner = update_parameters(
             self._declared,
@@ -350,7 +367,9 @@ class TreeOptimizer(abc.ABC):
         the same name, their position in the chain is put before it.
         """
         leaves, parts = self._parts(state)
-        return sorted({name for i in range(len(leaves.labels)) for name in parts.slots(i)})
+        return sorted(
+            {name for i in range(len(leaves.labels)) for name in parts.slots(i)}
+        )
 
     def get_non_slot(self, state: OptState) -> dict[str, Array]:
         """Return what belongs to no parameter, by name: `step`, and counts of the transform.
@@ -373,7 +392,9 @@ class TreeOptimizer(abc.ABC):
             for i, label in enumerate(leaves.labels)
             for name, leaf in parts.slots(i).items()
         }
-        return sorted((slots | self.get_non_slot(state)).items(), key=lambda pair: pair[0])
+        return sorted(
+            (slots | self.get_non_slot(state)).items(), key=lambda pair: pair[0]
+        )
 
     def _parts(self, state: OptState) -> tuple[Leaves, State]:
         """Return the leaves of the parameters and those of the state.
@@ -599,7 +620,9 @@ def cross_shard(
 
     def update(updates, state, params=None, **extra):
         # IndexedSlices are pytrees: without is_leaf their values and indices would be two leaves.
-        pairs, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_indexed_slices)
+        pairs, structure = jax.tree_util.tree_flatten_with_path(
+            updates, is_leaf=is_indexed_slices
+        )
         for path, gradient in pairs:
             if is_indexed_slices(gradient):
                 refuse(
@@ -610,7 +633,9 @@ def cross_shard(
                     error=TypeError,
                 )
         summed = shards.summed({keystr(path): shards.scaled(g) for path, g in pairs})
-        return inner.update(structure.unflatten(summed.values()), state, params, **extra)
+        return inner.update(
+            structure.unflatten(summed.values()), state, params, **extra
+        )
 
     return SumsItself(tx.init, update)
 

@@ -111,7 +111,10 @@ class Replicas:
     def _sum(self, gradient: Any) -> Any:
         # values [n, D] and indices [n] on each of S replicas -> [S·n, D] and [S·n].
         if is_indexed_slices(gradient):
-            values, indices = self._gathered(gradient.values), self._gathered(gradient.indices)
+            values, indices = (
+                self._gathered(gradient.values),
+                self._gathered(gradient.indices),
+            )
             return IndexedSlices(values, indices, gradient.dense_shape)
         if len(self.groups) <= 1:
             return jax.lax.psum(gradient, self.names)
@@ -147,7 +150,9 @@ class Replicas:
         """Return the number of replicas, 0 where no axis is bound."""
         # names ("data", "model") of sizes [2, 4]: 8 replicas. 0 is the size of an unbound axis.
         sizes = [_axis_size(name) for name in self.names]
-        unbound = [name for name, size in zip(self.names, sizes, strict=True) if not size]
+        unbound = [
+            name for name, size in zip(self.names, sizes, strict=True) if not size
+        ]
         if unbound and any(sizes):
             refuse(
                 f"{self.what}: axis_name {self.names}",
@@ -209,8 +214,12 @@ def make_replicas(
     """
     check_choice(f"{what}: reduction", reduction, get_args(Reduction))
     # "x" -> ("x",), ["x", "y"] -> ("x", "y").
-    names: Any = tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    good = all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)
+    names: Any = (
+        tuple(axis_name) if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    )
+    good = all(isinstance(name, str) and name for name in names) and len(
+        {*names}
+    ) == len(names)
     if axis_name is None and not required:
         names = ()
     elif not good or not names:
@@ -240,7 +249,10 @@ def make_replicas(
 def _fault(groups: Groups) -> str:
     """Return what is wrong with the groups, or an empty string."""
     # [[0, 1], [1, 4]]: repeated [1]; absent [2, 3], since four ids must be 0 to 3.
-    ids, sizes = [i for group in groups for i in group], sorted({len(group) for group in groups})
+    ids, sizes = (
+        [i for group in groups for i in group],
+        sorted({len(group) for group in groups}),
+    )
     if not all(is_int(i) for i in ids):
         return "ids that are no integers"
     if len(sizes) > 1:

@@ -106,7 +106,9 @@ class Leaves(NamedTuple):
     def only(self, keep: Mapping[int, Any]) -> PyTree:
         """Return a tree with `NOTHING` at every leaf whose number is not in `keep`."""
         # Leaves a, b, c and keep = {1: x}: the tree of [NOTHING, x, NOTHING].
-        return self.structure.unflatten([keep.get(i, NOTHING) for i in range(len(self.labels))])
+        return self.structure.unflatten(
+            [keep.get(i, NOTHING) for i in range(len(self.labels))]
+        )
 
 
 def is_nothing(tree: Any) -> bool:
@@ -133,7 +135,9 @@ def leaves_of(params: PyTree) -> Leaves:
             remedy="give a pytree of arrays",
         )
     paths = [path for path, _ in pairs]
-    return Leaves(structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs])
+    return Leaves(
+        structure, paths, [keystr(path) for path in paths], [leaf for _, leaf in pairs]
+    )
 
 
 def listed(labels: Iterable[str]) -> str:
@@ -176,7 +180,9 @@ class State(NamedTuple):
         # parameters [1] of {b, w}: [count, mu b, mu w] -> the tree of [count, NOTHING, mu w].
         kept = {_NOBODY, *parameters}
         pairs = zip(self.values, self.owners, strict=True)
-        return self.structure.unflatten([x if owner in kept else NOTHING for x, owner in pairs])
+        return self.structure.unflatten(
+            [x if owner in kept else NOTHING for x, owner in pairs]
+        )
 
     def updated(self, state: PyTree) -> State:
         """Return this state with new values from a state that `only` made.
@@ -190,11 +196,16 @@ class State(NamedTuple):
     def with_slots(self, parameter: int, slots: Mapping[str, Array]) -> State:
         """Return this state with new slots of one parameter; shared leaves keep their values."""
         each = zip(self.names, self.owners, self.values, strict=True)
-        new = [slots.get(name, old) if whose == parameter else old for name, whose, old in each]
+        new = [
+            slots.get(name, old) if whose == parameter else old
+            for name, whose, old in each
+        ]
         return self._replace(values=new)
 
 
-def take_apart(transform: optax.GradientTransformation, state: PyTree, params: Leaves) -> State:
+def take_apart(
+    transform: optax.GradientTransformation, state: PyTree, params: Leaves
+) -> State:
     """Return the leaves of a transform's state with their names and owners.
 
     Args:
@@ -218,10 +229,14 @@ def take_apart(transform: optax.GradientTransformation, state: PyTree, params: L
     # The path of a slot ends with its parameter's path, which is not part of the slot's name:
     # path (0, mu, w) with the owner w, of depth 1, is of the kind (0, mu).
     depths = [len(params.paths[owner]) if owner >= 0 else 0 for owner in owners]
-    kinds = [path[: len(path) - depth] for path, depth in zip(paths, depths, strict=True)]
+    kinds = [
+        path[: len(path) - depth] for path, depth in zip(paths, depths, strict=True)
+    ]
     distinct = list(dict.fromkeys(kinds))
     name_of = dict(zip(distinct, name_slots(distinct), strict=True))
-    return State(structure, [name_of[kind] for kind in kinds], owners, values, divisible)
+    return State(
+        structure, [name_of[kind] for kind in kinds], owners, values, divisible
+    )
 
 
 def _owners(
@@ -263,7 +278,9 @@ def summed_twice(what: str, got: str) -> ValueError:
       got: what sums inside.
     """
     expected = "an optimizer without an axis of its own"
-    remedy = "sum once: leave the axis out of one, or give the transform inside cross_shard"
+    remedy = (
+        "sum once: leave the axis out of one, or give the transform inside cross_shard"
+    )
     return ValueError(message(what, expected=expected, got=got, remedy=remedy))
 
 
@@ -293,7 +310,11 @@ class DeclaredOptimizer:
         elif isinstance(given, optax.GradientTransformation):
             self.dense = optax.with_extra_args_support(given)
         else:
-            made = f"{given.__name__}(...)" if isinstance(given, type) else "optimizers.SGD(0.1)"
+            made = (
+                f"{given.__name__}(...)"
+                if isinstance(given, type)
+                else "optimizers.SGD(0.1)"
+            )
             refuse(
                 "optimizer",
                 expected="one of tpu_embed.optimizers or an optax transform",
@@ -328,7 +349,11 @@ class DeclaredOptimizer:
             )
 
     def update(
-        self, gradients: PyTree, state: PyTree, params: PyTree, learning_rate: ArrayLike | None
+        self,
+        gradients: PyTree,
+        state: PyTree,
+        params: PyTree,
+        learning_rate: ArrayLike | None,
     ) -> tuple[PyTree, PyTree]:
         """Return the updates and the next state of the transform.
 
@@ -360,7 +385,9 @@ class DeclaredOptimizer:
             return False  # a user's own transform may raise anything; its first error says more
         return True
 
-    def learning_rate(self, step: ArrayLike, given: ArrayLike | None) -> ArrayLike | None:
+    def learning_rate(
+        self, step: ArrayLike, given: ArrayLike | None
+    ) -> ArrayLike | None:
         """Return the learning rate of an update, None if the transform holds its own.
 
         Args:
@@ -417,9 +444,13 @@ def check_gradients(
                 remedy="compute_gradients makes them",
                 error=TypeError,
             )
-    numbers = leaves.find_all([path for _, path in pairs], what=f"{what}: grads_and_vars")
+    numbers = leaves.find_all(
+        [path for _, path in pairs], what=f"{what}: grads_and_vars"
+    )
     gradients = {
-        i: _gradient(f"{what}: gradient of {listed([leaves.labels[i]])}", g, leaves.values[i])
+        i: _gradient(
+            f"{what}: gradient of {listed([leaves.labels[i]])}", g, leaves.values[i]
+        )
         for i, (g, _) in zip(numbers, pairs, strict=True)
         if g is not None
     }
@@ -492,7 +523,9 @@ def _gradient(what: str, gradient: Any, parameter: Any) -> Any:
             gradient = gradient.astype(kind)
     # A complex gradient of a real parameter would lose its imaginary part. True > False: the
     # gradient is complex and the parameter is not.
-    kinds = [jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (gradient.dtype, kind)]
+    kinds = [
+        jnp.issubdtype(dtype, jnp.complexfloating) for dtype in (gradient.dtype, kind)
+    ]
     if kinds[0] > kinds[1]:
         refuse(
             what,
@@ -600,7 +633,9 @@ def update_parameters(
         # Shared leaves of the state are updated here, also if no gradient is dense.
         params, state = leaves.only({i: values[i] for i in dense}), old.only(dense)
         with jax.numpy_dtype_promotion("standard"):  # optax is written for it
-            updates, state = declared.update(leaves.only(dense), state, params, learning_rate)
+            updates, state = declared.update(
+                leaves.only(dense), state, params, learning_rate
+            )
             changed = jax.tree.leaves(optax.apply_updates(params, updates))
     for i, value in zip(dense, changed, strict=True):
         values[i] = value
@@ -664,7 +699,9 @@ def update_parameter_rows(
     # zeros. The id V is padding: it is never written. Sums are made in the rule's dtype.
     dtype = working_dtype(table)
     shapes = rule.slot_shapes(table.shape[-1], dtype)
-    unique = dataclasses.replace(gradient, values=gradient.values.astype(dtype)).deduplicate()
+    unique = dataclasses.replace(
+        gradient, values=gradient.values.astype(dtype)
+    ).deduplicate()
 
     # The rule sees a matrix of rows. Table [V, M, D] and U unique row ids: read gives [U·M, D],
     # write reshapes back to [U, M, D]. A slot with one number per row is [V, M] and [U·M].
@@ -678,7 +715,9 @@ def update_parameter_rows(
     with jax.named_scope("update_touched"):
         rows = read(table, table.shape[-1:]).astype(dtype)
         held = {
-            name: read(slots[name], s.shape).astype(s.dtype) if s.per_row else slots[name]
+            name: read(slots[name], s.shape).astype(s.dtype)
+            if s.per_row
+            else slots[name]
             for name, s in shapes.items()
         }
         summed = unique.values.reshape(rows.shape)

@@ -1,6 +1,11 @@
 """Dynamic vocabularies: keys that nobody knew yesterday get rows, and lose them again."""
 
-from tpu_embed.kernels.vocabulary_reference import COUNTERS, MapState, Taken, empty_state
+from tpu_embed.kernels.vocabulary_reference import (
+    COUNTERS,
+    MapState,
+    Taken,
+    empty_state,
+)
 from tpu_embed.vocabulary.batch_keys import (
     BatchKeys,
     KeyedRows,

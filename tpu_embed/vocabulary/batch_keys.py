@@ -93,7 +93,9 @@ def states_to_load(
     """
     every = [*tables]
     # What knows the rows on the devices of a table on the host is empty.
-    maps = {t.name: empty_state(step) if t.is_on_host else of_keys[t.name] for t in every}
+    maps = {
+        t.name: empty_state(step) if t.is_on_host else of_keys[t.name] for t in every
+    }
     ids = {t.name: of_keys[t.name] for t in every if t.key_table is not None}
     return MapStates(new_history(), maps, ids)
 
@@ -192,6 +194,8 @@ def check_vocabulary(state: Any) -> Any:
     """
     if getattr(state, "vocabulary", None) is None:
         refuse(
-            "state", expected="a state of an engine with dynamic vocabularies", got="another one"
+            "state",
+            expected="a state of an engine with dynamic vocabularies",
+            got="another one",
         )
     return state.vocabulary

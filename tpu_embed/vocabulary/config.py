@@ -16,7 +16,9 @@ Unseen = Literal["zero", "shared"]
 
 _WAITING_PER_ROW = 4
 _MAX_ROWS = 2**31 - 1
-_MAX_WAITING = 3 * 2**30  # with the room that their order needs, still numbers of 32 bits
+_MAX_WAITING = (
+    3 * 2**30
+)  # with the room that their order needs, still numbers of 32 bits
 _MAX_LOOKAHEAD = 2**16  # steps are numbers of 32 bits
 
 
@@ -70,7 +72,9 @@ class DynamicVocabulary:
             self._set_int("waiting", minimum=min(self.admit_after - 1, 1))
 
     def _set_int(self, field: str, *, minimum: int) -> None:
-        value = check_int(f"DynamicVocabulary.{field}", getattr(self, field), minimum=minimum)
+        value = check_int(
+            f"DynamicVocabulary.{field}", getattr(self, field), minimum=minimum
+        )
         object.__setattr__(self, field, value)
 
     def shared_row(self, capacity: int) -> int | None:
@@ -99,7 +103,9 @@ class DynamicVocabulary:
                     what,
                     expected=f"at most {most}",
                     got=value,
-                    remedy="give `waiting`" if self.waiting is None and what != "capacity" else "",
+                    remedy="give `waiting`"
+                    if self.waiting is None and what != "capacity"
+                    else "",
                 )
         return Options(
             num_rows=rows - shared,

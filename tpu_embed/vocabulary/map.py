@@ -64,12 +64,18 @@ def check_state(state: MapState, options: Options) -> None:
     ascending = bounds[0] >= 0 and bounds[1] < most and (np.diff(state.rows) > 0).all()
     _require_field(state, "rows", ascending, f"ascending numbers in [0, {most})")
     _require_field(
-        state, "last_seen", ((last >= 1) & (last <= step)).all(), f"steps in [1, {step}]"
+        state,
+        "last_seen",
+        ((last >= 1) & (last <= step)).all(),
+        f"steps in [1, {step}]",
     )
     for name in ("batches_seen", "waiting_counts"):
         counts = getattr(state, name)
         _require_field(
-            state, name, ((counts >= 1) & (counts <= step)).all(), f"counts in [1, {step}]"
+            state,
+            name,
+            ((counts >= 1) & (counts <= step)).all(),
+            f"counts in [1, {step}]",
         )
     # Sorted: np.unique may use a hash table, which takes ten times as long for millions of keys.
     every = np.sort(np.concatenate([state.keys, state.waiting_keys]))
@@ -77,7 +83,9 @@ def check_state(state: MapState, options: Options) -> None:
     _require_field(state, "keys", distinct, "distinct keys, none of them waiting")
 
 
-def _require_field(state: MapState, name: str, holds: bool | np.bool, expected: str) -> None:
+def _require_field(
+    state: MapState, name: str, holds: bool | np.bool, expected: str
+) -> None:
     if not holds:
         refuse(
             f"MapState.{name}",
@@ -123,7 +131,9 @@ def fit(
     if options.evict == "lfu":
         scores.append(state.batches_seen)
     dropped = max(0, state.keys.size - options.num_rows)
-    stay = np.sort(np.lexsort(scores)[dropped:])  # positions in `keys`, whose rows ascend
+    stay = np.sort(
+        np.lexsort(scores)[dropped:]
+    )  # positions in `keys`, whose rows ascend
     rows = state.rows[stay].copy()
     # Rows (0, 4, 5, 7) in a capacity of 5: 0 and 4 are kept, 5 and 7 become the free rows 1 and 2.
     beyond = rows >= options.num_rows
@@ -230,7 +240,9 @@ class VocabularyMap:
       array([ 0, -1,  1])
     """
 
-    def __init__(self, vocabulary: DynamicVocabulary, capacity: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, vocabulary: DynamicVocabulary, capacity: int, lookahead: int = 0
+    ) -> None:
         self._options = vocabulary.options(capacity, lookahead)
         self._map = dispatch.vocabulary_kernels().KeyMap(self._options)
         self._lock = threading.Lock()  # held by one call at a time, `find` excepted
@@ -293,7 +305,9 @@ class VocabularyMap:
         state = self.state()
         return state.keys, state.rows
 
-    def take(self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False) -> Taken:
+    def take(
+        self, known: np.ndarray, unknown: np.ndarray, *, at_once: bool = False
+    ) -> Taken:
         """Take one training batch: one step.
 
         The scores of known keys move; rows whose ttl has passed become free; every unknown key is
@@ -318,7 +332,11 @@ class VocabularyMap:
         known, unknown = _line(known, np.int64), _line(unknown, np.uint64)
         with self._lock:
             if self._map.step >= MAX_STEP:
-                refuse("VocabularyMap.take", expected=f"at most {MAX_STEP} batches", got="one more")
+                refuse(
+                    "VocabularyMap.take",
+                    expected=f"at most {MAX_STEP} batches",
+                    got="one more",
+                )
             try:
                 return self._map.take(known, unknown, at_once=at_once)
             except ConflictError as conflict:
@@ -360,7 +378,11 @@ class VocabularyMap:
         with self._lock:
             now = self._map.step
             if not is_int(step) or step > now:
-                refuse("VocabularyMap.forget", expected=f"a step of at most {now}", got=repr(step))
+                refuse(
+                    "VocabularyMap.forget",
+                    expected=f"a step of at most {now}",
+                    got=repr(step),
+                )
             self._map.forget(int(step))
 
     def state(self, step: int | None = None) -> MapState:
@@ -427,9 +449,13 @@ class GroupedMap:
       lookahead: as for `VocabularyMap`.
     """
 
-    def __init__(self, vocabulary: DynamicVocabulary, groups: RowGroups, lookahead: int) -> None:
+    def __init__(
+        self, vocabulary: DynamicVocabulary, groups: RowGroups, lookahead: int
+    ) -> None:
         self._groups = groups
-        self._maps = [VocabularyMap(vocabulary, rows.size, lookahead) for rows in groups.rows]
+        self._maps = [
+            VocabularyMap(vocabulary, rows.size, lookahead) for rows in groups.rows
+        ]
         # Of each row its group, and its number in it.
         self._group_of = np.empty(groups.num_rows, np.int32)
         self._number_of = np.empty(groups.num_rows, np.int64)
@@ -479,7 +505,9 @@ class GroupedMap:
         for group, one in enumerate(self._maps):
             mine = np.flatnonzero(of_unknown == group)
             taken = one.take(self._number_of[known[of_known == group]], unknown[mine])
-            every = np.append(self._groups.rows[group], -1)  # rows in the place of its numbers
+            every = np.append(
+                self._groups.rows[group], -1
+            )  # rows in the place of its numbers
             part = taken._replace(
                 rows=every[taken.rows],
                 new_rows=every[taken.new_rows],
@@ -578,12 +606,18 @@ class FixedVocabulary:
         if keys.shape != rows.shape:
             refuse("FixedVocabulary", expected=f"{keys.size} rows", got=f"{rows.size}")
         signed = keys.dtype.kind == "i"
-        keys = keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
+        keys = (
+            keys.astype(np.int64).view(np.uint64) if signed else keys.astype(np.uint64)
+        )
         order = np.argsort(keys)
         keys = keys[order]
         if (keys[1:] == keys[:-1]).any():
             twice = int(keys[:-1][keys[1:] == keys[:-1]][0])
-            refuse("FixedVocabulary.keys", expected="each key once", got=f"key {twice} twice")
+            refuse(
+                "FixedVocabulary.keys",
+                expected="each key once",
+                got=f"key {twice} twice",
+            )
         rows = rows[order].astype(np.int64)
         if (rows < 0).any():
             refuse("FixedVocabulary.rows", expected="at least 0", got=f"{rows.min()}")

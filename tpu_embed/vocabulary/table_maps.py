@@ -88,16 +88,24 @@ class TableMaps:
     """
 
     def __init__(
-        self, tables: Sequence[LivingTable], lookahead: int, groups: Mapping[str, RowGroups]
+        self,
+        tables: Sequence[LivingTable],
+        lookahead: int,
+        groups: Mapping[str, RowGroups],
     ) -> None:
-        self._tables, self._lookahead = {table.name: table for table in tables}, lookahead
+        self._tables, self._lookahead = (
+            {table.name: table for table in tables},
+            lookahead,
+        )
         self._groups = groups
         self._to_rows: dict[str, _Map] = {}  # on the devices
         self._to_ids: dict[str, VocabularyMap] = {}
         for name, table in self._tables.items():
             assert table.vocabulary is not None
             if name in groups and groups[name].count > 1:
-                self._to_rows[name] = GroupedMap(table.vocabulary, groups[name], lookahead)
+                self._to_rows[name] = GroupedMap(
+                    table.vocabulary, groups[name], lookahead
+                )
             else:
                 own = table.vocabulary, table.vocabulary_size
                 self._to_rows[name] = VocabularyMap(*own, lookahead)
@@ -129,7 +137,9 @@ class TableMaps:
         return {
             name: (
                 len(self._of_keys(name)),
-                table.vocabulary_size if table.key_table is None else table.key_table[0],
+                table.vocabulary_size
+                if table.key_table is None
+                else table.key_table[0],
             )
             for name, table in tables
         }
@@ -158,7 +168,9 @@ class TableMaps:
         ids = self._of_keys(name).find(keys).astype(np.int32)
         for one in after:
             _undo(ids, keys, one.of_keys(name))
-        return FoundKeys(ids, self.rows(name, ids, after) if name in self._to_ids else ids)
+        return FoundKeys(
+            ids, self.rows(name, ids, after) if name in self._to_ids else ids
+        )
 
     def rows(self, name: str, ids: np.ndarray, after: Sequence[Moves]) -> np.ndarray:
         """Return the rows on the devices, int32 `[n]`, of ids that `find` returned; see there."""
@@ -190,17 +202,23 @@ class TableMaps:
             self._take(name, known, unknown, moves)
         return moves
 
-    def _take(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+    def _take(
+        self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves
+    ) -> None:
         take = self._take_ids if name in self._to_ids else self._take_rows
         take(name, known, unknown, moves)
 
-    def _take_rows(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+    def _take_rows(
+        self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves
+    ) -> None:
         """Take a batch in the map to the rows on the devices."""
         moves.taken[name] = self._to_rows[name].take(known, unknown)
         table, lost = self._tables[name], moves.taken[name].rows < 0
         if table.is_on_host and lost.any():
             count = self._to_rows[name].rows_needed(unknown[lost])
-            batches = "a batch" if not self._lookahead else f"{self._lookahead + 1} batches"
+            batches = (
+                "a batch" if not self._lookahead else f"{self._lookahead + 1} batches"
+            )
             refuse(
                 f"table {name!r}",
                 expected=f"at most {table.vocabulary_size} distinct ids in {batches}",
@@ -208,7 +226,9 @@ class TableMaps:
                 remedy=f"give it HostStorage(device_rows={count}) or more, or smaller batches",
             )
 
-    def _take_ids(self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves) -> None:
+    def _take_ids(
+        self, name: str, known: np.ndarray, unknown: np.ndarray, moves: Moves
+    ) -> None:
         """Take a batch in both maps of a table."""
         taken = self._to_ids[name].take(known, unknown)
         every = self.shared(name, np.concatenate([known, taken.rows]))
@@ -253,13 +273,16 @@ class TableMaps:
         taken = map_.take(known[known >= 0], keys[known < 0], at_once=True)
         new, lost = taken.new_rows.size, int((taken.rows < 0).sum())
         if lost:
-            expected = (
-                f"at most {keys.size - lost} of these keys at a time: {keys.size - new - lost} "
-            )
-            expected += f"have a row, and {new} can get one"
+            expected = f"at most {keys.size - lost} of these keys at a time: "
+            expected += f"{keys.size - new - lost} have a row, and {new} can get one"
             remedy = "give fewer keys, or declare a larger capacity; keys of the call and of the "
             remedy += "`lookahead` batches before it keep their rows"
-            refuse(f"table {name!r}: keys", expected=expected, got=f"{keys.size}", remedy=remedy)
+            refuse(
+                f"table {name!r}: keys",
+                expected=expected,
+                got=f"{keys.size}",
+                remedy=remedy,
+            )
         return taken
 
     # -- steps ---------------------------------------------------------------------------------
@@ -292,7 +315,10 @@ class TableMaps:
 
     def empty_states(self, history: int) -> MapStates:
         """Return the states of maps without keys."""
-        made = (dict.fromkeys(maps, empty_state(0)) for maps in (self._to_rows, self._to_ids))
+        made = (
+            dict.fromkeys(maps, empty_state(0))
+            for maps in (self._to_rows, self._to_ids)
+        )
         return MapStates(history, *made)
 
     def check(self, states: MapStates) -> None:
@@ -302,7 +328,10 @@ class TableMaps:
           ValueError: other tables, or a state that a map cannot have.
         """
         given = states.maps if isinstance(states, MapStates) else {}
-        if given.keys() != self._to_rows.keys() or states.ids.keys() != self._to_ids.keys():
+        if (
+            given.keys() != self._to_rows.keys()
+            or states.ids.keys() != self._to_ids.keys()
+        ):
             refuse(
                 "vocabularies.load_state",
                 expected=f"what state() returned, with maps of {sorted(self._to_rows)}",
@@ -312,7 +341,9 @@ class TableMaps:
         steps = {int(state.step) for _, state in pairs}
         if len(steps) > 1:
             refuse(
-                "vocabularies.load_state", expected="maps of one step", got=f"steps {sorted(steps)}"
+                "vocabularies.load_state",
+                expected="maps of one step",
+                got=f"steps {sorted(steps)}",
             )
         for map_, state in pairs:
             map_.check_state(state)
@@ -326,7 +357,10 @@ class TableMaps:
 
     def _with_states(self, states: MapStates) -> list[tuple[_Map, MapState]]:
         pairs = [(one, states.maps[name]) for name, one in self._to_rows.items()]
-        return [*pairs, *((one, states.ids[name]) for name, one in self._to_ids.items())]
+        return [
+            *pairs,
+            *((one, states.ids[name]) for name, one in self._to_ids.items()),
+        ]
 
 
 def _undo(rows: np.ndarray, keys: np.ndarray, taken: Taken) -> None:
@@ -389,7 +423,9 @@ class KeyChanges(NamedTuple):
     def counts(self) -> dict[str, int]:
         """Return how many there are of each kind, by its name."""
         kinds = ("admitted", "evicted", "expired")
-        return {kind: getattr(self, kind).size for kind in kinds} | {"unseen": self.unseen}
+        return {kind: getattr(self, kind).size for kind in kinds} | {
+            "unseen": self.unseen
+        }
 
 
 def changes_of(
@@ -464,9 +500,15 @@ def describe_keys(
             if ages.size
         },
         "totals": {name: int(count) for name, count in totals.items()},
-        "per_step": {name: int(count) / max(1, scores.step) for name, count in totals.items()},
-        "most_batches": _listed(scores.keys, fields, ("batches_seen", "last_seen"), hottest),
-        "seen_last": _listed(scores.keys, fields, ("last_seen", "batches_seen"), hottest),
+        "per_step": {
+            name: int(count) / max(1, scores.step) for name, count in totals.items()
+        },
+        "most_batches": _listed(
+            scores.keys, fields, ("batches_seen", "last_seen"), hottest
+        ),
+        "seen_last": _listed(
+            scores.keys, fields, ("last_seen", "batches_seen"), hottest
+        ),
         "waiting_most": _listed(
             scores.waiting_keys, {"count": scores.waiting_counts}, ("count",), hottest
         ),
@@ -474,7 +516,10 @@ def describe_keys(
 
 
 def _listed(
-    keys: np.ndarray, fields: Mapping[str, np.ndarray], order: tuple[str, ...], most: int
+    keys: np.ndarray,
+    fields: Mapping[str, np.ndarray],
+    order: tuple[str, ...],
+    most: int,
 ) -> list[dict[str, int]]:
     """Return the first keys by some fields, the largest first; among equals, the first one."""
     # The last array of lexsort matters most, so the place among all comes first.

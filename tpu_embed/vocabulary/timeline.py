@@ -64,7 +64,9 @@ class Timeline:
     def __init__(self, tables: Sequence[LivingTable], lookahead: int) -> None:
         self._lookahead = lookahead
         options = [table.vocabulary for table in tables]
-        self._keeps = all(x is not None and x.evict == "none" and x.ttl is None for x in options)
+        self._keeps = all(
+            x is not None and x.evict == "none" and x.ttl is None for x in options
+        )
         # The step at which each row was last given to a key or taken from one, as of `admitted`.
         self._changed = {t.name: np.zeros(t.vocabulary_size, np.int32) for t in tables}
         self._placed: dict[int, Moves] = {}  # after `admitted`
@@ -93,7 +95,8 @@ class Timeline:
         """Return the keys that placed batches up to a step take rows from, by table and step."""
         placed = [(at, moves.taken) for at, moves in self._placed.items() if at <= step]
         return {
-            name: [(at, one[name].evicted_keys) for at, one in placed] for name in self._changed
+            name: [(at, one[name].evicted_keys) for at, one in placed]
+            for name in self._changed
         }
 
     def undo(self, step: int) -> None:
@@ -115,7 +118,9 @@ class Timeline:
         placed = {at: one for at, one in self._placed.items() if at != step}
         past = {**self._past, step: moves}
         # One call of C, which no interrupt cuts in two; what is above may be done again.
-        vars(self).update(_placed=placed, _past=past, admitted=step, history=self._following)
+        vars(self).update(
+            _placed=placed, _past=past, admitted=step, history=self._following
+        )
         first = min((pin.step for pin in self._pins), default=self.admitted)
         self._past = {at: one for at, one in self._past.items() if at > first}
         return moves
@@ -131,7 +136,9 @@ class Timeline:
         made._following = new_history()
         made.admitted, made.history = step, history
         made._placed, made._past = {}, {}
-        made._changed = {name: np.full_like(one, step) for name, one in self._changed.items()}
+        made._changed = {
+            name: np.full_like(one, step) for name, one in self._changed.items()
+        }
         return made
 
     # -- rows at a step ------------------------------------------------------------------------
@@ -166,7 +173,9 @@ class Timeline:
           training: whether it is one of the batches whose rows are protected.
         """
         last = first + self._lookahead if training else first
-        return ValidSteps(first, FOREVER if self._keeps else last, self.history_of(first))
+        return ValidSteps(
+            first, FOREVER if self._keeps else last, self.history_of(first)
+        )
 
     def check(self, now: tuple[int, int], steps: ValidSteps, keys: BatchKeys) -> None:
         """Check that a batch may be looked up in a state.
@@ -181,20 +190,36 @@ class Timeline:
             other keys.
         """
         step, history = now
-        remedy = "give every batch to admit first, in the order in which they were placed"
+        remedy = (
+            "give every batch to admit first, in the order in which they were placed"
+        )
         if keys.is_training:
-            _refuse(expected="an admitted batch", got="one that was only placed", remedy=remedy)
+            _refuse(
+                expected="an admitted batch",
+                got="one that was only placed",
+                remedy=remedy,
+            )
         if history != steps.history:
-            expected = "one placed since the maps were loaded, by an engine that shares them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
+            expected = (
+                "one placed since the maps were loaded, by an engine that shares them"
+            )
+            _refuse(
+                expected=expected,
+                got="one placed before, or of other maps",
+                remedy=SHARE_MAPS,
+            )
         if step < steps.first:
             expected = f"one of a step up to {step}, which the state has admitted"
             _refuse(expected=expected, got=f"one of step {steps.first}", remedy=remedy)
         # Whether the state is, was or will be one of these maps, as they are loaded now.
         known = step <= self.placed and history == self.history_of(step)
-        if step > steps.last and not (known and self._untouched(steps.first, step, keys)):
+        if step > steps.last and not (
+            known and self._untouched(steps.first, step, keys)
+        ):
             expected = f"one whose rows still belong to its keys at step {step}"
-            got = f"one of step {steps.first}, which has rows that may be other keys' now"
+            got = (
+                f"one of step {steps.first}, which has rows that may be other keys' now"
+            )
             remedy = "place it again; training batches are updated at most `lookahead` admits later"
             _refuse(expected=expected, got=got, remedy=remedy)
 
@@ -216,7 +241,11 @@ class Timeline:
         assert steps is not None, "a training batch has them"
         if history not in (self.history, self._following):
             expected = "a state of these maps, as they are loaded now"
-            _refuse(expected=expected, got="one of other maps, or from before", remedy=SHARE_MAPS)
+            _refuse(
+                expected=expected,
+                got="one of other maps, or from before",
+                remedy=SHARE_MAPS,
+            )
         if steps.first != step + 1 or step != self.admitted:
             expected = f"the batch of step {step + 1}, which the state comes to next"
             got = f"the one of step {steps.first}"
@@ -231,7 +260,11 @@ class Timeline:
         if history != self.history or not self._holds(keys):
             expected = "one placed since the maps were rewound or loaded, by an engine that shares "
             expected += "them"
-            _refuse(expected=expected, got="one placed before, or of other maps", remedy=SHARE_MAPS)
+            _refuse(
+                expected=expected,
+                got="one placed before, or of other maps",
+                remedy=SHARE_MAPS,
+            )
         return steps
 
     def is_current(self, steps: ValidSteps, keys: BatchKeys) -> bool:

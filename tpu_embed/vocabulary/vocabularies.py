@@ -34,7 +34,12 @@ from tpu_embed.kernels.vocabulary_reference import MapState
 from tpu_embed.key_hashes import hash_keys
 from tpu_embed.processes import Order
 from tpu_embed.storage import Homes, HostRows, Incoming, Room
-from tpu_embed.vocabulary.batch_keys import BatchKeys, MapStates, ValidSteps, map_version
+from tpu_embed.vocabulary.batch_keys import (
+    BatchKeys,
+    MapStates,
+    ValidSteps,
+    map_version,
+)
 from tpu_embed.vocabulary.config import LivingTable, check_lookahead
 from tpu_embed.vocabulary.table_maps import (
     FoundKeys,
@@ -79,7 +84,9 @@ class MapLoad(NamedTuple):
     observers: weakref.WeakSet[Observer]
 
 
-def load_together(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
+def load_together(
+    loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing
+) -> None:
     """Put maps in their places and call `then`; if it raises, the old maps are there again.
 
     Batches that are being placed end first.
@@ -95,7 +102,9 @@ def load_together(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = 
     _alone([different[number] for number in sorted(different)], [], then, undo)
 
 
-def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act) -> None:
+def _alone(
+    waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act
+) -> None:
     """Exchange all maps when nobody else moves them, or looks at them."""
     if not waiting:
         exchange(ready, then, undo)
@@ -109,7 +118,9 @@ def _alone(waiting: list[MapLoad], ready: list[MapLoad], then: _Act, undo: _Act)
     first.order.run(locked)
 
 
-def exchange(loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing) -> None:
+def exchange(
+    loads: Sequence[MapLoad], then: _Act = _nothing, undo: _Act = _nothing
+) -> None:
     """Do what `load_together` does, in a thread that has all locks."""
     new = [store for one in loads for store in one.stores]
     for one in loads:
@@ -168,11 +179,17 @@ def read_keys(what: str, keys: Any) -> np.ndarray:
     """
     column = read_column(what, keys)
     if column.ndim != 1:
-        refuse(what, expected="keys of shape (n,)", got=f"{column.dtype} of shape {column.shape}")
+        refuse(
+            what,
+            expected="keys of shape (n,)",
+            got=f"{column.dtype} of shape {column.shape}",
+        )
     missing = np.ma.getmaskarray(column)
     if missing.any():
         refuse(
-            what, expected="a key at every place", got=f"a missing one at {int(np.argmax(missing))}"
+            what,
+            expected="a key at every place",
+            got=f"a missing one at {int(np.argmax(missing))}",
         )
     numbers = np.ma.getdata(column)
     if numbers.dtype.kind == "i":
@@ -181,8 +198,16 @@ def read_keys(what: str, keys: Any) -> np.ndarray:
         return np.ascontiguousarray(numbers, np.uint64)
     if numbers.dtype.kind not in "USO":
         got, remedy = describe_values(numbers)
-        refuse(what, expected="integers or strings", got=got, remedy=remedy, error=TypeError)
-    if numbers.dtype.kind == "O" and not all(isinstance(one, (str, bytes)) for one in numbers):
+        refuse(
+            what,
+            expected="integers or strings",
+            got=got,
+            remedy=remedy,
+            error=TypeError,
+        )
+    if numbers.dtype.kind == "O" and not all(
+        isinstance(one, (str, bytes)) for one in numbers
+    ):
         expected, (got, remedy) = (
             "integers of at most 64 bits, or strings",
             describe_values(numbers),
@@ -237,7 +262,9 @@ class Vocabularies:
 
     def __repr__(self) -> str:
         """Show a line per table: how many of its rows have keys."""
-        lines = [f"Vocabularies, {self.placed} batches placed, {self.admitted} admitted"]
+        lines = [
+            f"Vocabularies, {self.placed} batches placed, {self.admitted} admitted"
+        ]
         for name, (count, capacity) in self._maps.sizes.items():
             lines.append(f"{name}: {count} of {capacity} rows")
         return "\n  ".join(lines)
@@ -412,7 +439,10 @@ class Vocabularies:
             self._check_whole()
             step = self.placed if step is None else self._timeline.known(step)
             after = self._timeline.after(step)
-            found = {n: self._maps.find(name, some, after) for n, (name, some) in keys.items()}
+            found = {
+                n: self._maps.find(name, some, after)
+                for n, (name, some) in keys.items()
+            }
             # Under the same lock: another thread may load maps at once, which begins a history.
             return self._timeline.steps(step, training=False), found
 
@@ -460,7 +490,9 @@ class Vocabularies:
             step = self.placed
             if step + 1 + self.lookahead >= FOREVER:
                 refuse(
-                    "place", expected=f"fewer than {FOREVER} training batches", got=f"{step + 1}"
+                    "place",
+                    expected=f"fewer than {FOREVER} training batches",
+                    got=f"{step + 1}",
                 )
             try:
                 moves = take()
@@ -498,8 +530,12 @@ class Vocabularies:
             keys = keys[self.homes.tables[name].row_groups.at_home(keys)]
             if name in moves.owners:
                 # What is at home for the id of a new key belonged to another key.
-                is_new = np.isin(keys, moves.owners[name].taken.new_rows.view(np.uint64))
-            brought[name] = self.homes.fetch(name, keys, before[name], rooms[name], is_new)
+                is_new = np.isin(
+                    keys, moves.owners[name].taken.new_rows.view(np.uint64)
+                )
+            brought[name] = self.homes.fetch(
+                name, keys, before[name], rooms[name], is_new
+            )
         return brought
 
     def undo(self, step: int) -> None:
@@ -517,7 +553,9 @@ class Vocabularies:
                 )
             self._timeline.undo(step)
             self._maps.rewind(step)
-            self._counted = {at: counted for at, counted in self._counted.items() if at <= step}
+            self._counted = {
+                at: counted for at, counted in self._counted.items() if at <= step
+            }
             for one in list(self.observers):
                 one.note_undone(step)
 
@@ -558,12 +596,17 @@ class Vocabularies:
             if batch.visits[0] != self.homes.replaced:
                 return False
         with self.lock:
-            return self._timeline.is_current(ValidSteps(*batch.valid_steps.tolist()), batch.keys)
+            return self._timeline.is_current(
+                ValidSteps(*batch.valid_steps.tolist()), batch.keys
+            )
 
     def note_admitted(self, step: int) -> None:
         """Note that a state has the rows of a step; what came before cannot be undone any more."""
         with self.lock:
-            (*_, moves), before = self._timeline.after(step - 1), self._counted[self.admitted]
+            (*_, moves), before = (
+                self._timeline.after(step - 1),
+                self._counted[self.admitted],
+            )
             self._last = changes_of(moves, before, self._counted[step])
             try:
                 moves = self._timeline.note_admitted(step)
@@ -574,7 +617,9 @@ class Vocabularies:
                     one.note_loaded()  # interrupted, they have not followed this step
                 raise
             self._maps.forget(step)
-            self._counted = {at: counted for at, counted in self._counted.items() if at >= step}
+            self._counted = {
+                at: counted for at, counted in self._counted.items() if at >= step
+            }
 
     def rewind(self, state: Any) -> None:
         """Take the maps back to the step of a state: batches placed since are as if never placed.
@@ -632,11 +677,15 @@ class Vocabularies:
         self._refuse_homes("load_state")
         self.load_states(states, None)
 
-    def load_states(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> None:
+    def load_states(
+        self, states: MapStates, rows: Mapping[str, HostRows] | None
+    ) -> None:
         """Replace all maps, and the rows at home, by table on the host (None without them)."""
         load_together([self.prepare_load(states, rows)])
 
-    def prepare_load(self, states: MapStates, rows: Mapping[str, HostRows] | None) -> MapLoad:
+    def prepare_load(
+        self, states: MapStates, rows: Mapping[str, HostRows] | None
+    ) -> MapLoad:
         """Return maps, and rows at home, that can take the place of these; see `load_states`."""
         self._maps.check(states)
         return self._load(states, rows or {})
@@ -671,7 +720,10 @@ class Vocabularies:
 
 
 def choose_vocabularies(
-    tables: Sequence[LivingTable], lookahead: int | None, shared: Any, homes: Homes | None
+    tables: Sequence[LivingTable],
+    lookahead: int | None,
+    shared: Any,
+    homes: Homes | None,
 ) -> Vocabularies | None:
     """Return the maps of an engine: new ones, or those of another engine; None if it needs none.
 
@@ -697,14 +749,23 @@ def choose_vocabularies(
         error=ValueError,
     )
     ours, theirs = (
-        {table.name: (table.vocabulary_size, table.vocabulary, table.key_table) for table in some}
+        {
+            table.name: (table.vocabulary_size, table.vocabulary, table.key_table)
+            for table in some
+        }
         for some in (tables, shared.tables.values())
     )
     if ours != theirs:
-        refuse("vocabularies", expected=f"maps of the engine's tables {ours}", got=f"{theirs}")
+        refuse(
+            "vocabularies",
+            expected=f"maps of the engine's tables {ours}",
+            got=f"{theirs}",
+        )
     ours, theirs = (one and one.tables for one in (homes, shared.homes))
     if ours != theirs:
-        refuse("vocabularies", expected=f"homes of the same rows, {ours}", got=f"{theirs}")
+        refuse(
+            "vocabularies", expected=f"homes of the same rows, {ours}", got=f"{theirs}"
+        )
     if lookahead not in (None, shared.lookahead):
         refuse(
             "vocabularies",

@@ -31,7 +31,6 @@ FACTORS = (1, 1, 2, 3, 5)
 VOCABULARIES = (1, 2, 3, 5, 7, 8, 9, 20, 64, 100, 300)
 DIMS = (1, 1, 2, 2, 3, 3, 5, 5, 8, 8, 16, 16, 17, 17, 128)
 GRIDS = ((16, -1.0, 1.0), (2, 0.0, 1.0), (256, -2.0, 3.0))
-QUANTIZATIONS = [QuantizationConfig(*grid) for grid in GRIDS]
 INSIDE = "ids in jit"
 WAYS = ("eager", "in jit", INSIDE, "stateful")
 

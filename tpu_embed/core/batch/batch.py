@@ -100,7 +100,9 @@ class Batch:
             object.__setattr__(self, "keys", BatchKeys())
 
     @classmethod
-    def of(cls, packed: Any, spec: BatchSpec, layout: Layout, valid_steps: Any = None) -> Batch:
+    def of(
+        cls, packed: Any, spec: BatchSpec, layout: Layout, valid_steps: Any = None
+    ) -> Batch:
         """Return a batch of an engine with this layout.
 
         Args:
@@ -142,7 +144,9 @@ class Batch:
             )
         # `line_of` takes only a spec whose stacks are known to be those of the layout.
         expected, axes = None, layout.axes
-        same = [stack.features for stack in self.spec.stacks] == layout.features_by_stack
+        same = [
+            stack.features for stack in self.spec.stacks
+        ] == layout.features_by_stack
         if same and self.spec.replicas == axes.replicas:
             expected = axes.size(axes.names), line_length(line_of(self.spec, layout))
         if self.packed.shape != expected:
@@ -165,7 +169,9 @@ class Batch:
         """
         # Inside shard_map, `packed` is this device's line [1, L].
         line = line_of(self.spec, layout)
-        ids = [_located(read_line(self.packed[0], fields), view) for view, fields in line]
+        ids = [
+            _located(read_line(self.packed[0], fields), view) for view, fields in line
+        ]
         return ids, jnp.zeros(len(layout.features), jnp.int32)
 
     def row_splits(self, layout: Layout) -> dict[int, Array]:
@@ -251,7 +257,9 @@ def line_length(line: Line) -> int:
     return max(field.start + field.words for _, fields in line for field in fields)
 
 
-def fields_of(packed: np.ndarray, fields: tuple[LineField, ...]) -> dict[str, np.ndarray]:
+def fields_of(
+    packed: np.ndarray, fields: tuple[LineField, ...]
+) -> dict[str, np.ndarray]:
     """Return the fields of one stack as views `[devices, …]` into a packed array."""
     return {
         field.name: packed[:, field.start : field.start + field.words]
@@ -265,7 +273,10 @@ def read_line(line: Array, fields: tuple[LineField, ...]) -> dict[str, Array]:
     """Return the fields of one stack from one device's line, inside a program."""
     found = {}
     for field in fields:
-        piece, words = line[field.start : field.start + field.words], field.dtype.itemsize // 4
+        piece, words = (
+            line[field.start : field.start + field.words],
+            field.dtype.itemsize // 4,
+        )
         if words > 1:
             piece = piece.reshape(-1, words)
         if field.dtype != INT32:
@@ -294,10 +305,17 @@ def _fields(view: StackView) -> list[Any]:
         (sums, "sum_segments", ids, INT32),
         (sums and view.has_gains, "sum_gains", ids, gains),
         (parcels and not merges, "sent", (shards, view.parcel_size), index),
-        (parcels and merges and not view.is_local, "merge_index", (view.num_partials,), INT32),
+        (
+            parcels and merges and not view.is_local,
+            "merge_index",
+            (view.num_partials,),
+            INT32,
+        ),
         (parcels and merges, "merge_segments", (view.num_partials,), INT32),
         (merges, "merged", (view.num_merged,), index),
     ]
     each = zip(view.features, view.sizes, view.shapes, strict=True)
-    found += [(own.has_places, f"{ROW_SPLITS}{f}", (n + 1,), INT32) for f, n, own in each]
+    found += [
+        (own.has_places, f"{ROW_SPLITS}{f}", (n + 1,), INT32) for f, n, own in each
+    ]
     return [field for there, *field in found if there]

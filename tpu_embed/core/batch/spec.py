@@ -84,7 +84,10 @@ class BatchSpec:
 
     @staticmethod
     def bare(
-        shapes: Sequence[FeatureShape], layout: Layout, replicas: int, routed: Routed = "nothing"
+        shapes: Sequence[FeatureShape],
+        layout: Layout,
+        replicas: int,
+        routed: Routed = "nothing",
     ) -> BatchSpec:
         """Return the spec of a batch of an engine, without capacities.
 
@@ -94,7 +97,9 @@ class BatchSpec:
         stacks = tuple(StackSpec(mine, 0, 0, 0) for mine in layout.features_by_stack)
         for feature, shape in zip(layout.features, shapes, strict=True):
             if shape.batch % replicas or not shape.batch:
-                expected = f"a positive multiple of {replicas}, the devices that share it"
+                expected = (
+                    f"a positive multiple of {replicas}, the devices that share it"
+                )
                 what = f"feature {feature.path!r}: batch size"
                 remedy = f"use tpu_embed.pad_batch(features, {replicas})"
                 if not shape.batch:  # nothing is padded to a multiple: it is one
@@ -117,7 +122,9 @@ class BatchSpec:
     def bucketed(self) -> BatchSpec:
         """Return a spec with larger capacities, so that similar batches share one program."""
         # They depend on lengths alone, so features of equal lengths keep equal capacities.
-        shapes = tuple(one.with_capacity(roomy(one.capacity or 0)) for one in self.feature_shapes)
+        shapes = tuple(
+            one.with_capacity(roomy(one.capacity or 0)) for one in self.feature_shapes
+        )
         stacks = tuple(stack.bucketed() for stack in self.stacks)
         return dataclasses.replace(self, feature_shapes=shapes, stacks=stacks)
 
@@ -168,7 +175,12 @@ def _union(a: BatchSpec, b: BatchSpec) -> BatchSpec:
         return a
     # What the specs of one engine's batches have in common.
     kinds = [
-        (one.replicas, one.routed, len(one.feature_shapes), [g.features for g in one.stacks])
+        (
+            one.replicas,
+            one.routed,
+            len(one.feature_shapes),
+            [g.features for g in one.stacks],
+        )
         for one in (a, b)
     ]
     if kinds[0] != kinds[1]:
@@ -185,7 +197,9 @@ def _union_shape(i: int, a: FeatureShape, b: FeatureShape) -> FeatureShape:
     """Return the smallest shape of feature i that fits both shapes."""
     if a == b:
         return a
-    kinds = [(one.batch, one.inner, one.combines, one.capacity is None) for one in (a, b)]
+    kinds = [
+        (one.batch, one.inner, one.combines, one.capacity is None) for one in (a, b)
+    ]
     if kinds[0] != kinds[1]:
         refuse(
             f"BatchSpec: feature {i}",

@@ -91,7 +91,10 @@ class StackView:
         """Whether some ids may have another gain than 1 (`ids/gains.py`)."""
         configs = (self.layout.features[f].config for f in self.features)
         pairs = zip(self.shapes, configs, strict=True)
-        return any(s.weighted or (s.combines and one.table.combiner != "sum") for s, one in pairs)
+        return any(
+            s.weighted or (s.combines and one.table.combiner != "sum")
+            for s, one in pairs
+        )
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -101,7 +104,9 @@ class StackView:
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
         """The bags of each feature on one device."""
-        return tuple(s.bags_of(size) for s, size in zip(self.shapes, self.sizes, strict=True))
+        return tuple(
+            s.bags_of(size) for s, size in zip(self.shapes, self.sizes, strict=True)
+        )
 
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
@@ -116,7 +121,9 @@ class StackView:
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
         """The ids of each bag of each feature of a dense stack; () if there are no ids at all."""
-        widths = [shape.room_per_bag or 0 for shape in self.shapes] if self.is_dense else []
+        widths = (
+            [shape.room_per_bag or 0 for shape in self.shapes] if self.is_dense else []
+        )
         return tuple(widths) if any(map(np.multiply, widths, self.counts)) else ()
 
     @property
@@ -152,8 +159,14 @@ class StackView:
           row_splits: `[1, B/S + 1]` of every jagged feature, whose places are its bags.
         """
         # The first example of block k is ⌈k · B / G⌉: of 10 examples in 4 blocks 3, 5 and 8.
-        size, start, blocks = self.sizes[number], self.starts[number], self.layout.blocks
-        examples = np.array([-(-k * size // blocks) for k in range(1, blocks)], np.int32)
+        size, start, blocks = (
+            self.sizes[number],
+            self.starts[number],
+            self.layout.blocks,
+        )
+        examples = np.array(
+            [-(-k * size // blocks) for k in range(1, blocks)], np.int32
+        )
         if self.shapes[number].has_places:
             return start + row_splits[self.features[number]][0, examples]
         return (start + examples * self.shapes[number].bags).astype(np.int32)
@@ -200,7 +213,12 @@ class StackView:
         """Whether the devices make dense sums of all rows, which a psum adds."""
         stack, replicas = self.stack, self.layout.axes.replicas
         # A psum would add the sums of all blocks unrounded.
-        if self.is_local or stack.num_shards > 1 or not self.accumulates or stack.exchange_dtype:
+        if (
+            self.is_local
+            or stack.num_shards > 1
+            or not self.accumulates
+            or stack.exchange_dtype
+        ):
             return False
         return self.layout.blocks * stack.num_rows <= self.num_ids * replicas
 
@@ -212,7 +230,9 @@ class StackView:
     @property
     def num_partials(self) -> int:
         """P, the partial sums that one owner has room for, of all sources."""
-        if self.by_psum:  # a sum for every block and row; row r in block b is number b · R + r
+        if (
+            self.by_psum
+        ):  # a sum for every block and row; row r in block b is number b · R + r
             return self.layout.blocks * self.stack.num_rows
         sources = self.layout.axes.batch_order(self.stack.shard_axes)
         return (1 if self.is_local else sources.size) * self.parcel_size

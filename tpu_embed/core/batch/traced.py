@@ -57,21 +57,32 @@ class TracedIds:
         """Return the ids of every stack, and bad ids; see `Batch.locate`."""
         located, numbers, counts = [], [], []
         for view in view_stacks(self.spec, layout):
-            given = {f: self._in_bags(self.ids[f], f, PADDING_ID) for f in view.features}
+            given = {
+                f: self._in_bags(self.ids[f], f, PADDING_ID) for f in view.features
+            }
             rows, gains = [], None
             # Features with as many ids are rows of one array: of 2, 2 and 3 ids, the first two are
             # [2, 2] and the third [1, 3]; flattened, they stand one after the other, 4 and 3 ids.
-            for _, some in itertools.groupby(view.features, key=lambda f: given[f].size):
+            for _, some in itertools.groupby(
+                view.features, key=lambda f: given[f].size
+            ):
                 features = tuple(some)
                 wide = np.result_type(*(given[f].dtype for f in features))
                 ids = jnp.stack([given[f].reshape(-1).astype(wide) for f in features])
-                found, count = _resolve(ids, [layout.features[f] for f in features], view.stack)
+                found, count = _resolve(
+                    ids, [layout.features[f] for f in features], view.stack
+                )
                 rows.append(found.reshape(-1))
                 numbers, counts = [*numbers, *features], [*counts, count]
             row_ids = _at_least_one(jnp.concatenate(rows), PADDING_ID)
             if view.has_gains:
-                each = [self._gains(f, layout, view.stack.compute_dtype) for f in view.features]
-                gains = _at_least_one(jnp.concatenate([one.reshape(-1) for one in each]), 1)
+                each = [
+                    self._gains(f, layout, view.stack.compute_dtype)
+                    for f in view.features
+                ]
+                gains = _at_least_one(
+                    jnp.concatenate([one.reshape(-1) for one in each]), 1
+                )
                 gains = jnp.where(row_ids < 0, jnp.zeros_like(gains), gains)
             located.append(LocalIds(row_ids, view.dense_bags(), gains))
         bad = jnp.zeros(len(layout.features), jnp.int32)
@@ -80,11 +91,15 @@ class TracedIds:
     def row_splits(self, layout: Layout) -> dict[int, Array]:
         """Return the row splits `[1, B/S + 1]` of every jagged feature; see `Batch.row_splits`."""
         found = {}
-        for f, (ids, shape) in enumerate(zip(self.ids, self.spec.feature_shapes, strict=True)):
+        for f, (ids, shape) in enumerate(
+            zip(self.ids, self.spec.feature_shapes, strict=True)
+        ):
             if shape.capacity is None:
                 continue
             lengths = padded_lengths(ids, shape.bags)
-            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])[None]
+            found[f] = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])[
+                None
+            ]
         return found
 
     def report(self, bad_ids: Array, layout: Layout) -> None:
@@ -188,7 +203,10 @@ def _checked(
             )
     shape = dense_shape(what, config, ids.shape, weighted=weights is not None)
     # An unsigned id that is too large becomes the largest number of the dtype, which is not a row.
-    if not (jnp.issubdtype(ids.dtype, jnp.signedinteger) and ids.dtype.itemsize >= dtype.itemsize):
+    if not (
+        jnp.issubdtype(ids.dtype, jnp.signedinteger)
+        and ids.dtype.itemsize >= dtype.itemsize
+    ):
         ids = narrow_ids(ids, dtype)
     length = config.max_sequence_length
     if config.keep != "first" and ids.ndim == 2 and ids.shape[1] > length:
@@ -207,7 +225,9 @@ def _array(what: str, value: Any) -> Array:
     return as_array(value)
 
 
-def _resolve(ids: Array, features: Sequence[FeatureLayout], stack: Stack) -> tuple[Array, Array]:
+def _resolve(
+    ids: Array, features: Sequence[FeatureLayout], stack: Stack
+) -> tuple[Array, Array]:
     """Clip bad ids, or turn them into padding, and compute the physical rows of all others.
 
     Args:
@@ -226,16 +246,22 @@ def _resolve(ids: Array, features: Sequence[FeatureLayout], stack: Stack) -> tup
         same = len(set(values)) == 1
         return np.asarray(values[0] if same else [[value] for value in values], dtype)
 
-    tables, policies = zip(*((one.table, one.config.on_bad_id) for one in features), strict=True)
+    tables, policies = zip(
+        *((one.table, one.config.on_bad_id) for one in features), strict=True
+    )
     # An error cannot be raised inside a program: such an id becomes padding, and is counted.
     last = each([table.vocabulary_size - 1 for table in tables]).astype(ids.dtype)
     bad = (ids < PADDING_ID) | (ids > last)
-    clips, errors = (each([p == one for p in policies], bool) for one in ("clip", "error"))
+    clips, errors = (
+        each([p == one for p in policies], bool) for one in ("clip", "error")
+    )
     instead = jnp.where(clips, jnp.clip(ids, 0, last), PADDING_ID)
     count = jnp.sum(bad & errors, axis=1, dtype=jnp.int32)
     ids = jnp.where(bad, instead, ids).astype(stack.index_dtype)
     offsets = each([table.offset for table in tables])
-    rows = stack.physical_in(ids, offsets, each([table.rows_per_shard for table in tables]))
+    rows = stack.physical_in(
+        ids, offsets, each([table.rows_per_shard for table in tables])
+    )
     return jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), rows), count
 
 

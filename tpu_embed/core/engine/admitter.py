@@ -59,12 +59,16 @@ class Admitter:
         traces = self._writer.traces + self._mover.traces
         return {} if self._vocabularies is None else {"admit": traces}
 
-    def prepare(self, state: TableState, batch: Batch) -> Exchange[tuple[TableState, Batch]]:
+    def prepare(
+        self, state: TableState, batch: Batch
+    ) -> Exchange[tuple[TableState, Batch]]:
         """Check a state and a batch; return what makes the rows of the batch's new keys new."""
         vocabularies = self._vocabularies
         if vocabularies is None:
             return Exchange(lambda _: (state, batch))
-        if any(isinstance(leaf, Tracer) for leaf in (batch.packed, *state.tables.values())):
+        if any(
+            isinstance(leaf, Tracer) for leaf in (batch.packed, *state.tables.values())
+        ):
             refuse(
                 "admit",
                 expected="a call outside a jit",
@@ -77,21 +81,31 @@ class Admitter:
             vocabularies.check(now, steps, batch.keys)
             if batch.keys.tables is not None:
                 # The maps may have been loaded since: then a state from before keeps its history.
-                fresh = vocabularies.steps(now[0], training=False)._replace(history=now[1])
-                batch = dataclasses.replace(batch, valid_steps=np.array(fresh, np.int32))
+                fresh = vocabularies.steps(now[0], training=False)._replace(
+                    history=now[1]
+                )
+                batch = dataclasses.replace(
+                    batch, valid_steps=np.array(fresh, np.int32)
+                )
             looked_up = _with_visits(batch, np.asarray(self._numbers(state)))
             return Exchange(lambda _: (state, looked_up))
         steps = vocabularies.check_next(now, batch.keys)
         reached, keys = (steps.first, steps.history), batch.keys
-        vocabulary = version_after(state, self._layout, keys.taken, keys.owners, reached)
+        vocabulary = version_after(
+            state, self._layout, keys.taken, keys.owners, reached
+        )
         bring = self._prepare_rows(keys, steps.first)
         numbers = np.array(steps, np.int32)  # the host keeps nothing more of the batch
-        admitted = dataclasses.replace(batch, valid_steps=numbers, keys=BatchKeys(), admitted=True)
+        admitted = dataclasses.replace(
+            batch, valid_steps=numbers, keys=BatchKeys(), admitted=True
+        )
 
         def exchange(call):
             new_state = bring(state, call)
             if vocabularies.admitted < steps.first:
-                vocabularies.check_next(now, keys)  # maps may have been loaded since an interrupt
+                vocabularies.check_next(
+                    now, keys
+                )  # maps may have been loaded since an interrupt
                 vocabularies.note_admitted(steps.first)
                 if self._homes is not None:
                     for name, incoming in keys.incoming.items():
@@ -112,7 +126,10 @@ class Admitter:
         Raises:
           RuntimeError: rows were lost on their way home.
         """
-        new = {name: NewKeys(one.new_keys, one.new_rows) for name, one in keys.taken.items()}
+        new = {
+            name: NewKeys(one.new_keys, one.new_rows)
+            for name, one in keys.taken.items()
+        }
         homes, came = self._homes, {}
         if homes is None:
             return lambda state, call: self._writer.write(state, new, call=call)
@@ -127,13 +144,17 @@ class Admitter:
         homes.wait_for_room()  # what may raise comes before tables are donated
         sent = self._mover.send(keys.arrivals, came, keys.agreed)
         leaving = {name: keys.taken[name].evicted_keys for name in homes.tables}
-        mine = {n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()}
+        mine = {
+            n: homes.tables[n].row_groups.at_home(some) for n, some in leaving.items()
+        }
         most = {name: one.drawn for name, one in (keys.agreed or {}).items()}
 
         def bring(state, call):
             state, copies = self._mover.exchange(state, sent, call)
             rooms = functools.partial(leaving_rooms, copies, keys.arrivals, mine)
-            homes.send(step, {name: some[mine[name]] for name, some in leaving.items()}, rooms)
+            homes.send(
+                step, {name: some[mine[name]] for name, some in leaving.items()}, rooms
+            )
             return self._writer.write(state, new, most, call=call)
 
         return bring
@@ -163,7 +184,9 @@ class Admitter:
         now = self._numbers(state)
         if any(isinstance(leaf, Tracer) for leaf in (now, *steps)):
             batch = _with_visits(batch)
-            return _plain(batch), ~jnp.asarray(_fits(steps, now)) | _is_replaced(batch, now)
+            return _plain(batch), ~jnp.asarray(_fits(steps, now)) | _is_replaced(
+                batch, now
+            )
         if not _fits(steps, np.asarray(now)):  # then the host looks row by row
             self._vocabularies.check(map_version(state), steps, batch.keys)
         return _plain(_with_visits(batch, np.asarray(now))), None
@@ -189,7 +212,9 @@ class Admitter:
                 remedy="place it again",
             )
         known = not isinstance(batch.valid_steps, Tracer)
-        return ValidSteps(*(np.asarray(batch.valid_steps).tolist() if known else batch.valid_steps))
+        return ValidSteps(
+            *(np.asarray(batch.valid_steps).tolist() if known else batch.valid_steps)
+        )
 
 
 def version_after(
@@ -251,8 +276,13 @@ def _with_visits(batch: Batch, now: np.ndarray | None = None) -> Batch:
     """
     if batch.visit_rows and batch.visits is None:
         if batch.keys.make_visits is None:
-            expected, got = "a batch with its rows from home", "one that was placed ahead of others"
-            remedy = "admit it before it is pickled, or goes into a jit: state, batch = "
+            expected, got = (
+                "a batch with its rows from home",
+                "one that was placed ahead of others",
+            )
+            remedy = (
+                "admit it before it is pickled, or goes into a jit: state, batch = "
+            )
             remedy += "engine.admit(state, batch)"
             refuse("batch", expected=expected, got=got, remedy=remedy)
         batch = dataclasses.replace(batch, visits=batch.keys.make_visits())

@@ -25,7 +25,11 @@ from tpu_embed._types import Array, ArrayLike, PyTree, Tracer
 from tpu_embed.config import TableConfig
 from tpu_embed.core.batch import Batch, BatchSpec, TracedIds
 from tpu_embed.core.engine.admitter import Admitter, nan_if
-from tpu_embed.core.engine.logical_rows import LogicalRows, check_engine, prepare_adoption
+from tpu_embed.core.engine.logical_rows import (
+    LogicalRows,
+    check_engine,
+    prepare_adoption,
+)
 from tpu_embed.core.ids import HostIds, structure
 from tpu_embed.core.layout import (
     ExchangeDtype,
@@ -96,16 +100,22 @@ class Programs:
         counters are not, so users can still read them.
     """
 
-    def __init__(self, layout: Layout, guard: Guard, vocabularies: Vocabularies | None) -> None:
+    def __init__(
+        self, layout: Layout, guard: Guard, vocabularies: Vocabularies | None
+    ) -> None:
         self._layout, self._guard = layout, guard
         # States without keys are of the first history of the maps.
-        self._history = np.int32(0 if vocabularies is None else vocabularies.first_history)
+        self._history = np.int32(
+            0 if vocabularies is None else vocabularies.first_history
+        )
         self.traces: collections.Counter[str] = collections.Counter()
         self._made = jax.jit(self._init)
         # A user finds these programs in a jaxpr or a profile by their names.
         self.lookup = jax.jit(named(self._lookup, LOOKUP))
         self.update = jax.jit(named(self._update, UPDATE))
-        self.update_in_place = jax.jit(named(self._update_rows, UPDATE), donate_argnums=0)
+        self.update_in_place = jax.jit(
+            named(self._update_rows, UPDATE), donate_argnums=0
+        )
 
     def init(self, key: Array) -> TableState:
         """Return a first state; see `EmbeddingEngine.init`."""
@@ -132,10 +142,17 @@ class Programs:
         check_arrays(TableState(tables, {}, jnp.int32(0), {}), layout, slots=False)
         if vocabulary is not None:
             assert isinstance(source, Batch), "features have no visits"
-            assert source.visits is not None, "a batch without visits takes no vocabulary"
+            assert source.visits is not None, (
+                "a batch without visits takes no vocabulary"
+            )
             small = source.layout_in(layout)
-            tables = visiting_tables(tables, vocabulary, source.visits[1], layout, small)
-            source, layout = dataclasses.replace(source, visits=None, visit_rows=0), small
+            tables = visiting_tables(
+                tables, vocabulary, source.visits[1], layout, small
+            )
+            source, layout = (
+                dataclasses.replace(source, visits=None, visit_rows=0),
+                small,
+            )
         activations, bad_ids = lookup(not_differentiable(tables), source, layout)
         source.report(bad_ids, layout)
         return activations
@@ -158,17 +175,27 @@ class Programs:
         if (bad := self._guard.find(operands.gradients, source)) is not None:
             bad = bad if refused is None else bad & ~refused
             skip = jnp.any(bad)
-            operands = operands._replace(skip=skip if refused is None else skip | refused)
-        rows, gradients = _not_differentiable(((state.tables, state.slots), operands.gradients))
+            operands = operands._replace(
+                skip=skip if refused is None else skip | refused
+            )
+        rows, gradients = _not_differentiable(
+            ((state.tables, state.slots), operands.gradients)
+        )
         operands = operands._replace(gradients=gradients)
         tables, slots, bad_ids = update(*rows, source, operands, self._layout)
         # Inside a jit nothing can raise: both reports reach a user through `checkify`.
         source.report(bad_ids, self._layout)
         self._guard.report(bad)
         counters = self._guard.counted(state.counters, bad_ids, bad, refused)
-        trained = [stack.name for stack in self._layout.stacks if stack.optimizer is not None]
-        held = jax.tree.leaves([(state.tables[name], state.slots[name]) for name in trained])
-        return TableState(tables, slots, note_copies(operands.steps_done, held), counters)
+        trained = [
+            stack.name for stack in self._layout.stacks if stack.optimizer is not None
+        ]
+        held = jax.tree.leaves(
+            [(state.tables[name], state.slots[name]) for name in trained]
+        )
+        return TableState(
+            tables, slots, note_copies(operands.steps_done, held), counters
+        )
 
 
 class EmbeddingEngine(LogicalRows):
@@ -232,7 +259,11 @@ class EmbeddingEngine(LogicalRows):
         self.structure = structure.flatten(feature_config)
         options = {"stack_tables": stack_tables, "exchange_dtype": exchange_dtype}
         layout = make_layout(
-            self.structure, optimizer, make_axes(mesh, batch_axes), sum_blocks=blocks, **options
+            self.structure,
+            optimizer,
+            make_axes(mesh, batch_axes),
+            sum_blocks=blocks,
+            **options,
         )
         living = [table for _, table in layout.living]
         maps = choose_vocabularies(living, lookahead, vocabularies, make_homes(layout))
@@ -299,11 +330,15 @@ class EmbeddingEngine(LogicalRows):
         """
         return self.prepare_admit(state, batch).run()
 
-    def prepare_admit(self, state: TableState, batch: Batch) -> Exchange[tuple[TableState, Batch]]:
+    def prepare_admit(
+        self, state: TableState, batch: Batch
+    ) -> Exchange[tuple[TableState, Batch]]:
         """Check the arguments of `admit`; return what does it, and survives Ctrl-C."""
         return self._admitter.prepare(state, self.intake.own(batch))
 
-    def host_ids(self, features: PyTree, weights: PyTree | None = None) -> list[HostIds]:
+    def host_ids(
+        self, features: PyTree, weights: PyTree | None = None
+    ) -> list[HostIds]:
         """Return this process's ids as `place` checks them, keys as positions, without sending."""
         return self.intake.host_ids(features, weights)
 
@@ -345,7 +380,9 @@ class EmbeddingEngine(LogicalRows):
         """
         return self.prepare_adopt(state, other)()
 
-    def prepare_adopt(self, state: TableState, other: EmbeddingEngine) -> Callable[[], TableState]:
+    def prepare_adopt(
+        self, state: TableState, other: EmbeddingEngine
+    ) -> Callable[[], TableState]:
         """Check the arguments of `adopt`, and copy rows; return a function, to be called once.
 
         The function gives this engine its maps. Until then nothing has changed.
@@ -380,7 +417,9 @@ class EmbeddingEngine(LogicalRows):
           TypeError: what `place` refuses; differentiation with respect to the state.
         """
         check_not_donated(state, tables_alone=True)
-        source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(
+            state, self.intake.source(batch, weights, spec)
+        )
         visits = isinstance(source, Batch) and source.visit_rows
         vocabulary = state.vocabulary if visits else None
         found = call(self._programs.lookup, state.tables, source, vocabulary)
@@ -420,9 +459,13 @@ class EmbeddingEngine(LogicalRows):
             no optimizer, missing learning rates, and what `lookup` refuses.
           TypeError: what `lookup` refuses.
         """
-        source, refused = self._admitter.check(state, self.intake.source(batch, weights, spec))
+        source, refused = self._admitter.check(
+            state, self.intake.source(batch, weights, spec)
+        )
         operands = self._operands(state, source, activation_gradients, learning_rates)
-        new = call(self._programs.update, state, source, operands._replace(skip=refused))
+        new = call(
+            self._programs.update, state, source, operands._replace(skip=refused)
+        )
         return dataclasses.replace(new, vocabulary=state.vocabulary)
 
     def update_in_place(
@@ -437,10 +480,16 @@ class EmbeddingEngine(LogicalRows):
 
         Use it outside a jit. If it refuses an argument, as `update` does, the state stays valid.
         """
-        return self.prepare_update(state, batch, activation_gradients, learning_rates).run()
+        return self.prepare_update(
+            state, batch, activation_gradients, learning_rates
+        ).run()
 
     def prepare_update(
-        self, state: TableState, batch: Batch, gradients: PyTree, learning_rates: Any = None
+        self,
+        state: TableState,
+        batch: Batch,
+        gradients: PyTree,
+        learning_rates: Any = None,
     ) -> Exchange[TableState]:
         """Check the arguments of `update_in_place`; return what does it, and survives Ctrl-C."""
         source, _ = self._admitter.check(state, self.intake.source(batch, None, None))
@@ -470,13 +519,19 @@ class EmbeddingEngine(LogicalRows):
         # Outside a jit, values can be checked now, and callable learning rates be read.
         if not any(isinstance(leaf, Tracer) for leaf in leaves):
             self._guard.refuse(checked, source)
-            learning_rates = self._rates.read() if learning_rates is None else learning_rates
+            learning_rates = (
+                self._rates.read() if learning_rates is None else learning_rates
+            )
         rates = self._rates.by_stack(learning_rates)
         replicas = self.layout.axes.replicas
-        reads = {name: activations_read(one, replicas) for name, one in state.tables.items()}
+        reads = {
+            name: activations_read(one, replicas) for name, one in state.tables.items()
+        }
         return Operands(checked, state.step + 1, rates, reads)
 
-    def check_in_place(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def check_in_place(
+        self, step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
         """Check that a jitted training step updates tables and slots in their own memory.
 
         The step is compiled for these arguments, but not run. A step that copies a table gives the
@@ -505,7 +560,10 @@ class EmbeddingEngine(LogicalRows):
     def __repr__(self) -> str:
         """Show a line per table: its size, placement and optimizer."""
         return "\n  ".join(
-            [f"EmbeddingEngine on {describe_devices(self.layout)}", *describe_tables(self.layout)]
+            [
+                f"EmbeddingEngine on {describe_devices(self.layout)}",
+                *describe_tables(self.layout),
+            ]
         )
 
     def __copy__(self) -> EmbeddingEngine:

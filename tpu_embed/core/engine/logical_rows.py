@@ -173,7 +173,11 @@ class LogicalRows:
         return stored.view(jnp.dtype(f.shape.dtype))[inverse.reshape(-1)]
 
     def stored_rows(
-        self, state: TableState, name: str, ids: Ids, parts: Collection[str] | None = None
+        self,
+        state: TableState,
+        name: str,
+        ids: Ids,
+        parts: Collection[str] | None = None,
     ) -> Rows:
         """Return rows with their slots, as they are stored, from wherever they are.
 
@@ -192,7 +196,9 @@ class LogicalRows:
             return self._of_host(state, name, np.asarray(ids, np.int64).view(np.uint64))
         return DeviceRows(state, self.layout, name, parts).read(ids)
 
-    def drawn_rows(self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray) -> Rows:
+    def drawn_rows(
+        self, vocabulary: Mapping[str, Array], name: str, keys: np.ndarray
+    ) -> Rows:
         """Return first rows of a table on the host with their slots, as they are stored.
 
         Args:
@@ -270,12 +276,16 @@ class LogicalRows:
             maps = self._maps_of("set_rows", name)
             refuse_traced("set_rows", state, values, keys)
             check_own(state, self.layout)
-            return maps.order.run(lambda: self._set_by_key(maps, state, name, keys, values, slot))
+            return maps.order.run(
+                lambda: self._set_by_key(maps, state, name, keys, values, slot)
+            )
         check_own(state, self.layout)
         f = _field_of_rows(self.layout, name, slot)
         if not f.table.is_on_host:
             chosen, given = _checked_rows(f, rows, values)
-            return f.write(state, write_copy(f.read(state), chosen, given, f, self.layout.axes))
+            return f.write(
+                state, write_copy(f.read(state), chosen, given, f, self.layout.axes)
+            )
         _, maps = self._of(name)
         refuse_traced("set_rows", state, rows, values)
         maps.check_newest(state)
@@ -356,7 +366,10 @@ class LogicalRows:
         check_own(state, self.layout)
         # The first loop validates everything, the second writes: an error leaves nothing half
         # loaded.
-        given = [(field(self.layout, name, None), one) for name, one in _items("tables", tables)]
+        given = [
+            (field(self.layout, name, None), one)
+            for name, one in _items("tables", tables)
+        ]
         for name, by_slot in _items("slots", slots or {}):
             named = _items(f"slots of table {name!r}", by_slot)
             given += [(field(self.layout, name, slot), array) for slot, array in named]
@@ -387,7 +400,9 @@ class LogicalRows:
             return self._of_here(state, name, keys)
         mine = np.flatnonzero(home.row_groups.at_home(keys))
         what = f"engine.rows: table {name!r}"
-        read = raise_on_all(what, Path(), lambda: self._of_here(state, name, keys[mine]))
+        read = raise_on_all(
+            what, Path(), lambda: self._of_here(state, name, keys[mine])
+        )
         rows = DeviceRows(state, self.layout, name).empty(keys.size)
         for said in gather_bytes(what, pickle.dumps((mine, read))):
             _put_rows(rows, *pickle.loads(said))
@@ -489,8 +504,13 @@ class LogicalRows:
             rows = ids
             if f.table.is_on_host:
                 homes, _ = self._of(name)
-                make = functools.partial(self._rows_at_home, state, f, keys, ids, values, new.keys)
-                at_home, rows = Replacement(homes[name], make), maps.rows(name, ids, step)
+                make = functools.partial(
+                    self._rows_at_home, state, f, keys, ids, values, new.keys
+                )
+                at_home, rows = (
+                    Replacement(homes[name], make),
+                    maps.rows(name, ids, step),
+                )
             if name in moves.owners:
                 # Ids that the devices hold, of old keys or of new ones, are written on both sides.
                 # All processes know all of these, so each fills the lines of all shards alike.
@@ -501,7 +521,9 @@ class LogicalRows:
             written = self._on_devices(state, f, new, rows[here], values[here])
             number = None if at_home is None else at_home.number
             version = version_after(state, self.layout, *moves, maps.at(step), number)
-            raise_on_all(f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write())
+            raise_on_all(
+                f"set_rows: table {name!r}", Path(), lambda: at_home and at_home.write()
+            )
             if step > before:
                 maps.note_admitted(step)
         except BaseException:
@@ -517,7 +539,12 @@ class LogicalRows:
         return dataclasses.replace(written, vocabulary=version)
 
     def _on_devices(
-        self, state: TableState, f: Field, new: NewKeys, rows: np.ndarray, values: np.ndarray
+        self,
+        state: TableState,
+        f: Field,
+        new: NewKeys,
+        rows: np.ndarray,
+        values: np.ndarray,
     ) -> TableState:
         """Return the state with rows of new keys drawn and values written, in copies of arrays."""
         if not rows.size:
@@ -528,7 +555,9 @@ class LogicalRows:
         if new.keys.size:
             table, slots = copy_arrays((state.tables[stack], state.slots[stack]))
             tables = {**state.tables, stack: table}
-            state = dataclasses.replace(state, tables=tables, slots={**state.slots, stack: slots})
+            state = dataclasses.replace(
+                state, tables=tables, slots={**state.slots, stack: slots}
+            )
             state = self._writer.write(state, {f.table.name: new})
         else:
             state = f.write(state, copy_arrays(f.read(state)))
@@ -558,7 +587,9 @@ class LogicalRows:
         if is_new.any():
             assert state.vocabulary is not None, "checked"
             none_by_id = np.zeros(is_new.sum(), bool)
-            drawn = self._writer.draw(state.vocabulary, f.table, f.stack, keys[is_new], none_by_id)
+            drawn = self._writer.draw(
+                state.vocabulary, f.table, f.stack, keys[is_new], none_by_id
+            )
             _put_rows(rows, is_new, drawn)
         rows[f.part] = as_stored(values[mine], f)
         return numbers, rows
@@ -586,14 +617,18 @@ class LogicalRows:
         """
         homes, maps = self.storage, self.vocabularies
         if homes is None or maps is None or name not in homes.tables:
-            refuse("table", expected="a table with storage=HostStorage(…)", got=f"{name!r}")
+            refuse(
+                "table", expected="a table with storage=HostStorage(…)", got=f"{name!r}"
+            )
         return homes, maps
 
 
 @functools.partial(jax.jit, static_argnames="layout")
 def _tables(state: TableState, layout: Layout) -> dict[str, Array]:
     return {
-        f.table.name: read_field(state, f, layout.axes) for f in fields(layout) if f.slot is None
+        f.table.name: read_field(state, f, layout.axes)
+        for f in fields(layout)
+        if f.slot is None
     }
 
 
@@ -619,7 +654,13 @@ def check_engine(what: str, engine: Any, *, remedy: str | None = None) -> None:
       TypeError: it is something else.
     """
     # Engines alone have this base class; their own file needs this check, so it cannot be named.
-    check_type(what, engine, LogicalRows, expected="an EmbeddingEngine", remedy=remedy or _WHERE)
+    check_type(
+        what,
+        engine,
+        LogicalRows,
+        expected="an EmbeddingEngine",
+        remedy=remedy or _WHERE,
+    )
 
 
 def check_none_ahead(what: str, maps: Vocabularies) -> None:
@@ -671,9 +712,14 @@ def _field_of_rows(layout: Layout, name: str, slot: str | None) -> Field:
     """
     f = field(layout, name, slot)
     if not f.shape.per_row:
-        expected, got = "a slot with values per row", "one array that the whole stack shares"
+        expected, got = (
+            "a slot with values per row",
+            "one array that the whole stack shares",
+        )
         remedy = "engine.slots reads it, "
-        remedy += f"load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}}) replaces it"
+        remedy += (
+            f"load_arrays(state, {{}}, {{{name!r}: {{{slot!r}: array}}}}) replaces it"
+        )
         refuse(f.label, expected=expected, got=got, remedy=remedy)
     return f
 
@@ -690,7 +736,11 @@ def _check_ids(f: Field, what: str, ids: Any) -> None:
     """
     label = f"{f.label}: {what}"
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-        refuse(label, expected="integers of shape (n,)", got=f"{ids.dtype} of shape {ids.shape}")
+        refuse(
+            label,
+            expected="integers of shape (n,)",
+            got=f"{ids.dtype} of shape {ids.shape}",
+        )
     if isinstance(ids, Tracer):
         return
     known, size = np.asarray(ids), f.table.declared_size
@@ -738,7 +788,10 @@ def _checked_values(f: Field, rows: tuple[int, ...], values: Any) -> Any:
 
 
 def _check_numbers(label: str, values: Any) -> None:
-    if not any(jnp.issubdtype(values.dtype, kind) for kind in (np.floating, np.integer, np.bool_)):
+    if not any(
+        jnp.issubdtype(values.dtype, kind)
+        for kind in (np.floating, np.integer, np.bool_)
+    ):
         refuse(label, expected="real numbers", got=f"dtype {values.dtype}")
 
 
@@ -757,7 +810,9 @@ def _join_blocks(what: str, blocks: Iterable[ArrayLike]) -> np.ndarray:
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1 or any(not array.ndim for array in arrays):
         refuse(
-            what, expected="blocks of rows of one shape", got=f"{[array.shape for array in arrays]}"
+            what,
+            expected="blocks of rows of one shape",
+            got=f"{[array.shape for array in arrays]}",
         )
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
@@ -826,11 +881,15 @@ def prepare_adoption(
         return lambda: new
     # Without maps there, all tables are static, and this engine has some on the host: a first step.
     admitted = 0 if other.vocabularies is None else other.vocabularies.admitted
-    states = states_to_load([table for _, table in mine.layout.living], fitted, admitted)
+    states = states_to_load(
+        [table for _, table in mine.layout.living], fitted, admitted
+    )
     key = None
     if state.vocabulary is not None:
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
-    new = dataclasses.replace(new, vocabulary=vocabulary_of_maps(states, key, mine.layout))
+    new = dataclasses.replace(
+        new, vocabulary=vocabulary_of_maps(states, key, mine.layout)
+    )
 
     def load():
         maps.load_states(states, homes)
@@ -848,16 +907,21 @@ def _check_tables(other: LogicalRows, mine: LogicalRows) -> None:
     remedy = "declare both engines' tables alike"
     ours, theirs = _describe_tables(mine), _describe_tables(other)
     if ours.keys() != theirs.keys():
-        refuse("adopt", expected=f"tables {sorted(ours)}", got=f"{sorted(theirs)}", remedy=remedy)
+        refuse(
+            "adopt",
+            expected=f"tables {sorted(ours)}",
+            got=f"{sorted(theirs)}",
+            remedy=remedy,
+        )
     for name in sorted(ours):
         for what, expected in ours[name].items():
             got = theirs[name][what]
             if got != expected:
                 if what == "vocabulary size":
                     remedy = (
-                        "only dynamic vocabularies change their capacity; io.restore with key= "
+                        "only dynamic vocabularies change their capacity; io.restore "
                     )
-                    remedy += "makes the new rows of a table that grows"
+                    remedy += "with key= makes the new rows of a table that grows"
                 refuse(
                     f"adopt: table {name!r}: {what}",
                     expected=f"{expected}",
@@ -954,7 +1018,9 @@ class _RowCopies:
                 else:
                     rows = DeviceRows(state, self.mine.layout, table.name)
                     blocks = self._blocks(table.name, rows)
-                    copy_rows(functools.partial(self._read, table.name), rows.write, blocks)
+                    copy_rows(
+                        functools.partial(self._read, table.name), rows.write, blocks
+                    )
                     state = rows.state
         return state, homes
 
@@ -972,7 +1038,9 @@ class _RowCopies:
             assert self.state.vocabulary is not None, "it has tables on the host"
             key = open_key(jax.tree.map(np.asarray, random_key(self.state.vocabulary)))
             # A program of its own, because stacks that are equal may have other initializers.
-            made = jax.jit(functools.partial(init_tables, stacks=tuple(drawn), axes=axes))(key)
+            made = jax.jit(
+                functools.partial(init_tables, stacks=tuple(drawn), axes=axes)
+            )(key)
             tables, slots = tables | made[0], slots | made[1]
         for stack in alike:
             held = self.state.tables[stack.name], self.state.slots[stack.name]
@@ -992,7 +1060,9 @@ class _RowCopies:
     def _is_drawn(self, stack: Stack) -> bool:
         """Return whether rows of a stack are drawn, because nobody has touched them at home."""
         before = [self.other.layout.table(table.name)[1] for table in stack.tables]
-        return not stack.is_on_host and any(t.is_on_host and t.key_rules is None for t in before)
+        return not stack.is_on_host and any(
+            t.is_on_host and t.key_rules is None for t in before
+        )
 
     def _with_shared_slots(self, state: TableState, name: str) -> TableState:
         """Return the state with the slots of a table that all rows of its stack share."""
@@ -1015,8 +1085,12 @@ class _RowCopies:
             numbers = np.asarray(ids, np.int64).view(np.uint64)
             here = home.row_groups.at_home(numbers)
             try:
-                made.write(numbers[here], {part: some[here] for part, some in rows.items()})
-            except Exception as error:  # the other processes wait for the rows that this one reads
+                made.write(
+                    numbers[here], {part: some[here] for part, some in rows.items()}
+                )
+            except (
+                Exception
+            ) as error:  # the other processes wait for the rows that this one reads
                 failed.append(error)
 
         def written():
@@ -1040,13 +1114,18 @@ class _RowCopies:
         # before 0 2 3, now 0 2 5. A static table keeps all its rows where they are.
         if moves is None:
             return blocks_of(range(table.declared_size), size)
-        return zip(blocks_of(moves.before, size), blocks_of(moves.now, size), strict=True)
+        return zip(
+            blocks_of(moves.before, size), blocks_of(moves.now, size), strict=True
+        )
 
     def _read(self, name: str, ids: Ids) -> Rows:
         """Return rows of a table of the other engine."""
         rows = self.other.stored_rows(self.state, name, ids)
         # Only where a map gives rows does a state keep what stands for them (`stochastic.py`).
-        if self.mine.layout.table(name)[0].keeps_numbers and slot_field(NUMBERS_SLOT) not in rows:
+        if (
+            self.mine.layout.table(name)[0].keeps_numbers
+            and slot_field(NUMBERS_SLOT) not in rows
+        ):
             numbers = number_ids(np.asarray(ids, np.int64).view(np.uint64))
             rows = {**rows, slot_field(NUMBERS_SLOT): numbers}
         return rows

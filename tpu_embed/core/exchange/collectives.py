@@ -19,7 +19,9 @@ from tpu_embed._types import Array
 from tpu_embed.core.layout import MeshAxes
 
 
-def per_device(function: Callable, axes: MeshAxes, in_specs: Any, out_specs: Any) -> Callable:
+def per_device(
+    function: Callable, axes: MeshAxes, in_specs: Any, out_specs: Any
+) -> Callable:
     """Return a function that runs on each device of the mesh, with that device's parts of arrays.
 
     Args:
@@ -29,7 +31,11 @@ def per_device(function: Callable, axes: MeshAxes, in_specs: Any, out_specs: Any
       out_specs: those of the results.
     """
     return jax.shard_map(
-        function, mesh=axes.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        function,
+        mesh=axes.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
     )
 
 

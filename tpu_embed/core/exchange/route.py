@@ -75,7 +75,9 @@ def rows_of_shard(row_ids: Array, stack: Stack) -> Array:
     # absent row is on shard -1.
     here = collectives.axis_index(stack.shard_axes).astype(row_ids.dtype)
     absent = jnp.asarray(PADDING_ID, row_ids.dtype)
-    return jnp.where(row_ids // stack.num_rows == here, row_ids % stack.num_rows, absent)
+    return jnp.where(
+        row_ids // stack.num_rows == here, row_ids % stack.num_rows, absent
+    )
 
 
 def fetch(rows: RowsToSum, asked: Array | None, stack: Stack) -> RowsToSum:
@@ -100,7 +102,11 @@ def fetch(rows: RowsToSum, asked: Array | None, stack: Stack) -> RowsToSum:
         # SparseCores sum packed rows where they lie, unless they are quantized first. Only of rows
         # that fill whole lines: to unpack others, as the derivative by weights asks, would copy the
         # table.
-        whole_lines = sent_format.packed and sent_format.words == stack.dim and not stack.dim % LINE
+        whole_lines = (
+            sent_format.packed
+            and sent_format.words == stack.dim
+            and not stack.dim % LINE
+        )
         if stack.packing == "words" and whole_lines and stack.quantization is None:
             packed = sent_format.by_row(table)
             return rows._replace(source=packed, packed=packed)
@@ -172,7 +178,9 @@ def send_rows(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
       The local rows of the sums that this device receives, `[rest * S, C]`.
     """
     rest = axes.other_batch_axes(stack.shard_axes)
-    rows = collectives.all_gather(collectives.all_to_all(row_ids, stack.shard_axes), rest)
+    rows = collectives.all_gather(
+        collectives.all_to_all(row_ids, stack.shard_axes), rest
+    )
     return rows.reshape(-1, row_ids.shape[-1])
 
 
@@ -192,7 +200,9 @@ def merge(given: RowSums) -> RowSums:
 # -- runs of sorted rows ---------------------------------------------------------------------------
 
 
-def number_runs(row_ids: Array, absent: int, parts: Array | None = None) -> tuple[Array, Array]:
+def number_runs(
+    row_ids: Array, absent: int, parts: Array | None = None
+) -> tuple[Array, Array]:
     """Number the runs of sorted row ids.
 
     Args:
@@ -289,7 +299,9 @@ def route_merge(
     return merge_sorted(sums, rows, index, stack.num_rows)._replace(packed=packed)
 
 
-def merge_sorted(sums: Array, rows: Array, index: Array | None, num_rows: int) -> RowSums:
+def merge_sorted(
+    sums: Array, rows: Array, index: Array | None, num_rows: int
+) -> RowSums:
     """Return partial sums whose rows are sorted, with the order to merge them in.
 
     Args:
@@ -320,7 +332,8 @@ def only_mine(row_ids: Array, stack: Stack, axes: MeshAxes) -> Array:
     """
     # The coordinates of every shard along the shard axes: shard 4 of sizes (2, 3) is at (1, 1).
     coordinates = np.unravel_index(
-        np.arange(stack.num_shards), [axes.mesh.shape[a] for a in stack.shard_axes] or [1]
+        np.arange(stack.num_shards),
+        [axes.mesh.shape[a] for a in stack.shard_axes] or [1],
     )
     mine = jnp.ones((stack.num_shards,), bool)
     for axis, coordinate in zip(stack.shard_axes, coordinates, strict=False):

@@ -12,9 +12,25 @@ from tpu_embed.core.ids.feature_ids import (
     part_of_feature,
 )
 from tpu_embed.core.ids.gains import gains_in_program, host_gains, is_real
-from tpu_embed.core.ids.host_ids import check_coordinates, check_row_splits, host_ids, shift_rows
-from tpu_embed.core.ids.keys import batch_order, give_rows, hash_ids, looked_up, split_keys
-from tpu_embed.core.ids.padding import collect_leaves, count_rows, pad_batch, rebuild_nest
+from tpu_embed.core.ids.host_ids import (
+    check_coordinates,
+    check_row_splits,
+    host_ids,
+    shift_rows,
+)
+from tpu_embed.core.ids.keys import (
+    batch_order,
+    give_rows,
+    hash_ids,
+    looked_up,
+    split_keys,
+)
+from tpu_embed.core.ids.padding import (
+    collect_leaves,
+    count_rows,
+    pad_batch,
+    rebuild_nest,
+)
 from tpu_embed.core.ids.structure import Structure
 
 __all__ = [

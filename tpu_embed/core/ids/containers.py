@@ -17,7 +17,14 @@ from typing import Any
 import numpy as np
 
 from tpu_embed._checks import check_int, refuse
-from tpu_embed.columns import Lists, as_arrow, chain_lists, read_column, read_lists, to_array
+from tpu_embed.columns import (
+    Lists,
+    as_arrow,
+    chain_lists,
+    read_column,
+    read_lists,
+    to_array,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +54,10 @@ class SparseIds:
     weights: Any = None
 
     def __post_init__(self) -> None:
-        indices, shape = _unmasked("SparseIds.indices", self.indices), np.asarray(self.dense_shape)
+        indices, shape = (
+            _unmasked("SparseIds.indices", self.indices),
+            np.asarray(self.dense_shape),
+        )
         if shape.ndim != 1:
             refuse(
                 "SparseIds.dense_shape",
@@ -87,7 +97,9 @@ class SparseIds:
         """
         ragged = RaggedIds.from_lists(bags, weights=weights)
         lengths = np.diff(ragged.row_splits)
-        rows = np.repeat(np.arange(len(lengths)), lengths)  # lengths 2 0 1: examples 0 0 2
+        rows = np.repeat(
+            np.arange(len(lengths)), lengths
+        )  # lengths 2 0 1: examples 0 0 2
         indices = np.stack([rows, positions_in_rows(ragged.row_splits)], axis=1)
         width = int(lengths.max(initial=1)) if width is None else width
         return cls(indices, ragged.values, (len(lengths), width), ragged.weights)
@@ -179,7 +191,10 @@ class RaggedIds:
 
     @classmethod
     def from_lists(
-        cls, bags: Sequence[Sequence[Any]], *, weights: Sequence[Sequence[float]] | None = None
+        cls,
+        bags: Sequence[Sequence[Any]],
+        *,
+        weights: Sequence[Sequence[float]] | None = None,
     ) -> RaggedIds:
         """Return the ids of one list per example.
 
@@ -253,7 +268,11 @@ def read_ids(what: str, value: Any) -> np.ndarray | SparseIds | RaggedIds:
     if values_of(value) is not value:
         return value
     bags = read_lists(what, value)
-    return read_column(what, value) if bags is None else RaggedIds(bags.items, bags.row_splits)
+    return (
+        read_column(what, value)
+        if bags is None
+        else RaggedIds(bags.items, bags.row_splits)
+    )
 
 
 def positions_in_rows(row_splits: np.ndarray) -> np.ndarray:
@@ -325,7 +344,9 @@ def _read_bags(
 def _scipy_entries(matrix: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted indices `[N, 2]` and the data `[N]` of a scipy sparse matrix."""
     entries = matrix.tocoo()
-    return _sorted(np.stack([entries.row, entries.col], axis=1).astype(np.int64), entries.data)
+    return _sorted(
+        np.stack([entries.row, entries.col], axis=1).astype(np.int64), entries.data
+    )
 
 
 def _sorted(indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

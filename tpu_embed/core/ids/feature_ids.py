@@ -38,7 +38,8 @@ from tpu_embed.config import FeatureConfig
 _INT32_MAX = int(np.iinfo(np.int32).max)
 _REMEDIES = {
     **dict.fromkeys(
-        "SUO", "tpu_embed.hash_ids makes ids of strings, once strings that hold several are split"
+        "SUO",
+        "tpu_embed.hash_ids makes ids of strings, once strings that hold several are split",
     ),
     "f": (
         "NaN in a pandas column turns its integers into floats: "
@@ -99,7 +100,10 @@ def check_dtype(feature: FeatureRules, ids: np.ndarray) -> None:
         # From 2**53 on, floats are further than 1 apart.
         floats = isinstance(ids, np.ndarray) and ids.dtype.kind == "f"
         if floats and (np.abs(np.ma.getdata(ids).astype(np.float64)) >= 2.0**53).any():
-            got, remedy = f"{got} with numbers from 2**53 on, whose last digits are gone", _DIGITS
+            got, remedy = (
+                f"{got} with numbers from 2**53 on, whose last digits are gone",
+                _DIGITS,
+            )
         refuse(feature.path, expected=expected, got=got, remedy=remedy, error=TypeError)
 
 
@@ -146,7 +150,11 @@ def resolve_ids(
                 remedy='on_bad_id="drop" or "clip" of the feature or layer accepts it',
             )
         # Padding is in [lowest, 0).
-        absent = (ids < 0) & (ids >= lowest) if on_bad_id == "clip" else (ids < 0) | (ids >= size)
+        absent = (
+            (ids < 0) & (ids >= lowest)
+            if on_bad_id == "clip"
+            else (ids < 0) | (ids >= size)
+        )
         missing = absent if missing is None else absent | missing
         # Clip before the cast: an id of 2**40 would wrap around in int32.
         ids = np.clip(ids, 0, min(size - 1, int(np.iinfo(ids.dtype).max)))
@@ -248,7 +256,11 @@ class FeatureShape:
 
     def with_capacity(self, capacity: int) -> FeatureShape:
         """Return the shape with another C; of a feature that is not jagged, the shape itself."""
-        return self if self.capacity is None else dataclasses.replace(self, capacity=capacity)
+        return (
+            self
+            if self.capacity is None
+            else dataclasses.replace(self, capacity=capacity)
+        )
 
     @property
     def has_places(self) -> bool:
@@ -338,7 +350,9 @@ def part_of_feature(config: FeatureConfig, part: int, whole: int) -> FeatureConf
     shape = config.output_shape
     if shape is None or part == whole:
         return config
-    return dataclasses.replace(config, output_shape=(shape[0] * part // whole, *shape[1:]))
+    return dataclasses.replace(
+        config, output_shape=(shape[0] * part // whole, *shape[1:])
+    )
 
 
 def dense_shape(
@@ -355,10 +369,15 @@ def dense_shape(
     feature, length = FeatureRules(path, config, ""), config.max_sequence_length
     if not shape:
         remedy = "give one id as [1]"
-        raise feature.error(expected="ids of rank 1 or more", got="rank 0", remedy=remedy)
+        raise feature.error(
+            expected="ids of rank 1 or more", got="rank 0", remedy=remedy
+        )
     sequence = length or config.jagged
     if sequence and len(shape) != 2:
-        expected, remedy = "a sequence's ids as [B, H]", "give each example one row of ids"
+        expected, remedy = (
+            "a sequence's ids as [B, H]",
+            "give each example one row of ids",
+        )
         raise feature.error(expected=expected, got=f"rank {len(shape)}", remedy=remedy)
     # [B] has one bag per example that is not combined; [B, H] has inner (), [B, K, H] has (K,).
     # A sequence [B, H] is cut or padded to L bags of one id each: inner (L,), width 1.

@@ -73,7 +73,9 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     elif weights is not None and values.ndim == 1 and not in_bags:
         raise error("no weights for ids [B]", "some", "use ids [B, 1]")
     elif weights is not None and not hasattr(weights, "__array__"):
-        expected = f"an array or {kind}, as the ids" if in_bags else "an array, as the ids"
+        expected = (
+            f"an array or {kind}, as the ids" if in_bags else "an array, as the ids"
+        )
         raise error(expected, type(weights).__name__)
     refuse_masked(what, weights)
     # Now `weights` are those given beside the ids; the container may have others inside.
@@ -91,7 +93,9 @@ def read_weights(path: str, dtype: str, ids: Any, weights: Any) -> np.ndarray | 
     # A float64 weight beyond float32 becomes infinite here and is reported below, without
     # NumPy's warning.
     with np.errstate(over="ignore"):
-        numbers = weights.astype(np.float64 if dtype == "float64" else np.float32, copy=False)
+        numbers = weights.astype(
+            np.float64 if dtype == "float64" else np.float32, copy=False
+        )
     finite = np.isfinite(numbers)
     if not finite.all():
         at = np.argwhere(~finite)[0].tolist()
@@ -125,7 +129,11 @@ def host_gains(host: HostIds, combiner: str, dtype: np.dtype) -> np.ndarray | No
     if dtype == np.float64:
         # frexp(x) gives e with 0.5 <= x / 2**e < 1; ldexp(c, -e) is c / 2**e, exactly.
         c = np.ldexp(c, -np.frexp(_largest(np.abs(c), host.bags))[1])
-    d = _total(c, host.bags) if combiner == "mean" else np.sqrt(_total(c * c, host.bags))
+    d = (
+        _total(c, host.bags)
+        if combiner == "mean"
+        else np.sqrt(_total(c * c, host.bags))
+    )
     least: Any = 0
     if combiner == "mean" and c.min(initial=0) < 0:
         # Positive and negative weights may cancel. What is left of them must be more than float32
@@ -176,7 +184,11 @@ def _largest(numbers: np.ndarray, bags: np.ndarray | None) -> np.ndarray:
     if bags is None:
         return numbers.max(axis=-1, keepdims=True, initial=0)
     starts, lengths = _runs(bags)
-    return np.repeat(np.maximum.reduceat(numbers, starts), lengths) if bags.size else numbers
+    return (
+        np.repeat(np.maximum.reduceat(numbers, starts), lengths)
+        if bags.size
+        else numbers
+    )
 
 
 def gains_in_program(weights: Array, combiner: str) -> Array:
@@ -217,4 +229,6 @@ def _near_one(weights: Array) -> Array:
     factor = 1.0 / jnp.clip(power, least, 1.0 / least)
     # Between these, float32 holds the squares of the weights and their sums.
     far = (largest > 0) & ((largest < 2.0**-30) | (largest > 2.0**30))
-    return weights * jax.lax.stop_gradient(jnp.where(far, factor, jnp.ones_like(factor)))
+    return weights * jax.lax.stop_gradient(
+        jnp.where(far, factor, jnp.ones_like(factor))
+    )

@@ -51,7 +51,9 @@ from tpu_embed.core.ids.gains import read_weights
 from tpu_embed.core.ids.keys import hash_ids, number_ids, number_keys, with_keys
 
 
-def host_ids(path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any) -> HostIds:
+def host_ids(
+    path: str, config: FeatureConfig, table_name: str, ids: Any, weights: Any
+) -> HostIds:
     """Return the validated ids and weights of one feature.
 
     Args:
@@ -101,7 +103,9 @@ def _check_readable(feature: FeatureRules, ids: Any) -> None:
     first = next(iter(ids), None) if isinstance(ids, list) else ids
     if isinstance(first, Tracer):
         remedy = "place outside the jitted function, or give the ids to lookup and update inside it"
-        raise feature.error(expected="ids whose values are known", got="a tracer", remedy=remedy)
+        raise feature.error(
+            expected="ids whose values are known", got="a tracer", remedy=remedy
+        )
     # Of a global array, this process can read only its own part.
     if not getattr(ids, "is_fully_addressable", True):
         raise feature.error(
@@ -127,7 +131,9 @@ def _dense(feature: FeatureRules, ids: np.ndarray, weights: Any) -> HostIds:
         """Return `[B, L]`, the columns of a sequence `[B, H]` that are kept."""
         width = array.shape[1]
         if length > width:
-            return np.pad(array, ((0, 0), (0, length - width)), constant_values=PADDING_ID)
+            return np.pad(
+                array, ((0, 0), (0, length - width)), constant_values=PADDING_ID
+            )
         if config.keep == "first":
             return array[:, :length]
         # A row ends after its last id that is present: [-1, 7, 3, -1] after the third.
@@ -174,7 +180,13 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
         at = rows, positions_of()
         values, numbers = ids[at], None if numbers is None else numbers[at]
     # The activation's shape without D; one row of a jagged feature counts as one.
-    shape = counts if jagged else (*counts, length) if length else config.output_shape or counts
+    shape = (
+        counts
+        if jagged
+        else (*counts, length)
+        if length
+        else config.output_shape or counts
+    )
     num_rows, num_bags = math.prod(counts), math.prod(shape)
     if num_bags > _INT32_MAX:
         got = f"{shape[0]} x {math.prod(shape[1:])}"
@@ -207,7 +219,9 @@ def flat_ids(feature: FeatureRules, ids: Any, weights: Any) -> HostIds:
             bags = rows * np.int64(limit) + positions
     # The number of places on a device is counted when the number of devices is known.
     capacity = 0 if jagged else None
-    form = FeatureShape(shape[0], shape[1:], combines, None, numbers is not None, capacity)
+    form = FeatureShape(
+        shape[0], shape[1:], combines, None, numbers is not None, capacity
+    )
     bags = bags.astype(np.int32, copy=False)
     host = HostIds(form, valid, bags, numbers, padded=False, rows=places)
     return host if kept is True else host.only(kept)
@@ -250,7 +264,9 @@ class _Rows(NamedTuple):
 
 def _of_dense(feature: FeatureRules, ids: np.ndarray) -> _Rows:
     """Return the rows of a jagged feature's array `[B, H]`, without padding."""
-    dense_shape(feature.path, feature.config, ids.shape, weighted=False)  # checks the rank
+    dense_shape(
+        feature.path, feature.config, ids.shape, weighted=False
+    )  # checks the rank
     rows, positions = np.nonzero(np.ma.filled(ids != PADDING_ID, False))
     return _Rows((len(ids),), rows, lambda: positions, None)
 
@@ -260,7 +276,9 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds) -> _Rows:
     check_coordinates(feature.path, ids)
     shape, indices = ids.dense_shape, ids.indices
     if (feature.length or feature.config.jagged) and len(shape) != 2:
-        raise feature.error(expected="a sequence's dense_shape as (B, H)", got=f"{shape}")
+        raise feature.error(
+            expected="a sequence's dense_shape as (B, H)", got=f"{shape}"
+        )
     feature.check_output_shape(shape[:-1])
     # In dense_shape (B, K, H) the entry (e, k, h) belongs to row e * K + k. Numbers are signed
     # here: a difference of unsigned ones is never negative, and would hide a wrong order.
@@ -273,7 +291,9 @@ def _of_sparse(feature: FeatureRules, ids: SparseIds) -> _Rows:
         first, second = indices[ascend.argmin() :][:2].tolist()
         expected = "SparseIds.indices sorted by row, then column, none twice"
         raise feature.error(
-            expected=expected, got=f"{first} before {second}", remedy="SparseIds.from_scipy sorts"
+            expected=expected,
+            got=f"{first} before {second}",
+            remedy="SparseIds.from_scipy sorts",
         )
     return _Rows(shape[:-1], rows, lambda: columns, None)
 
@@ -289,7 +309,12 @@ def check_coordinates(path: str, ids: SparseIds) -> None:
         raise _error(path, ids, f"indices {list(wanted)} of integers", got)
     outside = ((indices < 0) | (indices >= np.asarray(shape))).any(axis=1)
     if outside.any():
-        raise _error(path, ids, f"indices inside dense_shape {shape}", indices[outside][0].tolist())
+        raise _error(
+            path,
+            ids,
+            f"indices inside dense_shape {shape}",
+            indices[outside][0].tolist(),
+        )
 
 
 def _of_ragged(feature: FeatureRules, ids: RaggedIds) -> _Rows:
@@ -303,7 +328,9 @@ def _of_ragged(feature: FeatureRules, ids: RaggedIds) -> _Rows:
         )
     # Row splits 0 2 2 3, that is lengths 2 0 1: rows of the ids 0 0 2.
     rows = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
-    return _Rows((lengths.size,), rows, lambda: positions_in_rows(ids.row_splits), lengths)
+    return _Rows(
+        (lengths.size,), rows, lambda: positions_in_rows(ids.row_splits), lengths
+    )
 
 
 def check_row_splits(path: str, ids: RaggedIds) -> np.ndarray:
@@ -326,14 +353,20 @@ def _num_values(path: str, ids: SparseIds | RaggedIds) -> int:
     return ids.values.size
 
 
-def _error(path: str, ids: SparseIds | RaggedIds, expected: str, got: Any) -> ValueError:
-    return ValueError(message(path, expected=f"{type(ids).__name__}.{expected}", got=got))
+def _error(
+    path: str, ids: SparseIds | RaggedIds, expected: str, got: Any
+) -> ValueError:
+    return ValueError(
+        message(path, expected=f"{type(ids).__name__}.{expected}", got=got)
+    )
 
 
 # -- inside a jit ----------------------------------------------------------------------------------
 
 
-def shift_rows(ids: Array, weights: Array | None, length: int) -> tuple[Array, Array | None]:
+def shift_rows(
+    ids: Array, weights: Array | None, length: int
+) -> tuple[Array, Array | None]:
     """Move the last L ids of each row that is longer to the row's beginning; inside a jit.
 
     Args:
@@ -361,4 +394,6 @@ def shift_rows(ids: Array, weights: Array | None, length: int) -> tuple[Array, A
 
 def _shifted(rows: Array, step: int, fill: int) -> Array:
     """Return rows `[B, H]` moved to the left by a number of places."""
-    return jnp.pad(rows[:, step:], ((0, 0), (0, min(step, rows.shape[1]))), constant_values=fill)
+    return jnp.pad(
+        rows[:, step:], ((0, 0), (0, min(step, rows.shape[1]))), constant_values=fill
+    )

@@ -85,7 +85,11 @@ def with_keys(host: HostIds, distinct: DistinctKeys) -> HostIds:
       distinct: what `number_keys` returned.
     """
     # Nothing was left out of dense ids that are as many as before, and none of them is padding.
-    whole = host.bags is None and not host.padded and host.ids.size == distinct.positions.size
+    whole = (
+        host.bags is None
+        and not host.padded
+        and host.ids.size == distinct.positions.size
+    )
     first = distinct.first if whole else None
     return dataclasses.replace(host, keys=distinct.keys, first=first)
 
@@ -93,7 +97,9 @@ def with_keys(host: HostIds, distinct: DistinctKeys) -> HostIds:
 def number_ids(host: HostIds) -> HostIds:
     """Replace the ids of a table on the host, which were validated, by positions among them."""
     if not host.padded:
-        keys, numbered, first = _distinct(host.ids.reshape(-1).astype(np.int64, copy=False))
+        keys, numbered, first = _distinct(
+            host.ids.reshape(-1).astype(np.int64, copy=False)
+        )
         numbered = numbered.reshape(host.ids.shape)
     else:
         chosen, first = host.ids >= 0, None
@@ -104,7 +110,9 @@ def number_ids(host: HostIds) -> HostIds:
 
 def _distinct(numbers: np.ndarray) -> DistinctKeys:
     """Return the distinct keys among integers of 64 bits `[n]`; a signed -1 is the key 2⁶⁴ - 1."""
-    return dispatch.host_kernels().distinct_keys(np.ascontiguousarray(numbers).view(np.uint64))
+    return dispatch.host_kernels().distinct_keys(
+        np.ascontiguousarray(numbers).view(np.uint64)
+    )
 
 
 def _positions(host: HostIds) -> np.ndarray:
@@ -166,7 +174,9 @@ def give_rows(host: HostIds, rows: np.ndarray) -> HostIds:
       host: the feature, with positions for ids.
       rows: int32 `[n]`, the row of each key; -1: none.
     """
-    ids = dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
+    ids = (
+        dispatch.host_kernels().rows_at(rows, _positions(host)).reshape(host.ids.shape)
+    )
     found = dataclasses.replace(host, ids=ids, keys=None, first=None)
     return found.only(ids >= 0) if host.padded or (rows < 0).any() else found
 

@@ -49,7 +49,12 @@ def collect_leaves(what: str, nest: Any, path: str = "") -> list[tuple[str, Any]
         return [leaf for one in pairs for leaf in collect_leaves(what, *one)]
     path = f"{what}: {path or 'feature'}"
     if structure.as_frame(nest) is not None:
-        refuse(path, expected=_LEAF, got=type(nest).__name__, remedy="give a dict of its columns")
+        refuse(
+            path,
+            expected=_LEAF,
+            got=type(nest).__name__,
+            remedy="give a dict of its columns",
+        )
     return [] if nest is None else [(path, nest)]
 
 
@@ -67,7 +72,11 @@ def _is_column(nest: Any) -> bool:
     if not isinstance(nest, list):
         return False
     # None and empty lists do not tell.
-    telling = (one for one in nest if one is not None and not (isinstance(one, list) and not one))
+    telling = (
+        one
+        for one in nest
+        if one is not None and not (isinstance(one, list) and not one)
+    )
     first = next(telling, None)
     return _is_column(first) or isinstance(first, (int, float, str, bytes, np.generic))
 
@@ -77,7 +86,9 @@ def rebuild_nest(nest: Any, leaves: Iterator[Any]) -> Any:
     inner = _children(nest)
     if inner is None:
         return None if nest is None else next(leaves)
-    return structure.rebuild(nest, {key: rebuild_nest(child, leaves) for key, child in inner})
+    return structure.rebuild(
+        nest, {key: rebuild_nest(child, leaves) for key, child in inner}
+    )
 
 
 def count_rows(path: str, leaf: Any) -> int:
@@ -142,7 +153,9 @@ def pad_batch(features: Any, multiple: int) -> Any:
     multiple = check_int("pad_batch: multiple", multiple, minimum=1)
     given = collect_leaves("pad_batch", features)
     leaves = [read_ids(path, leaf) for path, leaf in given]
-    rows = [count_rows(path, leaf) for (path, _), leaf in zip(given, leaves, strict=True)]
+    rows = [
+        count_rows(path, leaf) for (path, _), leaf in zip(given, leaves, strict=True)
+    ]
     sizes = _batch_sizes(rows, [isinstance(leaf, RaggedIds) for leaf in leaves])
     # Size 13 and multiple 8: 3 are missing. Of m rows per example, m for each.
     pairs = zip(rows, sizes, strict=True)
@@ -162,9 +175,13 @@ def _batch_sizes(rows: Sequence[int], ragged: Sequence[bool]) -> list[int]:
       ragged: whether it is `RaggedIds`, which may hold m rows for each of B examples.
     """
     pairs = list(zip(rows, ragged, strict=True))
-    known = {n for n, many in pairs if n and not many} or {min(filter(None, rows), default=1)}
+    known = {n for n, many in pairs if n and not many} or {
+        min(filter(None, rows), default=1)
+    }
     # 12 rows beside arrays of 3 and 4 examples: the largest divisor, 4, so 3 rows per example.
-    return [max((b for b in known if many and n % b == 0), default=n) for n, many in pairs]
+    return [
+        max((b for b in known if many and n % b == 0), default=n) for n, many in pairs
+    ]
 
 
 def _padded(leaf: Any, added: int) -> Any:

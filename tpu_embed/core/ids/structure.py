@@ -48,7 +48,9 @@ def as_frame(values: Any) -> Any | None:
       ((2, 1), None)
     """
     # pyarrow's classes are in pyarrow.lib, pandas' in pandas.core.frame or in pandas.
-    classes = ((cls.__module__.partition(".")[0], cls.__name__) for cls in type(values).__mro__)
+    classes = (
+        (cls.__module__.partition(".")[0], cls.__name__) for cls in type(values).__mro__
+    )
     if not _FRAMES.isdisjoint(classes):
         return values
     streamed = columns.read_stream(values)
@@ -70,7 +72,10 @@ def select_columns(values: Any, names: Iterable[Any]) -> Any:
         return values
     # A DataFrame lists the names of its columns in `columns`, the Arrow classes in their schema.
     there = frame.schema.names if hasattr(frame, "schema") else frame.columns
-    found, counts = [name for name in names if name in there], collections.Counter(there)
+    found, counts = (
+        [name for name in names if name in there],
+        collections.Counter(there),
+    )
     for name in found:
         if counts[name] > 1:
             refuse(
@@ -139,7 +144,9 @@ class Structure:
         """
         return _match(self.nest, values, "", what, columns)
 
-    def match_weighted(self, features: Any, weights: Any | None) -> tuple[list[Any], list[Any]]:
+    def match_weighted(
+        self, features: Any, weights: Any | None
+    ) -> tuple[list[Any], list[Any]]:
         """Return the [F] leaves of the features and the [F] leaves of their weights.
 
         Without weights, each weight is None.
@@ -149,7 +156,9 @@ class Structure:
         """
         given = self.match(features, what="features", columns=True)
         none = [None] * len(given)
-        return given, none if weights is None else self.match(weights, what="weights", columns=True)
+        return given, none if weights is None else self.match(
+            weights, what="weights", columns=True
+        )
 
     def part(self, values: Any) -> Structure:
         """Return the structure of only those features that `values` has.
@@ -172,7 +181,9 @@ class Structure:
         features = tuple(feature for path, feature in pairs if path in paths)
         used = {id(feature.table) for feature in features}
         named = zip(self.tables, self.table_names, strict=True)
-        tables, names = zip(*(pair for pair in named if id(pair[0]) in used), strict=True)
+        tables, names = zip(
+            *(pair for pair in named if id(pair[0]) in used), strict=True
+        )
         return Structure(self.nest, tuple(paths), features, tables, names)
 
     def unflatten(self, leaves: Sequence[Any], without: Sequence[str] = ()) -> Any:
@@ -212,7 +223,9 @@ def flatten(feature_config: Any) -> Structure:
     """
     found = _collect(feature_config)
     if not found:
-        refuse("feature_config", expected="at least one FeatureConfig", got=feature_config)
+        refuse(
+            "feature_config", expected="at least one FeatureConfig", got=feature_config
+        )
     paths, features = zip(*found, strict=True)
     # Paths may collide although the nesting differs: {"a/b": x, "a": {"b": y}}.
     _check_distinct("path", "feature", paths, "rename a key")
@@ -222,7 +235,9 @@ def flatten(feature_config: Any) -> Structure:
     remedy = "rename one, or use one TableConfig object to share a table"
     _check_distinct("name", "table", names, remedy)
     # The containers are copied, so that a caller may change theirs afterwards.
-    return Structure(unflatten(feature_config, iter(features)), paths, features, tables, names)
+    return Structure(
+        unflatten(feature_config, iter(features)), paths, features, tables, names
+    )
 
 
 def _check_distinct(what: str, of: str, names: Sequence[str], remedy: str) -> None:
@@ -297,7 +312,11 @@ def _collect(nest: Any, path: str = "") -> list[tuple[str, Any]]:
     """Return the (path, config) pairs below `nest`, depth first."""
     inner = children(nest)
     if inner is not None:
-        return [pair for key, child in inner for pair in _collect(child, join_path(path, key))]
+        return [
+            pair
+            for key, child in inner
+            for pair in _collect(child, join_path(path, key))
+        ]
     if isinstance(nest, FeatureConfig):
         return [(path or "feature", nest)]
     refuse(
@@ -326,7 +345,9 @@ def unflatten(nest: Any, leaves: Iterator[Any]) -> Any:
     if inner is None:
         return next(leaves)
     values = [(key, unflatten(child, leaves)) for key, child in inner]
-    return rebuild(nest, {key: value for key, value in values if value is not _LEFT_OUT})
+    return rebuild(
+        nest, {key: value for key, value in values if value is not _LEFT_OUT}
+    )
 
 
 def _kind(nest: Any) -> str | type:
@@ -392,7 +413,9 @@ def _check_keys(expected: list[Any], got: list[Any], path: str, what: str) -> No
     if not absent:
         are = "is" if len(surplus) == 1 else "are"
         problem = f"{_listed(surplus)} {are} not among the features"
-        remedy = "leave out what is no feature; of a frame, other columns are left alone"
+        remedy = (
+            "leave out what is no feature; of a frame, other columns are left alone"
+        )
     refuse(
         f"{what}: {problem}",
         expected=f"{len(expected)} entries ({_listed(expected)})",

@@ -51,13 +51,20 @@ class Parcels:
       parts: by table, which of the n rows are its own.
     """
 
-    def __init__(self, stack: Stack, rows: Mapping[str, np.ndarray], least: int = 0) -> None:
+    def __init__(
+        self, stack: Stack, rows: Mapping[str, np.ndarray], least: int = 0
+    ) -> None:
         self._stack = stack
         chosen = [(i, t) for i, t in enumerate(stack.tables) if t.name in rows]
-        physical = [np.zeros(0, np.int64), *(stack.physical(rows[t.name], t) for _, t in chosen)]
+        physical = [
+            np.zeros(0, np.int64),
+            *(stack.physical(rows[t.name], t) for _, t in chosen),
+        ]
         self._numbers = [(i, rows[t.name].size) for i, t in chosen]
         ends = np.cumsum([0, *(n for _, n in self._numbers)]).tolist()
-        self.parts = {t.name: slice(*ends[i : i + 2]) for i, (_, t) in enumerate(chosen)}
+        self.parts = {
+            t.name: slice(*ends[i : i + 2]) for i, (_, t) in enumerate(chosen)
+        }
         # Physical rows 1 6 4 of shards with 4 rows: shard 0 gets 1, shard 1 the local rows 0 2.
         whole = np.concatenate(physical)
         order = np.argsort(whole)  # all are different
@@ -65,18 +72,25 @@ class Parcels:
         firsts = np.arange(stack.num_shards + 1) * stack.num_rows
         begins = np.searchsorted(whole[order], firsts)
         counts = np.diff(begins)
-        self.size, self._local = _bucket(max(int(counts.max()), least)), whole % stack.num_rows
+        self.size, self._local = (
+            _bucket(max(int(counts.max()), least)),
+            whole % stack.num_rows,
+        )
         # Of the rows in order, those of shard s, from begins[s] on, have the places s · m, ….
         shift = np.arange(stack.num_shards) * self.size - begins[:-1]
         self.at[order] = np.arange(whole.size) + np.repeat(shift, counts)
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return an array `[S, m, …]` for rows of a shape, of which no number is set."""
-        return aligned_empty((self._stack.num_shards, self.size, *shape), np.dtype(dtype))
+        return aligned_empty(
+            (self._stack.num_shards, self.size, *shape), np.dtype(dtype)
+        )
 
     def packed(self, values: np.ndarray) -> np.ndarray:
         """Return `[S, m, …]`: values `[n, …]`, given table after table, in the parcels."""
-        made = np.zeros((self._stack.num_shards, self.size, *values.shape[1:]), values.dtype)
+        made = np.zeros(
+            (self._stack.num_shards, self.size, *values.shape[1:]), values.dtype
+        )
         lines(made)[self.at] = values
         return made
 
@@ -102,9 +116,14 @@ class Parcels:
           keys: uint64 `[n]` by table.
           by_id: bool `[n]` by table, which of them are ids; None: all.
         """
-        some = np.concatenate([np.zeros(0, np.uint64), *(keys[name] for name in self.parts)])
+        some = np.concatenate(
+            [np.zeros(0, np.uint64), *(keys[name] for name in self.parts)]
+        )
         number = np.concatenate(
-            [np.zeros(0, np.uint32), *(np.full(n, i, np.uint32) for i, n in self._numbers)]
+            [
+                np.zeros(0, np.uint32),
+                *(np.full(n, i, np.uint32) for i, n in self._numbers),
+            ]
         )
         for name, part in self.parts.items():
             chosen = by_id[name]
@@ -141,7 +160,9 @@ def parcel_operand(parcels: np.ndarray, sharding: NamedSharding) -> Any:
 
     Along an explicit axis the operand has to say how it is split, also over one device.
     """
-    from_host = sharding.num_devices == 1 and AxisType.Explicit not in sharding.mesh.axis_types
+    from_host = (
+        sharding.num_devices == 1 and AxisType.Explicit not in sharding.mesh.axis_types
+    )
     return parcels if from_host else send_lines(parcels, sharding)
 
 
@@ -192,7 +213,9 @@ def _bucket(n: int) -> int:
     # 1, 2, 3, 4, 6, 8, 12, … times `ROW_MULTIPLE`.
     units = max(1, -(-n // ROW_MULTIPLE))
     power = 1 << (units - 1).bit_length()
-    return ROW_MULTIPLE * (power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power)
+    return ROW_MULTIPLE * (
+        power * 3 // 4 if power >= 4 and units <= power * 3 // 4 else power
+    )
 
 
 class Arrival(NamedTuple):
@@ -281,7 +304,9 @@ def arrivals_of(
                 assert np.array_equal(one.new_rows[first:], one.evicted_rows)
             parcels = Parcels(stack, {name: one.new_rows for name, one in mine.items()})
             fields = homes.tables[stack.tables[0].name].fields
-            room = {name: parcels.room(one.shape, one.dtype) for name, one in fields.items()}
+            room = {
+                name: parcels.room(one.shape, one.dtype) for name, one in fields.items()
+            }
             found[stack.name] = Arrival(parcels, room)
     return found
 

@@ -83,17 +83,25 @@ class Layout:
         A single CPU is the exception: its kernel sorts the ids itself, since moving the sort from
         one core to another gains nothing. A mesh without axes (serving) has no devices at all.
         """
-        return bool(self.axes.names) and not (self.axes.mesh.size == 1 and self.axes.on_cpu)
+        return bool(self.axes.names) and not (
+            self.axes.mesh.size == 1 and self.axes.on_cpu
+        )
 
     @functools.cached_property
     def tables(self) -> dict[str, tuple[Stack, TableSlice]]:
         """Every table with its stack, by name, in the order of the stacks."""
-        return {table.name: (stack, table) for stack in self.stacks for table in stack.tables}
+        return {
+            table.name: (stack, table)
+            for stack in self.stacks
+            for table in stack.tables
+        }
 
     @functools.cached_property
     def living(self) -> tuple[tuple[Stack, TableSlice], ...]:
         """The tables with a dynamic vocabulary, each with its stack."""
-        return tuple(pair for pair in self.tables.values() if pair[1].vocabulary is not None)
+        return tuple(
+            pair for pair in self.tables.values() if pair[1].vocabulary is not None
+        )
 
     @functools.cached_property
     def on_host(self) -> tuple[tuple[Stack, TableSlice], ...]:
@@ -118,7 +126,10 @@ class Layout:
         chosen = None if names is None else set(names)
         here = [t.name for _, t in self.on_host if chosen is None or t.name in chosen]
         for name in here[:1]:
-            expected, got = "tables that are on the devices", f"table {name!r}, with storage"
+            expected, got = (
+                "tables that are on the devices",
+                f"table {name!r}, with storage",
+            )
             remedy = f"engine.touched({name!r}) has the ids of its rows that were trained, and "
             remedy += f"engine.rows(state, {name!r}, ids) reads them"
             refuse(what, expected=expected, got=got, remedy=remedy)
@@ -134,7 +145,9 @@ class Layout:
         if rows not in self._visiting:
             stacks = tuple(_small(s, rows) if s.is_on_host else s for s in self.stacks)
             named = {table.name: table for stack in stacks for table in stack.tables}
-            features = [dataclasses.replace(f, table=named[f.table.name]) for f in self.features]
+            features = [
+                dataclasses.replace(f, table=named[f.table.name]) for f in self.features
+            ]
             small = dataclasses.replace(self, stacks=stacks, features=tuple(features))
             self._visiting[rows] = small
         return self._visiting[rows]
@@ -147,7 +160,10 @@ class Layout:
     def features_by_stack(self) -> list[tuple[int, ...]]:
         """By stack, the indices of the features that look up its tables, ascending."""
         every = range(len(self.stacks))
-        return [tuple(f for f, one in enumerate(self.features) if one.stack == g) for g in every]
+        return [
+            tuple(f for f, one in enumerate(self.features) if one.stack == g)
+            for g in every
+        ]
 
     @property
     def blocks(self) -> int:
@@ -176,7 +192,9 @@ class Layout:
         replicas, blocks = self.axes.replicas, self.blocks
         distinct = {size for size in sizes if size}
         return max(
-            ((r + 1) * size - 1) * blocks // (replicas * size) - r * blocks // replicas + 1
+            ((r + 1) * size - 1) * blocks // (replicas * size)
+            - r * blocks // replicas
+            + 1
             for r in range(replicas)
             for size in distinct
         )
@@ -270,10 +288,19 @@ def _placed_for(layout: Layout, *, blocks: int | None) -> PlacedFor:
     for feature in layout.features:
         what, config = f"feature {feature.path!r}", feature.config
         facts.append((f"{what}: table", f"{feature.table.name!r}"))
-        for name in ("max_sequence_length", "output_shape", "on_bad_id", "jagged", "keep"):
+        for name in (
+            "max_sequence_length",
+            "output_shape",
+            "on_bad_id",
+            "jagged",
+            "keep",
+        ):
             facts.append((f"{what}: {name}", f"{getattr(config, name)!r}"))
         for name in ("combiner", "vocabulary", "storage"):
-            fact = f"table {feature.table.name!r}: {name}", f"{getattr(config.table, name)!r}"
+            fact = (
+                f"table {feature.table.name!r}: {name}",
+                f"{getattr(config.table, name)!r}",
+            )
             facts.append(fact)
     for stack in layout.stacks:
         what, optimizer = f"stack {stack.label!r}", stack.optimizer
@@ -294,9 +321,13 @@ def _placed_for(layout: Layout, *, blocks: int | None) -> PlacedFor:
 _CALLABLES = LearningRateKind.HOST, LearningRateKind.SCHEDULE
 
 
-def rate_callables(layout: Layout, kinds: Sequence[LearningRateKind] = _CALLABLES) -> list[Any]:
+def rate_callables(
+    layout: Layout, kinds: Sequence[LearningRateKind] = _CALLABLES
+) -> list[Any]:
     """Return the learning rates of some kinds: each once, and those of one kind after another."""
-    rates = [stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer]
+    rates = [
+        stack.optimizer.learning_rate for stack in layout.stacks if stack.optimizer
+    ]
     found: list[Any] = []
     for kind in kinds:
         for rate in rates:
@@ -351,7 +382,9 @@ class HostRates:
                 remedy="pass update(..., learning_rates=engine.learning_rates())",
             )
         # dtype `float` means float64 if x64 is on, otherwise float32.
-        return {g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()}
+        return {
+            g: jnp.asarray(snapshot(given[tag]), float) for g, tag in self._tags.items()
+        }
 
 
 def _rate_scalar(value: Any, rate: Any) -> Array:
@@ -362,7 +395,11 @@ def _rate_scalar(value: Any, rate: Any) -> Array:
         scalar = None
     if scalar is None or scalar.shape != ():
         name = getattr(rate, "__qualname__", repr(rate))
-        refuse(f"learning_rate {name}", expected="a call that returns a number", got=repr(value))
+        refuse(
+            f"learning_rate {name}",
+            expected="a call that returns a number",
+            got=repr(value),
+        )
     return scalar
 
 
@@ -382,7 +419,8 @@ def describe(layout: Layout) -> dict[str, Any]:
     mesh, callables = layout.axes.mesh, rate_callables(layout)
     return {
         "tables": {
-            name: _describe_table(layout, *pair, callables) for name, pair in layout.tables.items()
+            name: _describe_table(layout, *pair, callables)
+            for name, pair in layout.tables.items()
         },
         "learning_rates": [_rate_name(rate) for rate in callables],
         "features": {feature.path: feature.table.name for feature in layout.features},
@@ -417,10 +455,14 @@ def _describe_table(
         "stack": stack.name,
         "offset": table.offset,
         # A sequence counts as L features: it has one activation per position.
-        "num_features": sum(max(1, feature.config.max_sequence_length) for feature in features),
+        "num_features": sum(
+            max(1, feature.config.max_sequence_length) for feature in features
+        ),
         "optimizer": None if optimizer is None else optimizer.describe(),
         "learning_rate": {"tag": callables.index(rate)} if callable(rate) else rate,
-        "vocabulary": None if table.key_rules is None else dataclasses.asdict(table.key_rules),
+        "vocabulary": None
+        if table.key_rules is None
+        else dataclasses.asdict(table.key_rules),
         "storage": None if table.storage is None else dataclasses.asdict(table.storage),
     }
 
@@ -432,7 +474,9 @@ def _rate_name(rate: Any) -> str:
 def describe_devices(layout: Layout) -> str:
     """Return in words which devices there are: `8 cpu devices (x: 4, y: 2)`."""
     mesh = layout.axes.mesh
-    platform = getattr(mesh.abstract_mesh.abstract_device, "platform", None) or "unknown"
+    platform = (
+        getattr(mesh.abstract_mesh.abstract_device, "platform", None) or "unknown"
+    )
     axes = ", ".join(f"{name}: {size}" for name, size in mesh.shape.items())
     return f"{mesh.size} {platform} device{'' if mesh.size == 1 else 's'} ({axes})"
 
@@ -507,11 +551,19 @@ def make_layout(
         initializer = initializer_of(config)
         shard_axes = axes.shard_axes_of(name, config)
         shards = axes.size(shard_axes)
-        tables.append(ResolvedTable(name, config, rule, initializer, shard_axes, shards))
-    stacks = make_stacks(tables, stack_tables=stack_tables, packing=packing_of(axes.device))
+        tables.append(
+            ResolvedTable(name, config, rule, initializer, shard_axes, shards)
+        )
+    stacks = make_stacks(
+        tables, stack_tables=stack_tables, packing=packing_of(axes.device)
+    )
     stacks = with_exchange_dtype(stacks, exchange_dtype)
     # table name -> (index of its stack, its slice of the stack)
-    home = {table.name: (g, table) for g, stack in enumerate(stacks) for table in stack.tables}
+    home = {
+        table.name: (g, table)
+        for g, stack in enumerate(stacks)
+        for table in stack.tables
+    }
     features = []
     for label, feature in zip(declared.labels, declared.features, strict=True):
         g, table = home[declared.table_names[declared.table_index(feature)]]
@@ -590,7 +642,10 @@ def with_exchange_dtype(
         check_choice("exchange_dtype", exchange_dtype, get_args(ExchangeDtype))
     if exchange_dtype != "bfloat16":
         return stacks
-    return tuple(_rounded(stack) if stack.placement != "replicated" else stack for stack in stacks)
+    return tuple(
+        _rounded(stack) if stack.placement != "replicated" else stack
+        for stack in stacks
+    )
 
 
 def _rounded(stack: Stack) -> Stack:

@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.mesh import get_concrete_mesh  # jax.sharding.get_mesh cannot be called in a jit
+from jax._src.mesh import (
+    get_concrete_mesh,
+)  # jax.sharding.get_mesh cannot be called in a jit
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import check_type, refuse
@@ -63,7 +65,9 @@ class MeshAxes:
           names: the axes that split an array into these parts.
         """
         every = enumerate(self.processes_of_parts(names))
-        return np.array([i for i, processes in every if self.here in processes], np.int64)
+        return np.array(
+            [i for i, processes in every if self.here in processes], np.int64
+        )
 
     @property
     def here(self) -> int:
@@ -74,8 +78,12 @@ class MeshAxes:
     def processes_of_parts(self, names: tuple[str, ...]) -> list[frozenset[int]]:
         """Return which processes hold each part of what is split over the named axes."""
         parts = self.parts_of_devices(names)
-        processes = np.array([device.process_index for device in self.mesh.devices.flat])
-        return [frozenset(processes[parts == i].tolist()) for i in range(self.size(names))]
+        processes = np.array(
+            [device.process_index for device in self.mesh.devices.flat]
+        )
+        return [
+            frozenset(processes[parts == i].tolist()) for i in range(self.size(names))
+        ]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -137,7 +145,9 @@ class MeshAxes:
         if all(kind == AxisType.Auto for kind in kinds.values()):
             return tree
         # Of a mesh with both kinds, a sharding may name only the explicit axes.
-        sharding = self.sharding(tuple(n for n in names if kinds[n] == AxisType.Explicit))
+        sharding = self.sharding(
+            tuple(n for n in names if kinds[n] == AxisType.Explicit)
+        )
         return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, sharding), tree)
 
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
@@ -147,7 +157,9 @@ class MeshAxes:
         batch axes split the first dimension alone, or nothing if they do not divide it.
         """
         # On 4 devices [8, 3] -> [24] stays split, and [2, 4] -> [8] is whole on every device.
-        even = all(size and size[0] % self.replicas == 0 for size in (array.shape, shape))
+        even = all(
+            size and size[0] % self.replicas == 0 for size in (array.shape, shape)
+        )
         return self.reshard(array, self.batch_axes if even else ()).reshape(shape)
 
     def shard_axes_of(self, name: str, config: TableConfig) -> tuple[str, ...]:
@@ -158,7 +170,9 @@ class MeshAxes:
         """
         if config.placement == "replicated":
             return ()
-        wanted = self.mesh.axis_names if config.shard_axes is None else config.shard_axes
+        wanted = (
+            self.mesh.axis_names if config.shard_axes is None else config.shard_axes
+        )
         return _in_mesh_order(f"table {name!r}: shard_axes", wanted, self.mesh)
 
     def batch_order(self, shard_axes: Sequence[str]) -> np.ndarray:
@@ -175,8 +189,12 @@ class MeshAxes:
         # them [[0, 1], [2, 3]] and transpose to mesh order ("a", "b"): read 0 2 1 3.
         rest = self.other_batch_axes(shard_axes)
         arrival = (*rest, *shard_axes)
-        sources = np.arange(self.size(arrival)).reshape([self.mesh.shape[a] for a in arrival])
-        by_mesh = sorted(range(len(arrival)), key=lambda i: self.mesh.axis_names.index(arrival[i]))
+        sources = np.arange(self.size(arrival)).reshape(
+            [self.mesh.shape[a] for a in arrival]
+        )
+        by_mesh = sorted(
+            range(len(arrival)), key=lambda i: self.mesh.axis_names.index(arrival[i])
+        )
         return sources.transpose(by_mesh).reshape(-1)
 
     def check_context(self) -> None:
@@ -191,13 +209,21 @@ class MeshAxes:
         if context.empty or context == self.mesh.abstract_mesh:
             return
         if context.manual_axes:
-            expected, got = "outside shard_map", f"inside, over the axes {context.manual_axes}"
+            expected, got = (
+                "outside shard_map",
+                f"inside, over the axes {context.manual_axes}",
+            )
             remedy = "call it outside: it shards over the engine's mesh by itself"
         else:
             expected = f"without jax.set_mesh or under the engine's mesh {_described(self.mesh)}"
             got = f"under {_described(context)}"
             remedy = "make the engine under the same jax.set_mesh, or give it that mesh (mesh=)"
-        refuse("EmbeddingEngine", expected=f"calls {expected}", got=f"one {got}", remedy=remedy)
+        refuse(
+            "EmbeddingEngine",
+            expected=f"calls {expected}",
+            got=f"one {got}",
+            remedy=remedy,
+        )
 
     def other_batch_axes(self, shard_axes: Sequence[str]) -> tuple[str, ...]:
         """Return the batch axes that do not split the rows.
@@ -221,7 +247,9 @@ def make_axes(mesh: Mesh | None, batch_axes: str | Sequence[str] | None) -> Mesh
     """
     if mesh is None:
         mesh = _mesh_in_use() or Mesh(np.asarray(jax.devices()), ("devices",))
-    check_type("mesh", mesh, Mesh, expected="a jax.sharding.Mesh or None", error=ValueError)
+    check_type(
+        "mesh", mesh, Mesh, expected="a jax.sharding.Mesh or None", error=ValueError
+    )
     wanted = mesh.axis_names if batch_axes is None else batch_axes
     return MeshAxes(mesh, _in_mesh_order("batch_axes", wanted, mesh))
 
@@ -236,11 +264,23 @@ def gather_explicit(array: Array) -> Array:
     return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
 
-def _in_mesh_order(what: str, names: str | Sequence[Any], mesh: Mesh) -> tuple[str, ...]:
+def _in_mesh_order(
+    what: str, names: str | Sequence[Any], mesh: Mesh
+) -> tuple[str, ...]:
     """Return the named axes in mesh order; `what` names the argument in messages."""
-    chosen = (names,) if isinstance(names, str) else tuple(names if np.iterable(names) else [names])
-    if len(set(chosen)) != len(chosen) or any(name not in mesh.axis_names for name in chosen):
-        refuse(what, expected=f"different axes of the mesh {mesh.axis_names}", got=f"{chosen}")
+    chosen = (
+        (names,)
+        if isinstance(names, str)
+        else tuple(names if np.iterable(names) else [names])
+    )
+    if len(set(chosen)) != len(chosen) or any(
+        name not in mesh.axis_names for name in chosen
+    ):
+        refuse(
+            what,
+            expected=f"different axes of the mesh {mesh.axis_names}",
+            got=f"{chosen}",
+        )
     # In mesh order, so that the parts are numbered in the same way wherever they are numbered.
     return tuple(name for name in mesh.axis_names if name in chosen)
 
@@ -257,7 +297,11 @@ def _mesh_in_use() -> Mesh | None:
     mesh = get_concrete_mesh()
     if mesh.abstract_mesh == context:
         return mesh
-    manual = f", inside a shard_map over {context.manual_axes}" if context.manual_axes else ""
+    manual = (
+        f", inside a shard_map over {context.manual_axes}"
+        if context.manual_axes
+        else ""
+    )
     refuse(
         "mesh",
         expected="the devices of a mesh",
@@ -269,4 +313,6 @@ def _mesh_in_use() -> Mesh | None:
 def _described(mesh: Mesh | AbstractMesh) -> str:
     """Return sizes and kinds of a mesh's axes: `('x': 4 Auto, 'y': 2 Explicit)`."""
     axes = zip(mesh.shape.items(), [kind.name for kind in mesh.axis_types], strict=True)
-    return "(" + ", ".join(f"{name!r}: {size} {kind}" for (name, size), kind in axes) + ")"
+    return (
+        "(" + ", ".join(f"{name!r}: {size} {kind}" for (name, size), kind in axes) + ")"
+    )

@@ -284,14 +284,22 @@ class ResolvedTable:
         """Everything that tables must have in common to share a stack."""
         config, optimizer = self.config, self.optimizer
         rule = None if optimizer is None else (type(optimizer), optimizer)
-        declared = config.dim, config.dtype, config.placement, config.quantization_config
+        declared = (
+            config.dim,
+            config.dtype,
+            config.placement,
+            config.quantization_config,
+        )
         # Visits bring all rows along, and `NUMBERS_SLOT` keeps numbers of all rows.
         rounds = config.rounding == "stochastic" and (config.row_rules is not None,)
         return (*declared, self.shard_axes, rule, config.storage is not None, rounds)
 
 
 def make_stacks(
-    tables: Sequence[ResolvedTable], *, stack_tables: bool = True, packing: Packing = "none"
+    tables: Sequence[ResolvedTable],
+    *,
+    stack_tables: bool = True,
+    packing: Packing = "none",
 ) -> tuple[Stack, ...]:
     """Divide the tables into stacks, and lay out every stack over the mesh.
 
@@ -336,7 +344,10 @@ def _array_bytes(members: Sequence[ResolvedTable], packing: Packing) -> int:
         slots = optimizer.slot_shapes(config.dim, _compute_dtype(config.dtype)).values()
         parts += [(slot.shape, slot.dtype) for slot in slots if slot.per_row]
     rows = _rows(members, packing)
-    arrays = [RowFormat(shape, jnp.dtype(dtype), packing).array(rows) for shape, dtype in parts]
+    arrays = [
+        RowFormat(shape, jnp.dtype(dtype), packing).array(rows)
+        for shape, dtype in parts
+    ]
     return max(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
@@ -367,15 +378,24 @@ def _make_stack(members: Sequence[ResolvedTable], packing: Packing) -> Stack:
         )
     if size > MOST_BYTES:  # of a single table
         most, shards = MOST_BYTES / 2**30, first.shards * -(-size // MOST_BYTES)
-        expected = f"at most {most:.0f} GiB on a device, in the table and in each of its slots"
+        expected = (
+            f"at most {most:.0f} GiB on a device, in the table and in each of its slots"
+        )
         got = f"{size / 2**30:.1f} GiB, more than SparseCores address"
-        what, remedy = f"table {first.name!r}", f"split its rows over {shards} shards or more, or "
+        what, remedy = (
+            f"table {first.name!r}",
+            f"split its rows over {shards} shards or more, or ",
+        )
         remedy += 'take fewer bytes per row (dtype="bfloat16", RowWiseAdagrad)'
         refuse(what, expected=expected, got=got, remedy=remedy)
     # The tables lie one after another on every shard: rows per shard 3 2 4 give offsets 0 3 5.
     slices, offset = [], 0
     for table in members:
-        size, own, rules = table.config.device_rows, table.rows_per_shard, table.config.row_rules
+        size, own, rules = (
+            table.config.device_rows,
+            table.rows_per_shard,
+            table.config.row_rules,
+        )
         made = table.initializer, rules, table.config.storage, *_at_home(table.config)
         slices.append(TableSlice(table.name, size, offset, own, *made))
         offset += own
@@ -442,7 +462,12 @@ _FORM = re.compile(
 
 
 def stack_name(
-    tables: Sequence[tuple[str, int]], *, placement: str, shards: int, rows: int, kind: Any
+    tables: Sequence[tuple[str, int]],
+    *,
+    placement: str,
+    shards: int,
+    rows: int,
+    kind: Any,
 ) -> str:
     """Return the name of a stack.
 
@@ -472,7 +497,9 @@ def stack_name(
     label = re.sub(r"[^\w-]", "_", tables[0][0], flags=re.ASCII)[:_LABEL_LENGTH]
     if len(tables) > 1:
         label += f"+{len(tables) - 1}"
-    digest = hashlib.blake2b(repr((list(tables), kind)).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(
+        repr((list(tables), kind)).encode(), digest_size=6
+    ).hexdigest()
     return f"{label}@{placement}{shards}x{rows}#{digest}"
 
 
@@ -493,7 +520,9 @@ def differences(expected: str, got: str) -> str:
 
 def _shards(name: re.Match[str]) -> str:
     plural = "" if name["shards"] == "1" else "s"
-    return f"{name['shards']} shard{plural} of {name['rows']} rows ({name['placement']})"
+    return (
+        f"{name['shards']} shard{plural} of {name['rows']} rows ({name['placement']})"
+    )
 
 
 # -- sizes of arrays -------------------------------------------------------------------------------

@@ -23,14 +23,22 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_embed._checks import check_in_program, check_int, check_integers, check_type, refuse
+from tpu_embed._checks import (
+    check_in_program,
+    check_int,
+    check_integers,
+    check_type,
+    refuse,
+)
 from tpu_embed._types import Array, ArrayLike, PyTree, Tracer, as_array
 from tpu_embed.core.lookup import segments
 
 # -- checks ----------------------------------------------------------------------------------------
 
 
-def require(right: Any, what: str, error: type[Exception] = ValueError, **words: Any) -> None:
+def require(
+    right: Any, what: str, error: type[Exception] = ValueError, **words: Any
+) -> None:
     """Raise an error about `Jagged` unless something is right.
 
     Args:
@@ -75,7 +83,9 @@ def check_arrays(values: Any, row_splits: Any) -> None:
         return
     fits = axes and len(shape) >= axes and shape[: axes - 1] == row_splits.shape[:-1]
     got = f"shapes {shape} and {row_splits.shape}"
-    require(fits, "", expected="values [S, C, …] and row_splits [S, B / S + 1]", got=got)
+    require(
+        fits, "", expected="values [S, C, …] and row_splits [S, B / S + 1]", got=got
+    )
 
 
 def check_padded(padded: Array, lengths: Any, shards: int) -> None:
@@ -111,8 +121,12 @@ def check_lengths(lengths: Any, longest: int, room: int) -> None:
         where they are not known to this process, only `checkify` learns of it.
     """
     where = ".from_padded"
-    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
-        right = ((lengths >= 0) & (lengths <= longest)).all() & (lengths.sum(1) <= room).all()
+    if isinstance(lengths, Tracer) or not getattr(
+        lengths, "is_fully_addressable", True
+    ):
+        right = ((lengths >= 0) & (lengths <= longest)).all() & (
+            lengths.sum(1) <= room
+        ).all()
         check_in_program(
             right, f"Jagged{where}: lengths outside of 0 to {longest}, or above {room}"
         )
@@ -174,7 +188,9 @@ class Jagged:
 
     # NumPy and JAX ask for these before they compute with it, or take it for an array.
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = refuse_arithmetic
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = refuse_arithmetic
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = (
+        refuse_arithmetic
+    )
     __neg__ = __abs__ = __array__ = __jax_array__ = refuse_arithmetic
     __array_ufunc__ = None
 
@@ -204,12 +220,16 @@ class Jagged:
         Values beyond the last split have B / S, one more than the last example: the segment sums of
         JAX leave it out, and no example attends to it where segments are compared.
         """
-        return self._by_replica(lambda splits: segments.segment_ids(splits, self._capacity))
+        return self._by_replica(
+            lambda splits: segments.segment_ids(splits, self._capacity)
+        )
 
     @property
     def positions(self) -> Array:
         """The position of each value in its sequence, int32 `[S, C]`; 0 beyond the last split."""
-        return self._by_replica(lambda splits: segments.positions(splits, self._capacity))
+        return self._by_replica(
+            lambda splits: segments.positions(splits, self._capacity)
+        )
 
     @property
     def valid(self) -> Array:
@@ -281,8 +301,13 @@ class Jagged:
         parts = [self, *others]
         for number, part in enumerate(others):
             self._check_same_examples(f".concatenate: others[{number}]", part)
-        splits, values = [part._splits for part in parts], [part.values for part in parts]
-        joined, new = self._by_replica(lambda _, *both: segments.join(*both), splits, values)
+        splits, values = (
+            [part._splits for part in parts],
+            [part.values for part in parts],
+        )
+        joined, new = self._by_replica(
+            lambda _, *both: segments.join(*both), splits, values
+        )
         return Jagged(new, joined)
 
     def to_padded(self, length: int) -> tuple[Array, Array]:
@@ -372,7 +397,9 @@ class Jagged:
           TypeError: the values are traced.
         """
         require(
-            not any(isinstance(leaf, Tracer) for leaf in (self.row_splits, self.values)),
+            not any(
+                isinstance(leaf, Tracer) for leaf in (self.row_splits, self.values)
+            ),
             ".to_list",
             TypeError,
             expected="arrays whose values are known",
@@ -394,7 +421,9 @@ class Jagged:
         Sums are taken from the first value to the last, in float32 at least; on GPUs in the order
         of a tree, which is the same in every run.
         """
-        return self._by_example(segments.sum_segments, self.values).astype(self.values.dtype)
+        return self._by_example(segments.sum_segments, self.values).astype(
+            self.values.dtype
+        )
 
     def means(self) -> Array:
         """Return the mean of each sequence, `[B, …]`; zeros where it is empty.
@@ -437,7 +466,9 @@ class Jagged:
             got=list(array.shape),
             remedy="one value per example; inside jax.vmap, those of the replica's examples",
         )
-        parts = array.reshape(*by_replica, *array.shape[1:])  # every part stays on its device
+        parts = array.reshape(
+            *by_replica, *array.shape[1:]
+        )  # every part stays on its device
         return self._by_replica(
             lambda splits, part: segments.spread(splits, part, self._capacity), parts
         )
@@ -445,7 +476,10 @@ class Jagged:
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
         """Return the two leaves with their names; for JAX."""
         key = jax.tree_util.GetAttrKey
-        return ((key("values"), self.values), (key("row_splits"), self.row_splits)), None
+        return (
+            (key("values"), self.values),
+            (key("row_splits"), self.row_splits),
+        ), None
 
     @classmethod
     def tree_unflatten(cls, _: None, leaves: Sequence[Any]) -> Jagged:
@@ -561,7 +595,10 @@ def split_activations(activations: PyTree) -> tuple[PyTree, Callable[[PyTree], P
     def rebuild(values):
         pairs = zip(frames, structure.flatten_up_to(values), strict=True)
         return structure.unflatten(
-            [value if frame is None else frame.with_values(value) for frame, value in pairs]
+            [
+                value if frame is None else frame.with_values(value)
+                for frame, value in pairs
+            ]
         )
 
     return structure.unflatten(values), rebuild
@@ -620,10 +657,14 @@ def put_part(array: Any, new: Array, *, room: int, number: Array, count: int) ->
       count: as for `take_part`.
     """
     if not isinstance(array, Jagged):
-        return jax.lax.dynamic_update_slice_in_dim(array, new, number * new.shape[0], axis=0)
+        return jax.lax.dynamic_update_slice_in_dim(
+            array, new, number * new.shape[0], axis=0
+        )
     start, shift, _, events, inside = _span(array, room, number, count)
     events = jnp.where(inside, jnp.roll(new[0], shift, axis=0), events)
-    return jax.lax.dynamic_update_slice_in_dim(array.values[0], events, start, axis=0)[None]
+    return jax.lax.dynamic_update_slice_in_dim(array.values[0], events, start, axis=0)[
+        None
+    ]
 
 
 def _span(
@@ -638,11 +679,19 @@ def _span(
     # C = 10 places, C' = 4, and a part with the events at 8 and 9: a slice from 8 on would end
     # beyond C, so it is the one from 6 on, in which they begin at 2.
     values, size = sequences.values[0], (sequences.row_splits.shape[1] - 1) // count
-    splits = jax.lax.dynamic_slice_in_dim(sequences.row_splits[0], number * size, size + 1)
+    splits = jax.lax.dynamic_slice_in_dim(
+        sequences.row_splits[0], number * size, size + 1
+    )
     start = jnp.minimum(splits[0], values.shape[0] - room)
     events, shift = jax.lax.dynamic_slice_in_dim(values, start, room), splits[0] - start
     places, splits = jnp.arange(room, dtype=jnp.int32) - shift, splits - splits[0]
-    return start, shift, splits, events, _column((places >= 0) & (places < splits[-1]), events)
+    return (
+        start,
+        shift,
+        splits,
+        events,
+        _column((places >= 0) & (places < splits[-1]), events),
+    )
 
 
 def _column(array: Array, like: Array) -> Array:

@@ -65,7 +65,10 @@ def last(row_splits: Array, values: Array) -> Array:
 
 def causal(row_splits: Array, capacity: int) -> Array:
     """Return whether place j is in the segment of place i and not after it, bool `[C, C]`."""
-    ids, places = segment_ids(row_splits, capacity), jnp.arange(capacity, dtype=jnp.int32)
+    ids, places = (
+        segment_ids(row_splits, capacity),
+        jnp.arange(capacity, dtype=jnp.int32),
+    )
     used = ids < row_splits.shape[0] - 1
     return (ids[:, None] == ids) & (places <= places[:, None]) & used[:, None]
 
@@ -95,7 +98,10 @@ def join(row_splits: Sequence[Array], values: Sequence[Array]) -> tuple[Array, A
       values: `[C, …]` per part, alike but for C.
     """
     # A split says how many values come before it, so the splits of the parts add up.
-    joined, capacity = sum(row_splits[1:], row_splits[0]), sum(len(part) for part in values)
+    joined, capacity = (
+        sum(row_splits[1:], row_splits[0]),
+        sum(len(part) for part in values),
+    )
     ids, position = segment_ids(joined, capacity), positions(joined, capacity)
     # Parts of lengths 2 and 1: positions 0 and 1 are in the first part, position 2 is the first of
     # the second. So subtract the length of one part after the other: the value is in the part where
@@ -140,7 +146,9 @@ def spread(row_splits: Array, of_segments: Array, capacity: int) -> Array:
         return values.at[ids].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
     def transpose_sum(values, ids):
-        add = functools.partial(reference.segment_sum_scan, segments=ids, num_segments=len(values))
+        add = functools.partial(
+            reference.segment_sum_scan, segments=ids, num_segments=len(values)
+        )
         like = jax.ShapeDtypeStruct((capacity, *values.shape[1:]), values.dtype)
         return jax.linear_transpose(add, like)(values)[0]
 
@@ -170,6 +178,8 @@ def _take(values: Array, places: Array, wanted: Array) -> Array:
         return jnp.zeros((*places.shape, *values.shape[1:]), values.dtype)
     # No place occurs twice, also outside of the values, so the derivative is a scatter without
     # collisions, which needs no atomics.
-    outside = values.shape[0] + jnp.arange(places.size, dtype=jnp.int32).reshape(places.shape)
+    outside = values.shape[0] + jnp.arange(places.size, dtype=jnp.int32).reshape(
+        places.shape
+    )
     places = jnp.where(wanted, places, outside)
     return values.at[places].get(mode="fill", fill_value=0, unique_indices=True)

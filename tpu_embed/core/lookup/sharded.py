@@ -80,7 +80,9 @@ def combine(rows: RowsToSum, layout: SumLayout, stack: Stack) -> tuple[Array, ..
     return dispatch.gather_sum(rows, layout)
 
 
-def sum_gradients(rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True) -> Array:
+def sum_gradients(
+    rows: RowsToSum, num_sums: int, stack: Stack, *, filled: bool = True
+) -> Array:
     """Return sums of the gradients of rows, `[num_sums, D]`.
 
     If the exchange rounds sums, these are rounded, and in the format of `Stack.sent_sums_format`.
@@ -133,7 +135,9 @@ def lookup(
                 if stack.num_shards > 1 and not view.is_routed:
                     activations = _summed_by_owners(tables[stack.name], ids, view)
                 else:
-                    activations = _combined(tables[stack.name], ids, view.sum_layout, stack)
+                    activations = _combined(
+                        tables[stack.name], ids, view.sum_layout, stack
+                    )
             found |= by_feature(activations, view, splits)
         bad_ids = collectives.psum(bad_ids, axes.batch_axes)
         return [found[f] for f in range(len(layout.features))], bad_ids
@@ -196,14 +200,20 @@ def by_feature(
     return found
 
 
-def _combined(table: Array, ids: LocalIds, layout: SumLayout, stack: Stack) -> tuple[Array, ...]:
+def _combined(
+    table: Array, ids: LocalIds, layout: SumLayout, stack: Stack
+) -> tuple[Array, ...]:
     """Fetch the rows of ids, and sum those of each bag."""
-    rows = route.fetch(RowsToSum(table, ids.index, ids.bags, ids.gains), ids.asked, stack)
+    rows = route.fetch(
+        RowsToSum(table, ids.index, ids.bags, ids.gains), ids.asked, stack
+    )
     with jax.named_scope("combine"):
         return combine(rows, layout, stack)
 
 
-def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Array, ...]:
+def _summed_by_owners(
+    table: Array, ids: LocalIds, view: StackView
+) -> tuple[Array, ...]:
     """Return the same where every shard sums the rows that it owns, of all ids.
 
     The devices along the shard axes that split the batch are n sources; each has T bags.
@@ -215,7 +225,9 @@ def _summed_by_owners(table: Array, ids: LocalIds, view: StackView) -> tuple[Arr
     with jax.named_scope("route"):
         ids = gather_ids(ids, view, sources)
     # [n T, D]: a bag is zero here if none of its rows is.
-    layout = SumLayout((n * view.starts[-1],), tuple(widths) if len(widths) == 1 else ())
+    layout = SumLayout(
+        (n * view.starts[-1],), tuple(widths) if len(widths) == 1 else ()
+    )
     (parts,) = _combined(table, ids, layout, stack)
     with jax.named_scope("route"):
         # [n, T, D], of which every source gets its own.
@@ -258,7 +270,9 @@ def activations_read(table: Any, replicas: int) -> list[Array]:
     """
     _, found = _READS.get(id(table), (None, []))
     read = [one for reference in found if (one := reference()) is not None]
-    of_trace = [one for one in read if isinstance(one, Tracer) and one._trace is table._trace]
+    of_trace = [
+        one for one in read if isinstance(one, Tracer) and one._trace is table._trace
+    ]
     # Of a search for 3 queries on 2 replicas, one number is enough to wait for.
     return [
         one if one.shape[0] % replicas == 0 else jnp.full(replicas, one.reshape(-1)[0])

@@ -42,7 +42,10 @@ class Intake:
     """
 
     def __init__(
-        self, declared: Structure, layout: Layout, vocabularies: Vocabularies | None = None
+        self,
+        declared: Structure,
+        layout: Layout,
+        vocabularies: Vocabularies | None = None,
     ) -> None:
         self._declared, self._layout, self.vocabularies = declared, layout, vocabularies
         self._replicas = layout.axes.local_parts(layout.axes.batch_axes).size
@@ -113,7 +116,11 @@ class Intake:
         return None if self.vocabularies is None else self.vocabularies.pin()
 
     def place_now(
-        self, features: PyTree, weights: PyTree | None, spec: BatchSpec | None, step: int | None
+        self,
+        features: PyTree,
+        weights: PyTree | None,
+        spec: BatchSpec | None,
+        step: int | None,
     ) -> Batch:
         """Return a batch, in its order; dynamic vocabularies learn from a training batch.
 
@@ -145,7 +152,11 @@ class Intake:
             hosts = self.host_ids(features, weights)
         keyed = contextlib.nullcontext((hosts, {}))
         if self._keyed is not None:
-            keyed = self._keyed.learn(hosts) if step is None else self._keyed.find(hosts, step)
+            keyed = (
+                self._keyed.learn(hosts)
+                if step is None
+                else self._keyed.find(hosts, step)
+            )
         with keyed as (hosts, fields):
             number, agreement = fields.get("visit_rows", 0), self.agreements[routed]
             if number not in self._rooms:  # another thread may make one, too
@@ -201,7 +212,9 @@ class Intake:
         given, scales = self._declared.match_weighted(features, weights)
         here = zip(self._layout.features, self._configs, given, scales, strict=True)
         return [
-            host_ids(f"feature {feature.path!r}", config, feature.table.name, ids, scale)
+            host_ids(
+                f"feature {feature.path!r}", config, feature.table.name, ids, scale
+            )
             for feature, config, ids, scale in here
         ]
 
@@ -226,9 +239,16 @@ class Intake:
             return self.own(batch, weights, spec)
         if self._layout.living:
             names = sorted(table.name for _, table in self._layout.living)
-            what, expected = f"keys of the tables {names}", "a Batch that was placed and admitted"
-            remedy = "outside the jit: batch = engine.place(features), then state, batch = "
-            remedy += "engine.admit(state, batch); the jit takes the batch as an argument"
+            what, expected = (
+                f"keys of the tables {names}",
+                "a Batch that was placed and admitted",
+            )
+            remedy = (
+                "outside the jit: batch = engine.place(features), then state, batch = "
+            )
+            remedy += (
+                "engine.admit(state, batch); the jit takes the batch as an argument"
+            )
             refuse(what, expected=expected, got="features", remedy=remedy)
         given, scales = self._declared.match_weighted(batch, weights)
         # One traced leaf is enough: then the values of the batch are not known here.

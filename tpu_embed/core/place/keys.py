@@ -44,7 +44,14 @@ from tpu_embed.core.layout import (
 )
 from tpu_embed.core.place.rooms import Agreement
 from tpu_embed.storage import VALUES, Homes, Incoming, RowGroups
-from tpu_embed.vocabulary import BatchKeys, FoundKeys, KeyedRows, Moves, ValidSteps, Vocabularies
+from tpu_embed.vocabulary import (
+    BatchKeys,
+    FoundKeys,
+    KeyedRows,
+    Moves,
+    ValidSteps,
+    Vocabularies,
+)
 
 # -- rows of tables on the host --------------------------------------------------------------------
 
@@ -57,8 +64,15 @@ Guests = dict[str, list[tuple[np.ndarray, np.ndarray]]]
 
 
 def visit(
-    layout: Layout, homes: Homes, given: Mapping[str, Mapping[int, np.ndarray]], every: Guests
-) -> tuple[int, dict[int, np.ndarray], Callable[[], tuple[np.ndarray, dict[str, Visits]]] | None]:
+    layout: Layout,
+    homes: Homes,
+    given: Mapping[str, Mapping[int, np.ndarray]],
+    every: Guests,
+) -> tuple[
+    int,
+    dict[int, np.ndarray],
+    Callable[[], tuple[np.ndarray, dict[str, Visits]]] | None,
+]:
     """Return the small tables of a batch; 0, nothing and None if the devices hold all of its rows.
 
     Args:
@@ -73,11 +87,15 @@ def visit(
       stack is made of (`Batch.visits`). The batches before this one must be admitted then.
     """
     if all(
-        ((rows >= 0) | (keys == NOBODY)).all() for some in every.values() for keys, rows in some
+        ((rows >= 0) | (keys == NOBODY)).all()
+        for some in every.values()
+        for keys, rows in some
     ):
         return 0, {}, None
     seats = {
-        table.name: _seats(stack, table, every[table.name], homes.tables[table.name].row_groups)
+        table.name: _seats(
+            stack, table, every[table.name], homes.tables[table.name].row_groups
+        )
         for stack, table in layout.on_host
     }
     most = max(int(index.max(initial=0)) + 1 for *_, index in seats.values())
@@ -90,12 +108,16 @@ def visit(
         guests[table.name] = keys, large, logical
         # `NOBODY` is past all keys, where -1 stands.
         found = np.append(logical, PADDING_ID).astype(np.int32)
-        of_features |= {f: found[np.searchsorted(keys, x)] for f, x in given[table.name].items()}
+        of_features |= {
+            f: found[np.searchsorted(keys, x)] for f, x in given[table.name].items()
+        }
 
     def make():
         # Before rows are read, because another thread may replace some meanwhile.
         replaced, stacks = np.array(homes.replaced, np.int32), {}
-        for large, small in zip(layout.stacks, layout.visiting(rows).stacks, strict=True):
+        for large, small in zip(
+            layout.stacks, layout.visiting(rows).stacks, strict=True
+        ):
             if small.is_on_host:
                 made = _stack(large, small, guests, homes)
                 split = layout.axes.sharding(small.shard_axes)
@@ -132,7 +154,9 @@ def _seats(
         own = np.flatnonzero(np.asarray(row_groups.owners) == number)
         away = np.flatnonzero(~held & (owner == number))
         # Of 2 shards that have 3 and 0 of 5 rows, each gets room for 3; the other two fill it up.
-        room = max(-(-(away.size + counts[own].sum()) // own.size), int(counts[own].max()))
+        room = max(
+            -(-(away.size + counts[own].sum()) // own.size), int(counts[own].max())
+        )
         shards[away] = np.repeat(own, room - counts[own])[: away.size]
     order = np.argsort(shards, kind="stable")
     whole = np.bincount(shards, minlength=stack.num_shards)
@@ -226,7 +250,10 @@ class KeyedBatches:
                 rows = np.concatenate([splits[f].known for f in features])
                 said.append(rows if self._learning.alone else np.unique(rows))
                 for f in features:
-                    said += [splits[f].keys, self._global_examples(hosts[f], splits[f].examples)]
+                    said += [
+                        splits[f].keys,
+                        self._global_examples(hosts[f], splits[f].examples),
+                    ]
         before = vocabularies.placed
         parts = [iter(part) for part in self._learning.share(said)]
         batch, orders, ends = {}, {}, {}
@@ -236,7 +263,12 @@ class KeyedBatches:
             keys, places = [], []
             for part, f in itertools.product(parts, features):
                 keys.append(next(part))
-                places.append((next(part), self._local_size(hosts[f]) * self._layout.axes.replicas))
+                places.append(
+                    (
+                        next(part),
+                        self._local_size(hosts[f]) * self._layout.axes.replicas,
+                    )
+                )
             # Those of one feature, all in this process, are in batch order as they are.
             orders[name] = batch_order(places) if len(keys) > 1 else slice(None)
             ends[name] = np.cumsum([some.size for some in keys])
@@ -249,19 +281,26 @@ class KeyedBatches:
                 rows = np.empty_like(given)
                 rows[orders[name]] = given
                 here = np.split(rows, ends[name])[jax.process_index() * len(features) :]
-                for f, mine in zip(features, here, strict=False):  # others' pieces follow
+                for f, mine in zip(
+                    features, here, strict=False
+                ):  # others' pieces follow
                     found[f][splits[f].absent] = mine
                 if name in moves.owners:
                     found |= {f: vocabularies.rows(name, found[f]) for f in features}
             keys = self._keys_of(moves, self._by_table(found))
             # An empty range: nobody may look it up before it is admitted.
             unusable = ValidSteps(1, 0, vocabularies.at(before + 1)[1])
-            yield self._with_rows(hosts, found), _fields(unusable, keys) | {"admitted": False}
+            yield (
+                self._with_rows(hosts, found),
+                _fields(unusable, keys) | {"admitted": False},
+            )
         except BaseException:
             vocabularies.undo(before)
             raise
 
-    def _keys_of(self, moves: Moves, rows: Mapping[str, tuple[np.ndarray, ...]]) -> BatchKeys:
+    def _keys_of(
+        self, moves: Moves, rows: Mapping[str, tuple[np.ndarray, ...]]
+    ) -> BatchKeys:
         """Return what only the host knows of a training batch; rows from home are read.
 
         Args:
@@ -277,14 +316,21 @@ class KeyedBatches:
             incoming = vocabularies.incoming(moves, rooms)
         tables = {
             name: KeyedRows(
-                some, moves.taken[name], incoming.get(name), owners=moves.owners.get(name)
+                some,
+                moves.taken[name],
+                incoming.get(name),
+                owners=moves.owners.get(name),
             )
             for name, some in rows.items()
         }
         steps = vocabularies.steps(vocabularies.placed, training=True)
-        return BatchKeys(tables, steps, arrivals=arrivals, agreed=self._agree(moves, incoming))
+        return BatchKeys(
+            tables, steps, arrivals=arrivals, agreed=self._agree(moves, incoming)
+        )
 
-    def _agree(self, moves: Moves, incoming: Mapping[str, Incoming]) -> dict[str, Agreed] | None:
+    def _agree(
+        self, moves: Moves, incoming: Mapping[str, Incoming]
+    ) -> dict[str, Agreed] | None:
         """Return what all processes have to know of the rows that each of them brings."""
         homes, stacks = self._vocabularies.homes, self._layout.stacks
         if self._learning.alone or homes is None:
@@ -298,8 +344,13 @@ class KeyedBatches:
                 one = incoming[name]
                 found = one.found | (one.awaited > 0)
                 comes |= bool(found.any())
-                row_groups, owners = homes.tables[name].row_groups, moves.owners.get(name)
-                rows[name] = drawn_keys(row_groups, moves.taken[name], found, owners).rows
+                row_groups, owners = (
+                    homes.tables[name].row_groups,
+                    moves.owners.get(name),
+                )
+                rows[name] = drawn_keys(
+                    row_groups, moves.taken[name], found, owners
+                ).rows
             mine += [comes, most_per_shard(stack, rows)]
         said = self._learning.share([np.array(mine, np.int64)])
         pairs = np.max([one for (one,) in said], axis=0).reshape(-1, 2)
@@ -326,7 +377,9 @@ class KeyedBatches:
         rows, homes = self._by_table(found), self._vocabularies.homes
         # Of tables on the host, what is at home is found by these keys.
         guests = {
-            name: {f: self._at_home(hosts[f], known[f], name) for f in self._features[name]}
+            name: {
+                f: self._at_home(hosts[f], known[f], name) for f in self._features[name]
+            }
             for name in (() if homes is None else homes.tables)
         }
         every = {
@@ -337,7 +390,9 @@ class KeyedBatches:
             rows, every = self._of_all(steps.first, rows, every)
         fields, make = {}, None
         if homes is not None:
-            fields["visit_rows"], small, make = visit(self._layout, homes, guests, every)
+            fields["visit_rows"], small, make = visit(
+                self._layout, homes, guests, every
+            )
             found |= small
         # If batches before it are still to be admitted, its rows come when it is admitted.
         if make is not None and steps.first <= self._vocabularies.admitted:
@@ -372,7 +427,9 @@ class KeyedBatches:
           ValueError: the processes are at different steps.
         """
         mine = [np.array([step])]
-        mine += [np.setdiff1d(np.concatenate(some), PADDING_ID) for some in rows.values()]
+        mine += [
+            np.setdiff1d(np.concatenate(some), PADDING_ID) for some in rows.values()
+        ]
         for pairs in guests.values():
             every, at = map(np.concatenate, zip(*pairs, strict=True))
             keys, first = np.unique(every, return_index=True)
@@ -400,15 +457,22 @@ class KeyedBatches:
           ValueError: a batch size does not divide over the replicas.
         """
         # This is done for the check of batch sizes.
-        BatchSpec.bare([host.shape for host in hosts], self._layout, len(self._replicas))
+        BatchSpec.bare(
+            [host.shape for host in hosts], self._layout, len(self._replicas)
+        )
         by_table = self._features.items()
-        keys = {f: (name, _keys(hosts[f])) for name, features in by_table for f in features}
+        keys = {
+            f: (name, _keys(hosts[f])) for name, features in by_table for f in features
+        }
         return self._vocabularies.find_all(keys, step)
 
-    def _by_table(self, found: Mapping[int, np.ndarray]) -> dict[str, tuple[np.ndarray, ...]]:
+    def _by_table(
+        self, found: Mapping[int, np.ndarray]
+    ) -> dict[str, tuple[np.ndarray, ...]]:
         """Return rows by table, given by feature."""
         return {
-            name: tuple(found[f] for f in features) for name, features in self._features.items()
+            name: tuple(found[f] for f in features)
+            for name, features in self._features.items()
         }
 
     def _local_size(self, host: HostIds) -> int:

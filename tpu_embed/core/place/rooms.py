@@ -66,9 +66,13 @@ class Rooms:
     def copy(self) -> Any:
         """Return all specs as they are now, as a JSON value."""
         with self._lock:
-            specs = [spec for by_class in self._specs.values() for spec in by_class.values()]
+            specs = [
+                spec for by_class in self._specs.values() for spec in by_class.values()
+            ]
         # JSON has dicts in place of dataclasses, and lists in place of tuples.
-        return [[{"spec": json.loads(json.dumps(spec, default=vars))} for spec in specs]]
+        return [
+            [{"spec": json.loads(json.dumps(spec, default=vars))} for spec in specs]
+        ]
 
     def set(self, value: Any) -> None:
         """Take what `copy` returned in place of the specs of the same kinds.
@@ -127,7 +131,9 @@ class Rooms:
             if agreed in specs.values():
                 return agreed
             # A union may be of the next class, which has a spec, too.
-            while (number := self._class_of(agreed)) in specs and not holds(agreed, specs[number]):
+            while (number := self._class_of(agreed)) in specs and not holds(
+                agreed, specs[number]
+            ):
                 agreed = BatchSpec.union(agreed, specs[number])
             if specs and not any(self._is_near(agreed, one) for one in specs.values()):
                 rooms = ", ".join(f"{self._room(one):,}" for one in specs.values())
@@ -152,7 +158,9 @@ class Rooms:
     def _room(self, spec: BatchSpec) -> int:
         """Return the places for ids and rows that a device has in a spec."""
         total = 0
-        for g, (stack, one) in enumerate(zip(self.layout.stacks, spec.stacks, strict=True)):
+        for g, (stack, one) in enumerate(
+            zip(self.layout.stacks, spec.stacks, strict=True)
+        ):
             exchanged = stack.num_shards * (one.row_capacity + one.partials)
             total += spec.ids(g) + exchanged + one.merged
         return total
@@ -183,7 +191,9 @@ def holds(spec: BatchSpec, needed: BatchSpec) -> bool:
 
 def _holds_shape(shape: FeatureShape, other: FeatureShape) -> bool:
     # Flat ids have no width. They hold dense ones, but not the other way round.
-    wide = shape.width is None or (other.width is not None and shape.width >= other.width)
+    wide = shape.width is None or (
+        other.width is not None and shape.width >= other.width
+    )
     roomy = (shape.capacity or 0) >= (other.capacity or 0)
     return wide and roomy and shape.weighted >= other.weighted
 
@@ -198,8 +208,12 @@ def decode_spec(value: dict[str, Any]) -> BatchSpec:
       KeyError, TypeError, ValueError: it has not.
     """
     if value["routed"] not in get_args(Routed):
-        refuse("routed", expected=f"one of {get_args(Routed)}", got=repr(value["routed"]))
-    shapes = tuple(FeatureShape(**_read(FeatureShape, one)) for one in value["feature_shapes"])
+        refuse(
+            "routed", expected=f"one of {get_args(Routed)}", got=repr(value["routed"])
+        )
+    shapes = tuple(
+        FeatureShape(**_read(FeatureShape, one)) for one in value["feature_shapes"]
+    )
     stacks = tuple(StackSpec(**_read(StackSpec, one)) for one in value["stacks"])
     return BatchSpec(_count(value["replicas"]), shapes, stacks, value["routed"])
 
@@ -207,7 +221,9 @@ def decode_spec(value: dict[str, Any]) -> BatchSpec:
 def _read(kind: type, value: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass, each read as its type says."""
     # Version 0.2.0 has written one more.
-    return {name: _READ[type_](value[name]) for name, type_ in kind.__annotations__.items()}
+    return {
+        name: _READ[type_](value[name]) for name, type_ in kind.__annotations__.items()
+    }
 
 
 def _count(value: Any) -> int:
@@ -239,7 +255,9 @@ def _is_of(spec: BatchSpec, layout: Layout) -> bool:
     found = spec.replicas, [stack.features for stack in spec.stacks]
     jagged = [shape.capacity is not None for shape in spec.feature_shapes]
     declared = [feature.config.jagged for feature in layout.features]
-    return found == (layout.axes.replicas, layout.features_by_stack) and jagged == declared
+    return (
+        found == (layout.axes.replicas, layout.features_by_stack) and jagged == declared
+    )
 
 
 # -- agreement of processes ------------------------------------------------------------------------
@@ -261,7 +279,9 @@ class Agreement(Conversation):
     """
 
     def __init__(self, layout: Layout, routed: Routed) -> None:
-        tables = [(t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables]
+        tables = [
+            (t.name, t.vocabulary_size) for stack in layout.stacks for t in stack.tables
+        ]
         known = repr((tables, [feature.path for feature in layout.features], routed))
         # The name must be the same on all processes, so it is made of what they declare alike.
         super().__init__(f"tpu_embed/{zlib.crc32(known.encode()):08x}")
@@ -327,7 +347,9 @@ def _union(specs: dict[int, BatchSpec], *, exact: bool) -> BatchSpec:
     except ValueError as error:
         # The first feature whose parts differ in size speaks for all.
         by_feature = zip(*(one.sizes for one in specs.values()), strict=True)
-        different = next((sorted({*sizes}) for sizes in by_feature if len({*sizes}) > 1), None)
+        different = next(
+            (sorted({*sizes}) for sizes in by_feature if len({*sizes}) > 1), None
+        )
         refuse(
             "place",
             expected="parts of one batch, as large on every device and of like shapes",

@@ -72,7 +72,9 @@ def bounds(lines: Sequence[np.ndarray], stack: Stack) -> np.ndarray:
     for at, rows in zip(found, lines, strict=True):
         # The first rows have the rows' dtype (the end of the last shard may not fit it): otherwise
         # NumPy converts all rows to a common one before it searches.
-        firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(stack.num_rows)
+        firsts = np.arange(stack.num_shards, dtype=rows.dtype) * rows.dtype.type(
+            stack.num_rows
+        )
         at[:-1], at[-1] = rows.searchsorted(firsts), rows.size
     return found
 
@@ -86,7 +88,9 @@ def buffer_places(at: np.ndarray, capacity: int) -> np.ndarray:
     """
     # The rows of one shard are adjacent, so place - number is one constant for each shard.
     shift = np.arange(at.size - 1) * capacity - at[:-1]
-    return np.arange(at[-1], dtype=np.int32) + shift.astype(np.int32).repeat(at[1:] - at[:-1])
+    return np.arange(at[-1], dtype=np.int32) + shift.astype(np.int32).repeat(
+        at[1:] - at[:-1]
+    )
 
 
 def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[SortedIds]:
@@ -99,7 +103,9 @@ def merge_sums(sum_rows: Sequence[np.ndarray], at: np.ndarray) -> list[SortedIds
     # A parcel is what one replica sends to one shard; those for one shard are joined. A plain slice
     # is faster than `np.split`.
     received = [
-        np.concatenate([line[i:j] for line, i, j in zip(sum_rows, begins, ends, strict=True)])
+        np.concatenate(
+            [line[i:j] for line, i, j in zip(sum_rows, begins, ends, strict=True)]
+        )
         for begins, ends in itertools.pairwise(at.T.tolist())
     ]
     return host_kernels().sort_ids(received)
@@ -184,14 +190,18 @@ def _ids_per_device(hosts: Sequence[HostIds], view: StackView) -> int:
         # A dense feature of a flat stack is packed without its padding. In a flat feature, device
         # d holds the bags from d * bags to (d + 1) * bags; they are sorted, so bisect.
         if host.bags is None:
-            per_device += np.count_nonzero(host.ids.reshape(spec.replicas, -1) >= 0, axis=1)
+            per_device += np.count_nonzero(
+                host.ids.reshape(spec.replicas, -1) >= 0, axis=1
+            )
         else:
             bounds = np.arange(spec.replicas + 1) * bags
             per_device += np.diff(np.searchsorted(host.bags, bounds))
     return int(per_device.max())
 
 
-def pack(hosts: Sequence[HostIds], view: StackView, replicas: np.ndarray) -> dict[str, np.ndarray]:
+def pack(
+    hosts: Sequence[HostIds], view: StackView, replicas: np.ndarray
+) -> dict[str, np.ndarray]:
     """Return the ids of one stack in new arrays `[replicas, …]`, by the names of `batch.py`.
 
     Args:
@@ -278,7 +288,9 @@ def _ids_of_feature(
     lines: dict[str, Any] = {}
     found = {"row_ids": rows}
     if view.has_gains:
-        gains = host_gains(host, feature.config.table.combiner, view.stack.compute_dtype)
+        gains = host_gains(
+            host, feature.config.table.combiner, view.stack.compute_dtype
+        )
         if gains is None:
             lines["gains"] = [1] * parts
         else:
@@ -290,7 +302,9 @@ def _ids_of_feature(
         bags = (index // max(1, ids.shape[-1])).astype(np.int32)
     if view.needs_blocks:
         # Example e of B is in block e · G // B.
-        examples = np.add.outer(np.multiply(replicas, size), np.arange(size)).reshape(-1)
+        examples = np.add.outer(np.multiply(replicas, size), np.arange(size)).reshape(
+            -1
+        )
         whole = size * view.layout.axes.replicas
         blocks = (examples * view.layout.blocks // whole).astype(np.int32)
         if bags is None:
@@ -369,7 +383,11 @@ def sort_stacks(
 def _sort(ids: Fields, view: StackView) -> HostStack:
     """Sort the ids of one stack."""
     # If they are not routed, the devices do that.
-    ordered = host_kernels().sort_ids(ids["row_ids"], ids.get("blocks")) if view.is_routed else []
+    ordered = (
+        host_kernels().sort_ids(ids["row_ids"], ids.get("blocks"))
+        if view.is_routed
+        else []
+    )
     sum_rows = [one.sum_rows for one in ordered]
     rows_at = sums_at = bounds([one.rows for one in ordered], view.stack)
     if "blocks" in ids:
@@ -378,7 +396,9 @@ def _sort(ids: Fields, view: StackView) -> HostStack:
     return HostStack(ids, ordered, rows_at, sums_at, owners)
 
 
-def with_capacities(stacks: Sequence[HostStack], natural: BatchSpec, layout: Layout) -> BatchSpec:
+def with_capacities(
+    stacks: Sequence[HostStack], natural: BatchSpec, layout: Layout
+) -> BatchSpec:
     """Return the spec that a batch fits exactly: its own, with the room for its exchange counted.
 
     Args:
@@ -389,15 +409,22 @@ def with_capacities(stacks: Sequence[HostStack], natural: BatchSpec, layout: Lay
     counted = []
     for view, host in zip(view_stacks(natural, layout), stacks, strict=True):
         rows, sums = (
-            int(np.diff(at, axis=1).max(initial=0)) for at in (host.rows_at, host.sums_at)
+            int(np.diff(at, axis=1).max(initial=0))
+            for at in (host.rows_at, host.sums_at)
         )
         merged = max((one.rows.size for one in host.owners), default=0)
-        room = {"row_capacity": rows, "partials": sums if view.accumulates else 0, "merged": merged}
+        room = {
+            "row_capacity": rows,
+            "partials": sums if view.accumulates else 0,
+            "merged": merged,
+        }
         counted.append(dataclasses.replace(view.room, **room))
     return dataclasses.replace(natural, stacks=tuple(counted))
 
 
-def write_lines(stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout) -> np.ndarray:
+def write_lines(
+    stacks: Sequence[HostStack], spec: BatchSpec, layout: Layout
+) -> np.ndarray:
     """Return the packed array of this process's devices, int32 `[devices, L]`.
 
     Args:
@@ -465,7 +492,9 @@ class _Writer(NamedTuple):
         rows = [one.rows for one in self.host.replicas]
         self._write_parcels(out["asked"], rows, self.host.rows_at)
 
-    def _write_parcels(self, out: np.ndarray, rows: list[np.ndarray], at: np.ndarray) -> None:
+    def _write_parcels(
+        self, out: np.ndarray, rows: list[np.ndarray], at: np.ndarray
+    ) -> None:
         """Write the local rows that devices send to shards.
 
         Args:
@@ -486,7 +515,12 @@ class _Writer(NamedTuple):
         host_kernels().put_pieces(
             out,
             rows,
-            Pieces(senders, at[senders, shards], at[senders, shards + 1], shards * stack.num_rows),
+            Pieces(
+                senders,
+                at[senders, shards],
+                at[senders, shards + 1],
+                shards * stack.num_rows,
+            ),
             PADDING_ID,
         )
 
@@ -516,7 +550,9 @@ class _Writer(NamedTuple):
             replicas = axes.local_parts(axes.batch_axes)
             blocks = (replicas * self.view.layout.blocks // axes.replicas)[:, None]
         row_ids, rows = self.host.ids["row_ids"], self.view.stack.num_rows
-        cells = np.where(row_ids < 0, PADDING_ID, row_ids + blocks * rows).astype(np.int32)
+        cells = np.where(row_ids < 0, PADDING_ID, row_ids + blocks * rows).astype(
+            np.int32
+        )
         by_cell = host_kernels().sort_ids(cells)
         if "merged" in out:
             touched = self.host.owners[0].rows
@@ -526,7 +562,10 @@ class _Writer(NamedTuple):
         return self._sums(out, ordered, self.view.num_partials)
 
     def _sums(
-        self, out: Fields, ordered: list[tuple[np.ndarray, np.ndarray, np.ndarray]], absent: int
+        self,
+        out: Fields,
+        ordered: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        absent: int,
     ) -> list[Take]:
         """Return the lines `sum_index`, `sum_segments`, `sum_gains` of all devices.
 
@@ -553,18 +592,24 @@ class _Writer(NamedTuple):
         view, stack, lines = self.view, self.view.stack, []
         # [S, replicas]: where each replica's parcel begins in what each owner receives.
         first = parcel_places(view.layout.axes, stack.shard_axes) * view.parcel_size
-        sent = np.diff(self.host.sums_at, axis=1).T  # [S, replicas], the sums in each parcel
+        sent = np.diff(
+            self.host.sums_at, axis=1
+        ).T  # [S, replicas], the sums in each parcel
         for owner in np.unique(self.shard):
             sums, sizes = self.host.owners[owner], sent[owner]
             # Where the parcel of each replica arrives, and in it each of its partial sums: parcels
             # of 2 and 3 sums that begin at 0 and 8 have the places 0 1 8 9 10.
             shift = first[owner] - (sizes.cumsum() - sizes)
-            arrived = np.arange(sizes.sum(), dtype=np.int32) + shift.astype(np.int32).repeat(sizes)
+            arrived = np.arange(sizes.sum(), dtype=np.int32) + shift.astype(
+                np.int32
+            ).repeat(sizes)
             rows = sums.rows - sums.rows.dtype.type(owner * stack.num_rows)
             for d in np.flatnonzero(self.shard == owner):
                 if "merge_index" in out:
                     lines.append(Take(out["merge_index"][d], arrived, sums.order, 0))
-                lines.append(Take(out["merge_segments"][d], sums.row, None, view.num_merged))
+                lines.append(
+                    Take(out["merge_segments"][d], sums.row, None, view.num_merged)
+                )
                 lines.append(Take(out["merged"][d], rows, None, PADDING_ID))
         return lines
 
@@ -581,7 +626,9 @@ def exact_spec(hosts: Sequence[HostIds], layout: Layout) -> BatchSpec:
     """
     replicas = np.arange(layout.axes.replicas)
     natural = natural_spec(hosts, layout, replicas.size, "update")
-    return with_capacities(sort_stacks(hosts, natural, layout, replicas), natural, layout)
+    return with_capacities(
+        sort_stacks(hosts, natural, layout, replicas), natural, layout
+    )
 
 
 def route(
@@ -643,7 +690,9 @@ def route(
     packed = write_lines(stacks, spec.over(replicas.size), layout)
     sharding = axes.sharding(axes.names)
     if axes.one_process:
-        array = send_lines(packed, sharding)  # takes half the time of the general call below
+        array = send_lines(
+            packed, sharding
+        )  # takes half the time of the general call below
     else:
         whole = (axes.size(axes.names), packed.shape[1])
         array = jax.make_array_from_process_local_data(sharding, packed, whole)

@@ -81,7 +81,11 @@ class Grid(NamedTuple):
         if self.alternate and len(shards) == self.shards:
             return range(first * self.shards, last * self.shards)
         if len(shards) == 1:
-            start, step = (shards[0], self.shards) if self.alternate else (shards[0] * self.size, 1)
+            start, step = (
+                (shards[0], self.shards)
+                if self.alternate
+                else (shards[0] * self.size, 1)
+            )
             return range(start + first * step, start + last * step, step)
         lines, some = np.arange(first, last), np.asarray(shards, np.int64)
         if self.alternate:  # [n, 1] · S + [k]: line after line
@@ -116,7 +120,11 @@ class Grid(NamedTuple):
 
     def _cut_array(self, ids: np.ndarray) -> Iterator[tuple[int, Any, Any]]:
         # The place of each id in shard after shard: shard · n + local row.
-        place = ids % self.shards * self.size + ids // self.shards if self.alternate else ids
+        place = (
+            ids % self.shards * self.size + ids // self.shards
+            if self.alternate
+            else ids
+        )
         order = np.argsort(place, kind="stable")
         bounds = np.searchsorted(place[order], np.arange(self.shards + 1) * self.size)
         for i in np.flatnonzero(np.diff(bounds)).tolist():
@@ -132,7 +140,9 @@ def _as_slice(numbers: np.ndarray) -> Any:
 
 
 def copy_rows(
-    read: Callable[[Any], Rows], write: Callable[[Any, Rows], None], blocks: Iterable[Any]
+    read: Callable[[Any], Rows],
+    write: Callable[[Any, Rows], None],
+    blocks: Iterable[Any],
 ) -> None:
     """Copy rows, block by block, so that little memory is needed.
 
@@ -188,7 +198,11 @@ class DeviceRows:
     """
 
     def __init__(
-        self, state: TableState, layout: Layout, name: str, parts: Collection[str] | None = None
+        self,
+        state: TableState,
+        layout: Layout,
+        name: str,
+        parts: Collection[str] | None = None,
     ) -> None:
         self._stack, self._table = layout.table(name)
         self.state, self._axes = state, layout.axes
@@ -201,7 +215,9 @@ class DeviceRows:
         width = sum(one.nbytes for one in self.empty(1).values())
         self.block = max(BLOCK // max(1, width), self.grid.shards)
         self._kept: dict[int, Rows] | None = None
-        self._shared = len({*layout.axes.processes_of_parts(self._stack.shard_axes)}) > 1
+        self._shared = (
+            len({*layout.axes.processes_of_parts(self._stack.shard_axes)}) > 1
+        )
         self.here: list[int] = layout.axes.local_parts(self._stack.shard_axes).tolist()
 
     def empty(self, n: int) -> dict[str, np.ndarray]:
@@ -238,7 +254,9 @@ class DeviceRows:
                 found = _read_everywhere(f.read(self.state), padded, f, self._axes)
                 stored = rows[part].dtype
                 bits = np.asarray(found)[: at.stop - at.start]
-                rows[part][at] = bits.astype(f"u{stored.itemsize}", copy=False).view(stored)
+                rows[part][at] = bits.astype(f"u{stored.itemsize}", copy=False).view(
+                    stored
+                )
         return rows
 
     def read_here(self, ids: Ids) -> Rows:
@@ -256,7 +274,9 @@ class DeviceRows:
                     self._copy(shards[part][shard], local, f, rows[part], at)
         return rows
 
-    def _copy(self, lines: Array, local: Any, f: Field, rows: np.ndarray, at: Any) -> None:
+    def _copy(
+        self, lines: Array, local: Any, f: Field, rows: np.ndarray, at: Any
+    ) -> None:
         """Copy local rows of a table, from the lines of its shard, to their places in `rows`."""
         if self._axes.on_cpu:  # the lines are in the host's memory
             stored = f.row_format.by_row(np.asarray(lines))
@@ -265,15 +285,22 @@ class DeviceRows:
         # `np.r_` makes an array of numbers of a slice, too.
         places, wanted = np.arange(len(rows))[at], np.r_[local] + f.table.offset
         for some in pieces(len(places), self.block):
-            found = _take(lines, _padded(wanted[some], f.stack.index_dtype), f.row_format)
+            found = _take(
+                lines, _padded(wanted[some], f.stack.index_dtype), f.row_format
+            )
             rows[places[some]] = np.asarray(found)[: some.stop - some.start]
 
     def _shards(self, f: Field) -> dict[int, Array]:
         """Return the lines of each shard that is here, by shard."""
         # Moves the array if a user has sharded it otherwise.
-        whole = jax.device_put(f.read(self.state), self._axes.sharding(self._stack.shard_axes))
+        whole = jax.device_put(
+            f.read(self.state), self._axes.sharding(self._stack.shard_axes)
+        )
         size = f.row_format.array(self._stack.num_rows).shape[0]
-        return {(one.index[0].start or 0) // size: one.data for one in whole.addressable_shards}
+        return {
+            (one.index[0].start or 0) // size: one.data
+            for one in whole.addressable_shards
+        }
 
     def write(self, ids: Ids, rows: Rows) -> None:
         """Write rows `[n, …]` by part, in the memory of the arrays; some parts may be missing.
@@ -294,7 +321,9 @@ class DeviceRows:
         shape = self.grid.shards, _room(most)
         places = np.full(shape, PADDING_ID, self._stack.index_dtype)
         values = {
-            f.part: aligned_empty((*shape, *f.shape.shape), storage.stored_dtype(f.shape.dtype))
+            f.part: aligned_empty(
+                (*shape, *f.shape.shape), storage.stored_dtype(f.shape.dtype)
+            )
             for f in written
         }
         for shard, local, at in cut:
@@ -317,7 +346,9 @@ def _room(n: int) -> int:
 
 def _padded(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return rows with room for few more, which are absent."""
-    return np.pad(rows, (0, _room(rows.size) - rows.size), constant_values=PADDING_ID).astype(dtype)
+    return np.pad(
+        rows, (0, _room(rows.size) - rows.size), constant_values=PADDING_ID
+    ).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="row_format")
@@ -360,7 +391,9 @@ def _write(
 def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> Array:
     """Return the bits of logical rows, uint32 or uint64 `[n, …]`, on every device."""
     stack = f.stack
-    places = jnp.where(ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table))
+    places = jnp.where(
+        ids < 0, jnp.asarray(PADDING_ID, ids.dtype), stack.physical(ids, f.table)
+    )
 
     def shard(physical, places):
         # With 10 rows per shard, shard 2 reads place 23 as its local row 3, and gives zeros for
@@ -368,9 +401,17 @@ def _read_everywhere(physical: Array, ids: Array, f: Field, axes: MeshAxes) -> A
         local = route.rows_of_shard(places, stack)
         mine, rows = local >= 0, _take(physical, local, f.row_format)
         unsigned = jnp.dtype(f"uint{8 * rows.dtype.itemsize}")
-        cast = jax.lax.convert_element_type if rows.dtype == bool else jax.lax.bitcast_convert_type
-        bits = cast(rows, unsigned).astype(jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32)
-        bits = jnp.where(mine.reshape(-1, *[1] * (bits.ndim - 1)), bits, jnp.zeros_like(bits))
+        cast = (
+            jax.lax.convert_element_type
+            if rows.dtype == bool
+            else jax.lax.bitcast_convert_type
+        )
+        bits = cast(rows, unsigned).astype(
+            jnp.uint64 if unsigned == jnp.uint64 else jnp.uint32
+        )
+        bits = jnp.where(
+            mine.reshape(-1, *[1] * (bits.ndim - 1)), bits, jnp.zeros_like(bits)
+        )
         # Bits are summed, not floats, so that NaN and -0.0 arrive as they are.
         return collectives.psum(bits, stack.shard_axes)
 
@@ -397,7 +438,9 @@ def as_stored(values: np.ndarray, f: Field) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("f", "axes"))
-def write_copy(physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes) -> Array:
+def write_copy(
+    physical: Array, row_ids: Any, values: Any, f: Field, axes: MeshAxes
+) -> Array:
     """Return a copy of the physical array with logical rows set; each shard writes its own.
 
     Args:

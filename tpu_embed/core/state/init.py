@@ -87,7 +87,9 @@ class NewRows(NamedTuple):
     numbers: Array | None = None
 
 
-def init_tables(key: Array, stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]:
+def init_tables(
+    key: Array, stacks: tuple[Stack, ...], axes: MeshAxes
+) -> tuple[dict, dict]:
     """Create every table and slot; each device creates its own rows only.
 
     Args:
@@ -122,7 +124,10 @@ def blank_arrays(stacks: tuple[Stack, ...], axes: MeshAxes) -> tuple[dict, dict]
 
 
 def _make(
-    make: Callable[..., StackShard], stacks: tuple[Stack, ...], axes: MeshAxes, *key: Array
+    make: Callable[..., StackShard],
+    stacks: tuple[Stack, ...],
+    axes: MeshAxes,
+    *key: Array,
 ) -> tuple[dict, dict]:
     """Return tables and slots, of which each device makes its shard of every stack."""
     axes.check_context()
@@ -131,7 +136,9 @@ def _make(
         return {stack.name: make(stack, *key) for stack in stacks}
 
     specs = {stack.name: stack_specs(stack, axes) for stack in stacks}
-    return split_shards(collectives.per_device(shard, axes, PartitionSpec(), specs)(*key))
+    return split_shards(
+        collectives.per_device(shard, axes, PartitionSpec(), specs)(*key)
+    )
 
 
 def _blank(stack: Stack) -> StackShard:
@@ -154,13 +161,19 @@ def _init_stack(stack: Stack, key: Array) -> StackShard:
         made.slots[SEED_SLOT] = jax.random.bits(seed, (), jnp.uint32)
     # A stack may have hundreds of small tables: those that share an initializer and lie next to
     # each other are filled by one loop, so the program does not grow with their number.
-    for initializer, run in itertools.groupby(stack.tables, key=lambda table: table.initializer):
+    for initializer, run in itertools.groupby(
+        stack.tables, key=lambda table: table.initializer
+    ):
         tables = list(run)
         what = f"table {tables[0].name!r}: initializer"
         if initializers.wants_shard_info(initializer):
             for table in tables:
                 made = _fill(
-                    made, key, stack, [table], _whole_shard(initializer, stack, table, key)
+                    made,
+                    key,
+                    stack,
+                    [table],
+                    _whole_shard(initializer, stack, table, key),
                 )
         else:
             made = _fill(made, key, stack, tables, row_by_row(initializer, stack, what))
@@ -171,7 +184,9 @@ def _zeros(array: jax.ShapeDtypeStruct) -> Array:
     return dispatch.zeros(array.shape, array.dtype)
 
 
-def row_by_row(initializer: Callable, stack: Stack, what: str) -> Callable[[NewRows], Array]:
+def row_by_row(
+    initializer: Callable, stack: Stack, what: str
+) -> Callable[[NewRows], Array]:
     """Return a function that calls the initializer once per row, each with its own key."""
     shape = (1, stack.dim)
 
@@ -261,7 +276,9 @@ def _fill(
             slot, stored = shapes[name], storage.encode(fresh, shapes[name].dtype)
             # A slot that all rows share (a step counter, say) is the same in every chunk.
             if slot.per_row:
-                stored = _put(slots[name], stored[:chunk], start, slot_format(stack, slot))
+                stored = _put(
+                    slots[name], stored[:chunk], start, slot_format(stack, slot)
+                )
             slots[name] = stored
         return StackShard(table, slots)
 
@@ -298,7 +315,9 @@ def fold_row_id(key: Array, low: Array, high: Array) -> Array:
 
 def table_keys(key: Array, tables: Sequence[TableSlice]) -> Array:
     """Return one random key per table, `[T]`: `key` folded with the CRC-32 of the table's name."""
-    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(jnp.asarray(table_crcs(tables)))
+    return jax.vmap(lambda crc: jax.random.fold_in(key, crc))(
+        jnp.asarray(table_crcs(tables))
+    )
 
 
 def _lines(key: Array, stack: Stack, tables: list[TableSlice], local: Array) -> NewRows:
@@ -378,7 +397,9 @@ def new_version(
         with tables on the host the last replacement. None: the steps are not known, so they may
         have been the present one.
     """
-    numbers = np.array([*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32)
+    numbers = np.array(
+        [*steps, *(taken or np.asarray(vocabulary[MAP_VERSION])[2:])], np.int32
+    )
     if taken is None:
         numbers[2:][numbers[2:] >= 0] = steps[0]
     return {**vocabulary, MAP_VERSION: put_everywhere(numbers, axes)}
@@ -402,7 +423,10 @@ def put_everywhere(values: PyTree, axes: MeshAxes) -> PyTree:
 
 
 def matched_counters(
-    found: Mapping[str, Any], paths: Sequence[str], forms: Mapping[str, Any], layout: Layout
+    found: Mapping[str, Any],
+    paths: Sequence[str],
+    forms: Mapping[str, Any],
+    layout: Layout,
 ) -> dict[str, np.ndarray]:
     """Return the counters of a state; 0 where there was none.
 

@@ -75,7 +75,16 @@ from tpu_embed.core.state.table_state import (
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.stochastic import row_number
 from tpu_embed.kernels.tracing import zero_after
-from tpu_embed.storage import VALUES, Homes, HomeTable, Room, RowField, RowGroups, Rows, slot_field
+from tpu_embed.storage import (
+    VALUES,
+    Homes,
+    HomeTable,
+    Room,
+    RowField,
+    RowGroups,
+    Rows,
+    slot_field,
+)
 
 
 class KeyedParcel(NamedTuple):
@@ -116,7 +125,8 @@ class NewRowWriter:
             for stack in dict.fromkeys(stack for stack, _ in layout.living)
         }
         self._drawing = {
-            stack: jax.jit(functools.partial(_draw_parts, stack)) for stack in self._programs
+            stack: jax.jit(functools.partial(_draw_parts, stack))
+            for stack in self._programs
         }
 
     def write(
@@ -176,7 +186,9 @@ class NewRowWriter:
           by_id: bool `[n]`, which of them are ids; None: all.
         """
         # One shard that has them all, of which the numbers of the rows do not matter.
-        alone = dataclasses.replace(stack, num_shards=1, num_rows=stack.num_rows + keys.size)
+        alone = dataclasses.replace(
+            stack, num_shards=1, num_rows=stack.num_rows + keys.size
+        )
         parcels = Parcels(alone, {table.name: np.arange(keys.size)})
         keyed = parcels.keyed({table.name: keys}, {table.name: by_id})
         # Each process draws for itself, so the key must not be an array of all their devices.
@@ -187,7 +199,9 @@ class NewRowWriter:
             for name, rows in drawn.items()
         }
 
-    def lower(self, stack: Stack, held: StackShard, vocabulary: Any, parcels: Any) -> Any:
+    def lower(
+        self, stack: Stack, held: StackShard, vocabulary: Any, parcels: Any
+    ) -> Any:
         """Return the program of `write`, lowered for arrays of a stack, or shapes."""
         return self._programs[stack].lower(held, random_key(vocabulary), parcels)
 
@@ -204,7 +218,9 @@ class NewRowWriter:
             return tuple(write_parts(held, rows, drawn, stack))  # plain, for `Exchange`
 
         given = specs, PartitionSpec(), axes.spec(stack.shard_axes)
-        return collectives.per_device(device, axes, given, tuple(specs))(held, key, parcels)
+        return collectives.per_device(device, axes, given, tuple(specs))(
+            held, key, parcels
+        )
 
 
 def open_keyed(parcel: Array, stack: Stack) -> KeyedParcel:
@@ -232,7 +248,9 @@ def draw_rows(key: Array, new: KeyedParcel, stack: Stack) -> tuple[Array, NewRow
     lines = jax.lax.optimization_barrier(lines)
     rows = jnp.zeros((new.rows.shape[0], stack.dim), stack.compute_dtype)
     living = [(i, t) for i, t in enumerate(stack.tables) if t.vocabulary is not None]
-    for initializer, run in itertools.groupby(living, key=lambda one: one[1].initializer):
+    for initializer, run in itertools.groupby(
+        living, key=lambda one: one[1].initializer
+    ):
         mine = list(run)
         draw = row_by_row(initializer, stack, f"table {mine[0][1].name!r}: initializer")
         here = jnp.isin(new.tables, jnp.asarray([i for i, _ in mine], jnp.int32))
@@ -253,7 +271,10 @@ def first_rows(
       table: the table, whose ids are row numbers.
       stack: its stack.
     """
-    known, number = jax.tree.map(np.asarray, random_key(vocabulary)), stack.tables.index(table)
+    known, number = (
+        jax.tree.map(np.asarray, random_key(vocabulary)),
+        stack.tables.index(table),
+    )
 
     def drawn(ids):
         # All rows are of one table, and none has a place on a device: they are only numbered.
@@ -283,7 +304,9 @@ def _row_keys(of_tables: Array, new: KeyedParcel, stack: Stack) -> Array:
         return jax.vmap(_fold_key)(of_tables, new.low, new.high)
     if all(table.key_table is None for table in stack.tables):
         return jax.vmap(fold_row_id)(of_tables, new.low, new.high)
-    of_ids, of_keys = (jax.vmap(f)(of_tables, new.low, new.high) for f in (fold_row_id, _fold_key))
+    of_ids, of_keys = (
+        jax.vmap(f)(of_tables, new.low, new.high) for f in (fold_row_id, _fold_key)
+    )
     return jnp.where(new.by_id, of_ids, of_keys)
 
 
@@ -313,8 +336,12 @@ def visiting_tables(
         if stack.is_on_host:
             split = axes.spec(stack.shard_axes)
             shard = functools.partial(_small_table, large, stack)
-            make = collectives.per_device(shard, axes, (split, PartitionSpec(), split), split)
-            made[stack.name] = make(tables[stack.name], random_key(vocabulary), visits[stack.name])
+            make = collectives.per_device(
+                shard, axes, (split, PartitionSpec(), split), split
+            )
+            made[stack.name] = make(
+                tables[stack.name], random_key(vocabulary), visits[stack.name]
+            )
     return made
 
 
@@ -365,7 +392,9 @@ def make_homes(layout: Layout) -> Homes | None:
     return Homes(tables) if tables else None
 
 
-def _groups(layout: Layout, stack: Stack, table: TableSlice, wanted: int | None) -> RowGroups:
+def _groups(
+    layout: Layout, stack: Stack, table: TableSlice, wanted: int | None
+) -> RowGroups:
     """Return which rows on the devices an id of a table may have.
 
     Raises:
@@ -444,7 +473,9 @@ class RowMover:
     def __init__(self, layout: Layout) -> None:
         self._layout, self.traces = layout, 0
         self._programs = {
-            stack.name: jax.jit(functools.partial(self._exchange, stack), donate_argnums=0)
+            stack.name: jax.jit(
+                functools.partial(self._exchange, stack), donate_argnums=0
+            )
             for stack in layout.stacks
         }
 
@@ -517,7 +548,9 @@ class RowMover:
 
 
 def leaving_rooms(
-    copies: Mapping[str, Fields], arrivals: Mapping[str, Arrival], mine: Mapping[str, np.ndarray]
+    copies: Mapping[str, Fields],
+    arrivals: Mapping[str, Arrival],
+    mine: Mapping[str, np.ndarray],
 ) -> dict[str, Room]:
     """Return where the displaced rows of each table are; waits until they have been copied.
 
@@ -537,7 +570,9 @@ def leaving_rooms(
     return rooms
 
 
-def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple[Any, ...]]:
+def _exchange(
+    stack: Stack, held: StackShard, sent: Sent
+) -> tuple[Fields, tuple[Any, ...]]:
     """Return this device's copies `[1, m, …]` of rows, and its shard with those that were sent."""
     local, arrays = open_rows(sent.places[0], stack), held.by_part()
     copies = {
@@ -549,4 +584,6 @@ def _exchange(stack: Stack, held: StackShard, sent: Sent) -> tuple[Fields, tuple
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
     values = {part: field[0] for part, field in sent.fields.items()}
-    return copies, tuple(write_parts(held, rows, values, stack))  # plain, for `Exchange`
+    return copies, tuple(
+        write_parts(held, rows, values, stack)
+    )  # plain, for `Exchange`

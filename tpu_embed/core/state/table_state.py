@@ -29,7 +29,14 @@ from jax.tree_util import GetAttrKey, keystr
 
 from tpu_embed._checks import check_live, check_type, refuse
 from tpu_embed._types import Array, Tracer
-from tpu_embed.core.layout import Layout, MeshAxes, Stack, TableSlice, differences, rounding_slots
+from tpu_embed.core.layout import (
+    Layout,
+    MeshAxes,
+    Stack,
+    TableSlice,
+    differences,
+    rounding_slots,
+)
 from tpu_embed.kernels import dispatch, storage
 from tpu_embed.kernels.formats import PACKED_ROWS, RowFormat
 from tpu_embed.optimizers import SlotShape
@@ -48,7 +55,9 @@ class StackShard(NamedTuple):
 
     def by_part(self) -> dict[str, Array]:
         """Return its arrays by what they are of a row, see `Field.part`."""
-        return {VALUES: self.table} | {slot_field(n): slot for n, slot in self.slots.items()}
+        return {VALUES: self.table} | {
+            slot_field(n): slot for n, slot in self.slots.items()
+        }
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -90,7 +99,9 @@ class TableState:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], None]:
         """Return the fields with their names, for JAX."""
-        return tuple((GetAttrKey(name), getattr(self, name)) for name in self._children), None
+        return tuple(
+            (GetAttrKey(name), getattr(self, name)) for name in self._children
+        ), None
 
     @property
     def _children(self) -> tuple[str, ...]:
@@ -106,11 +117,19 @@ class TableState:
     def __repr__(self) -> str:
         """Show a line per stack of tables: the shape of its array, and its slots."""
         # A tree of shardings, say, may have one for all tables where a state has a dictionary.
-        tables, slots = self.tables, self.slots if isinstance(self.slots, Mapping) else {}
+        tables, slots = (
+            self.tables,
+            self.slots if isinstance(self.slots, Mapping) else {},
+        )
         lines = [f"TableState at step {describe_leaf(self.step)}"]
-        for stack, table in (tables if isinstance(tables, Mapping) else {"tables": tables}).items():
+        for stack, table in (
+            tables if isinstance(tables, Mapping) else {"tables": tables}
+        ).items():
             named = jax.tree_util.tree_leaves_with_path(slots.get(stack))
-            more = [f"{keystr(path, simple=True)} {describe_leaf(leaf)}" for path, leaf in named]
+            more = [
+                f"{keystr(path, simple=True)} {describe_leaf(leaf)}"
+                for path, leaf in named
+            ]
             lines.append(", ".join([f"{stack}: {describe_leaf(table)}", *more]))
         return "\n  ".join(lines)
 
@@ -136,7 +155,9 @@ def stack_specs(stack: Stack, axes: MeshAxes) -> Any:
     split: Any = axes.spec(stack.shard_axes)
     whole: Any = PartitionSpec()
     shapes = slot_shapes(stack).items()
-    return StackShard(split, {name: split if one.per_row else whole for name, one in shapes})
+    return StackShard(
+        split, {name: split if one.per_row else whole for name, one in shapes}
+    )
 
 
 def split_shards(shards: Mapping[str, StackShard]) -> tuple[dict, dict]:
@@ -165,7 +186,9 @@ def slot_format(stack: Stack, slot: SlotShape) -> RowFormat:
 def row_formats(stack: Stack) -> dict[str, RowFormat]:
     """Return how the rows of each part lie in their array; those of no row are left out."""
     per_row = {name: slot for name, slot in slot_shapes(stack).items() if slot.per_row}
-    slots = {slot_field(name): slot_format(stack, slot) for name, slot in per_row.items()}
+    slots = {
+        slot_field(name): slot_format(stack, slot) for name, slot in per_row.items()
+    }
     return {VALUES: stack.row_format, **slots}
 
 
@@ -182,11 +205,17 @@ def write_parts(
     """
     arrays = held.by_part()
     for part, one in row_formats(stack).items():
-        arrays[part] = dispatch.write_ascending_rows(arrays[part], rows, values[part], one)
-    return StackShard(arrays[VALUES], {name: arrays[slot_field(name)] for name in held.slots})
+        arrays[part] = dispatch.write_ascending_rows(
+            arrays[part], rows, values[part], one
+        )
+    return StackShard(
+        arrays[VALUES], {name: arrays[slot_field(name)] for name in held.slots}
+    )
 
 
-def logical_rows(physical: Array, row_format: RowFormat, stack: Stack, table: TableSlice) -> Array:
+def logical_rows(
+    physical: Array, row_format: RowFormat, stack: Stack, table: TableSlice
+) -> Array:
     """Return a copy of the stored rows of one logical table, `[V, …]`.
 
     Args:
@@ -224,8 +253,12 @@ def read_rows(physical: Array, start: Array, size: int, row_format: RowFormat) -
     # Of rows of 32 words, four stand in a line, so 128 rows are 32 lines: the 128 rows from row 256
     # on are the 32 lines from line 64 on.
     lines = row_format.array(unit).shape[0]
-    stored = jax.lax.dynamic_slice_in_dim(physical, start // unit * lines, size // unit * lines)
-    values = storage.decode(row_format.unpack(row_format.by_row(stored)), row_format.dtype)
+    stored = jax.lax.dynamic_slice_in_dim(
+        physical, start // unit * lines, size // unit * lines
+    )
+    values = storage.decode(
+        row_format.unpack(row_format.by_row(stored)), row_format.dtype
+    )
     return values.astype(jnp.float64 if values.dtype == jnp.float64 else jnp.float32)
 
 
@@ -282,7 +315,9 @@ class Field:
     @property
     def label(self) -> str:
         """The name used in error messages, such as "table 'item', slot 'momentum'"."""
-        return f"table {self.table.name!r}" + (f", slot {self.slot!r}" if self.slot else "")
+        return f"table {self.table.name!r}" + (
+            f", slot {self.slot!r}" if self.slot else ""
+        )
 
     @property
     def part(self) -> str:
@@ -323,10 +358,14 @@ def field(layout: Layout, name: str, slot: str | None) -> Field:
     stack, table = layout.table(name)
     # A table's rows have D numbers; a slot's rows have the shape that the optimizer declares.
     if slot is None:
-        return Field(stack, table, None, SlotShape((stack.dim,), jnp.dtype(stack.dtype)))
+        return Field(
+            stack, table, None, SlotShape((stack.dim,), jnp.dtype(stack.dtype))
+        )
     shapes = slot_shapes(stack)
     if slot not in shapes:
-        refuse(f"table {name!r}: slot", expected=f"one of {sorted(shapes)}", got=repr(slot))
+        refuse(
+            f"table {name!r}: slot", expected=f"one of {sorted(shapes)}", got=repr(slot)
+        )
     return Field(stack, table, slot, shapes[slot])
 
 
@@ -345,7 +384,9 @@ def fields(layout: Layout, name: str | None = None) -> Iterator[Field]:
 # engine compares those keys with its own before it reads a row.
 
 _OWN_STATE = "give one that this engine's init, update or load returned"
-_RESTORE = "save and restore with tpu_embed.io, which brings rows into any engine's layout"
+_RESTORE = (
+    "save and restore with tpu_embed.io, which brings rows into any engine's layout"
+)
 
 
 def check_state(state: Any, layout: Layout) -> None:
@@ -383,7 +424,12 @@ def check_not_donated(state: Any, *, tables_alone: bool = False) -> None:
       ValueError: it is not a state, or an array was donated; the message names its stack.
     """
     check_type(
-        "state", state, TableState, expected="a TableState", remedy=_OWN_STATE, error=ValueError
+        "state",
+        state,
+        TableState,
+        expected="a TableState",
+        remedy=_OWN_STATE,
+        error=ValueError,
     )
     for name, table in state.tables.items():
         check_live(f"state: stack {name!r}", (table,))
@@ -412,7 +458,10 @@ def check_layout(by_stack: Mapping[str, Any], layout: Layout) -> None:
     if missing and foreign:
         # A name is "tables@layout". Compare the missing stack with a foreign one that has the same
         # tables, if there is one, so that the message is about the layout and not about the tables.
-        name = next((n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]), foreign[0])
+        name = next(
+            (n for n in foreign if n.split("@")[0] == missing[0].split("@")[0]),
+            foreign[0],
+        )
         why = f": {differences(missing[0], name)}"
     refuse(
         "state",
@@ -455,7 +504,9 @@ def _check_array(f: Field, state: TableState, kind: type) -> None:
     wanted = f.row_format.array(f.stack.physical_rows)
     # A slot that the whole stack shares has no rows: it is stored in its own shape, never packed.
     if not f.shape.per_row:
-        wanted = jax.ShapeDtypeStruct(f.shape.shape, storage.stored_dtype(f.shape.dtype))
+        wanted = jax.ShapeDtypeStruct(
+            f.shape.shape, storage.stored_dtype(f.shape.dtype)
+        )
     expected = f"{wanted.dtype} of shape {wanted.shape}"
     try:
         array: Any = f.read(state)

@@ -1,6 +1,11 @@
 """Activation gradients in, new rows out: sum the gradients of each row, apply the optimizer."""
 
-from tpu_embed.core.update.gradients import Guard, OnBadGradient, check_trainable, checked_gradients
+from tpu_embed.core.update.gradients import (
+    Guard,
+    OnBadGradient,
+    check_trainable,
+    checked_gradients,
+)
 from tpu_embed.core.update.in_place import (
     LOOKUP,
     UPDATE,

@@ -24,7 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from tpu_embed._checks import check_choice, check_in_program, check_live, refuse, warn_user
+from tpu_embed._checks import (
+    check_choice,
+    check_in_program,
+    check_live,
+    refuse,
+    warn_user,
+)
 from tpu_embed._types import Array, Tracer, as_array
 from tpu_embed.core.batch import Batch, BatchSpec, StackView, TracedIds
 from tpu_embed.core.exchange import collectives
@@ -80,7 +86,9 @@ def checked_gradients(
         expected, remedy = (shape.batch, *shape.inner, dim), ""
         if shape.capacity is not None:
             expected = (spec.replicas, shape.capacity, dim)
-            remedy = "give the gradient of the values that the lookup of this batch returned"
+            remedy = (
+                "give the gradient of the values that the lookup of this batch returned"
+            )
             gradient = gradient.values if isinstance(gradient, Jagged) else gradient
         if gradient is None:
             text = f"{what}: None is taken as zeros of shape {expected}; its rows may still change"
@@ -175,12 +183,19 @@ class Guard:
           refused: bool `[]`, whether the batch was not in order; None: it was.
         """
         step = {"bad_ids": bad_ids, COUNTER: bad, REFUSED: refused}
-        numbers = {name: n.astype(jnp.int32) for name, n in step.items() if n is not None}
+        numbers = {
+            name: n.astype(jnp.int32) for name, n in step.items() if n is not None
+        }
         # A restored state may come from an engine with another policy: a counter that it lacks
         # starts at 0, and one that this policy does not use is kept.
-        return {**counters, **{name: counters.get(name, 0) + n for name, n in numbers.items()}}
+        return {
+            **counters,
+            **{name: counters.get(name, 0) + n for name, n in numbers.items()},
+        }
 
-    def find(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> Array | None:
+    def find(
+        self, gradients: Sequence[Array | None], source: Batch | TracedIds
+    ) -> Array | None:
         """Return which features' gradients are not finite, bool `[F]`; None under "allow".
 
         Args:
@@ -191,7 +206,9 @@ class Guard:
             return None
         return not_finite(gradients, _splits(source, self.layout), self.layout)
 
-    def refuse(self, gradients: Sequence[Array | None], source: Batch | TracedIds) -> None:
+    def refuse(
+        self, gradients: Sequence[Array | None], source: Batch | TracedIds
+    ) -> None:
         """Under "error" and outside a jit, wait for the gradients and refuse bad ones.
 
         Args:
@@ -203,7 +220,9 @@ class Guard:
         """
         if self.policy != "error":
             return
-        found = _not_finite_program(gradients, _splits(source, self.layout), self.layout)
+        found = _not_finite_program(
+            gradients, _splits(source, self.layout), self.layout
+        )
         # A tracer is not known yet: then the step is skipped, and `report` tells checkify.
         if isinstance(found, Tracer) or not np.any(found):
             return

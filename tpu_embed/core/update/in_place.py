@@ -63,7 +63,9 @@ batching.primitive_batchers[_noted] = lambda values, axes, **forms: (
 )
 
 
-def _lower(context: Any, number: Any, *, forms: tuple[jax.ShapeDtypeStruct, ...]) -> Any:
+def _lower(
+    context: Any, number: Any, *, forms: tuple[jax.ShapeDtypeStruct, ...]
+) -> Any:
     exports = context.module_context.lowering_parameters.for_export
     if not exports and not _quiet.get():
         copied = _copied(context, forms)
@@ -83,14 +85,21 @@ def _copied(context: Any, forms: Sequence[jax.ShapeDtypeStruct]) -> int:
     one, counts as none. Of several arguments of one shape it is enough that one is donated.
     """
     main = next(
-        (op for op in context.module_context.module.body.operations if _name(op) == "main"), None
+        (
+            op
+            for op in context.module_context.module.body.operations
+            if _name(op) == "main"
+        ),
+        None,
     )
     if main is None or "arg_attrs" not in main.attributes:
         return 0
     given = {
         (str(kind), any(name in attributes for name in _DONATED))
         for kind, attributes in zip(
-            main.attributes["function_type"].value.inputs, main.attributes["arg_attrs"], strict=True
+            main.attributes["function_type"].value.inputs,
+            main.attributes["arg_attrs"],
+            strict=True,
         )
     }
     # The type of an argument, such as tensor<1000x16xf32>.
@@ -154,9 +163,15 @@ def check_in_place(
     finally:
         _quiet.reset(token)
     leaves = jax.tree_util.tree_flatten_with_path(lowered.args_info)[0]
-    held = [(f, own) for f in fields(layout) if f.shape.per_row and (own := _held(f, leaves))]
+    held = [
+        (f, own)
+        for f in fields(layout)
+        if f.shape.per_row and (own := _held(f, leaves))
+    ]
     if not held:
-        refuse("step", expected="a state of this engine among the arguments", got="none")
+        refuse(
+            "step", expected="a state of this engine among the arguments", got="none"
+        )
     # The compiled program tells only shape and dtype of a copy, which several may share.
     copies = _copied_shapes(lowered.compile().as_text())
     copied = [(f.label, own) for f, own in held if _local_format(f) in copies]

@@ -64,7 +64,13 @@ from tpu_embed.core.layout import (
     table_crcs,
 )
 from tpu_embed.core.lookup import sum_gradients
-from tpu_embed.core.state import StackShard, rule_slots, slot_format, split_shards, stack_specs
+from tpu_embed.core.state import (
+    StackShard,
+    rule_slots,
+    slot_format,
+    split_shards,
+    stack_specs,
+)
 from tpu_embed.core.update.gradients import stack_gradients
 from tpu_embed.kernels import cpu, dispatch, sparsecore_rules, stochastic, storage
 from tpu_embed.kernels.formats import RowFormat
@@ -79,25 +85,39 @@ from tpu_embed.kernels.stochastic import Rounding
 from tpu_embed.kernels.tracing import zero_after
 
 
-def compiled_rule(stack: Stack, step: Array, learning_rate: ArrayLike) -> CompiledRule | None:
+def compiled_rule(
+    stack: Stack, step: Array, learning_rate: ArrayLike
+) -> CompiledRule | None:
     """Return the stack's rule as the kernels take it that its rows are packed for, or None.
 
     Rows that are not packed are for the CPU's kernels, which read one after the other; rows that
     are packed as words are for SparseCores.
     """
     optimizer, row_format = stack.optimizer, stack.row_format
-    if optimizer is None or stack.compute_dtype != jnp.float32 or optimizer.updates_every_row:
+    if (
+        optimizer is None
+        or stack.compute_dtype != jnp.float32
+        or optimizer.updates_every_row
+    ):
         return None
     on_cpu = stack.packing == "none"
     if not on_cpu and not (row_format.moved_by_sparse_cores and row_format.packed):
         return None
-    rule = optimizer.compiled_rule(step, jnp.asarray(learning_rate, stack.compute_dtype))
+    rule = optimizer.compiled_rule(
+        step, jnp.asarray(learning_rate, stack.compute_dtype)
+    )
     if rule is None or on_cpu:
         return rule
     sums_format = stack.sent_sums_format
     # A word has two numbers of bfloat16.
-    width = max(one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format))
-    return rule if sparsecore_rules.takes(rule, width, sums_format.dtype.itemsize < 4) else None
+    width = max(
+        one.words * 4 // one.dtype.itemsize for one in (row_format, sums_format)
+    )
+    return (
+        rule
+        if sparsecore_rules.takes(rule, width, sums_format.dtype.itemsize < 4)
+        else None
+    )
 
 
 def merge_and_apply(
@@ -170,7 +190,9 @@ def rounding_of(held: StackShard, stack: Stack, step: Array) -> Rounding | None:
     """
     if not stack.rounds_at_random:
         return None
-    tables = stochastic.table_draws(held.slots[SEED_SLOT], table_crcs(stack.tables), step)
+    tables = stochastic.table_draws(
+        held.slots[SEED_SLOT], table_crcs(stack.tables), step
+    )
     shard = collectives.axis_index(stack.shard_axes).astype(jnp.uint32)
     draws = stochastic.Draws(tables, shard, held.slots.get(NUMBERS_SLOT))
     return stochastic.Rounding(draws, row_places(stack))
@@ -204,7 +226,9 @@ def apply_rule(
         else held.slots[name]
         for name, slot in shapes.items()
     }
-    new_rows, new_slots = _alone(stack.optimizer.update_rows, rows, slots, sums.sums, step, rate)
+    new_rows, new_slots = _alone(
+        stack.optimizer.update_rows, rows, slots, sums.sums, step, rate
+    )
     # Write: rows are replaced, not added to, because p + (n - p) need not equal n.
     written = {
         name: dispatch.write_ascending_rows(
@@ -224,12 +248,16 @@ def apply_rule(
         else stochastic.round_rows(new_rows, keys)
     )
     return StackShard(
-        dispatch.write_ascending_rows(held.table, sums.row_ids, stored, stack.row_format),
+        dispatch.write_ascending_rows(
+            held.table, sums.row_ids, stored, stack.row_format
+        ),
         {**held.slots, **written},
     )
 
 
-def _row_keys(row_ids: Array, held: StackShard, stack: Stack, step: Array) -> Array | None:
+def _row_keys(
+    row_ids: Array, held: StackShard, stack: Stack, step: Array
+) -> Array | None:
     """Return what the random bits of rows depend on, uint32 `[U]`; None: to nearest."""
     rounding = rounding_of(held, stack, step)
     if rounding is None:
@@ -257,7 +285,9 @@ def _alone(rule: Callable[..., tuple], *operands: Any) -> tuple:
     def branch(*operands):
         # operands[3] is the step. It is always positive, which XLA cannot know, so the branch that
         # changes nothing is never taken but keeps the `cond` from being removed.
-        return jax.lax.cond(operands[3] > 0, rule, lambda *unchanged: unchanged[:2], *operands)
+        return jax.lax.cond(
+            operands[3] > 0, rule, lambda *unchanged: unchanged[:2], *operands
+        )
 
     operands = jax.lax.optimization_barrier(operands)
     done = jax.lax.platform_dependent(*operands, cpu=branch, default=rule)
@@ -325,7 +355,9 @@ def apply_each(
         updated = apply_rule(held, chosen, stack, step, learning_rate)
         return start + jnp.sum(now, dtype=jnp.int32), updated
 
-    return jax.lax.while_loop(lambda carry: carry[0] < count, one_chunk, (jnp.int32(0), held))[1]
+    return jax.lax.while_loop(
+        lambda carry: carry[0] < count, one_chunk, (jnp.int32(0), held)
+    )[1]
 
 
 def _by_round(ids: LocalIds, stack: Stack) -> tuple[Array, LocalIds]:
@@ -403,11 +435,15 @@ def exchange_sums(ids: LocalIds, gradients: Gradients, view: StackView) -> RowSu
         sums = sum_gradients(_routed(ids, gradients), size, stack, filled=False)
     if view.is_local:  # nothing is sent, but sums are rounded as if it were
         assert ids.merged is not None, "one device knows the whole batch"
-        return _unpacked(RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index), stack)
+        return _unpacked(
+            RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index), stack
+        )
     with jax.named_scope("route"):
         sums, packed = route.send_sums(sums, stack, axes)
         if ids.merged is not None:
-            return RowSums(ids.merged, sums, ids.merge_segments, ids.merge_index, packed)
+            return RowSums(
+                ids.merged, sums, ids.merge_segments, ids.merge_index, packed
+            )
         assert ids.sent is not None, "the host tells the rows that it sends"
         rows = route.send_rows(route.only_mine(ids.sent, stack, axes), stack, axes)
     with jax.named_scope("merge"):
@@ -418,7 +454,9 @@ def _routed(ids: LocalIds, gradients: Gradients) -> RowsToSum:
     """Return the gradients of bags, and their sums, of a batch that the host has routed."""
     assert ids.sum_index is not None, "the batch was placed for an update"
     assert ids.sum_segments is not None, "the host tells both"
-    return RowsToSum(jnp.concatenate(gradients), ids.sum_index, ids.sum_segments, ids.sum_gains)
+    return RowsToSum(
+        jnp.concatenate(gradients), ids.sum_index, ids.sum_segments, ids.sum_gains
+    )
 
 
 def _unpacked(given: RowSums, stack: Stack) -> RowSums:
@@ -429,7 +467,9 @@ def _unpacked(given: RowSums, stack: Stack) -> RowSums:
     return given._replace(sums=stack.sent_sums_format.unpack(given.sums), packed=packed)
 
 
-def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits) -> RowSums:
+def psum_sums(
+    ids: LocalIds, gradients: Gradients, view: StackView, splits: Splits
+) -> RowSums:
     """Return all R rows of a small replicated stack with their whole gradients.
 
     Every device makes sums for all blocks, `[G, R, D]`, and a psum adds them over the devices. That
@@ -452,7 +492,9 @@ def psum_sums(ids: LocalIds, gradients: Gradients, view: StackView, splits: Spli
         if touched is None:
             # A row without ids must stay absent: with a zero gradient it would still decay or move.
             cells = given.segments
-            own = dispatch.occurs(jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows)
+            own = dispatch.occurs(
+                jnp.where(cells < blocks * rows, cells % rows, PADDING_ID), rows
+            )
             counts = collectives.psum(own.astype(jnp.int32), axes)
             numbers = jnp.arange(rows, dtype=stack.index_dtype)
             touched = jnp.where(counts > 0, numbers, PADDING_ID)
@@ -491,15 +533,22 @@ def gradients_to_sort(
         # Of bags a0 a1 | b0 and a2 a3 | b1 on two devices: a0 a1 a2 a3 | b0 b1, and their ids
         # alike.
         if own.widths:
-            sizes, bags = np.multiply(own.widths, own.counts).tolist(), view.dense_bags()
+            sizes, bags = (
+                np.multiply(own.widths, own.counts).tolist(),
+                view.dense_bags(),
+            )
             row_ids, gains = jax.tree.map(
                 lambda x: jnp.concatenate(_by_feature(x, sizes, n)), (row_ids, gains)
             )
     given = RowGradients(row_ids, bags, gains, tuple(gradients))
     if view.layout.blocks > 1:
-        starts = [view.block_starts(number, splits) for number in range(len(view.features))]
+        starts = [
+            view.block_starts(number, splits) for number in range(len(view.features))
+        ]
         static = all(isinstance(one, np.ndarray) for one in starts)
-        joined = jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
+        joined = (
+            jnp.asarray(np.concatenate(starts)) if static else jnp.concatenate(starts)
+        )
         given = given._replace(blocks=joined)
     return given, GradientLayout(view.counts, view.stack.exchange_dtype is not None)
 
@@ -574,7 +623,9 @@ class Operands(NamedTuple):
     @property
     def steps_done(self) -> Array:
         """Updates applied so far, including this one unless it is skipped, int32 `[]`."""
-        return self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
+        return (
+            self.step if self.skip is None else self.step - self.skip.astype(jnp.int32)
+        )
 
 
 def update(
@@ -595,19 +646,33 @@ def update(
     """
     axes = layout.axes
     # Tables without an optimizer do not enter the `shard_map`; they are returned as they came.
-    trained = [v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None]
+    trained = [
+        v for v in view_stacks(source.spec, layout) if v.stack.optimizer is not None
+    ]
 
     def device(held, source, operands):
-        (located, bad_ids), splits, new = source.locate(layout), source.row_splits(layout), {}
+        (located, bad_ids), splits, new = (
+            source.locate(layout),
+            source.row_splits(layout),
+            {},
+        )
         for view in trained:
             name = view.stack.name
             with jax.named_scope(f"update/{view.stack.label}"):
-                new[name] = _apply(held[name], located[view.number], view, splits, operands)
+                new[name] = _apply(
+                    held[name], located[view.number], view, splits, operands
+                )
         return new, collectives.psum(bad_ids, axes.batch_axes)
 
     specs = {view.stack.name: stack_specs(view.stack, axes) for view in trained}
-    whole, batch, names = PartitionSpec(), axes.spec(axes.batch_axes), source.axes(layout)
-    gradients, reads = axes.reshard((operands.gradients, operands.reads), axes.batch_axes)
+    whole, batch, names = (
+        PartitionSpec(),
+        axes.spec(axes.batch_axes),
+        source.axes(layout),
+    )
+    gradients, reads = axes.reshard(
+        (operands.gradients, operands.reads), axes.batch_axes
+    )
     of_operands = Operands(batch, whole, whole, batch, whole)  # type: ignore
     given = specs, axes.spec(names), of_operands
     held = {name: StackShard(tables[name], slots[name]) for name in specs}
@@ -633,7 +698,9 @@ def _apply(
     """
     stack, step, optimizer = view.stack, operands.step, view.stack.optimizer
     assert optimizer is not None, "only stacks with an optimizer are updated"
-    rate = optimizer.resolve_learning_rate(step, operands.learning_rates.get(view.number))
+    rate = optimizer.resolve_learning_rate(
+        step, operands.learning_rates.get(view.number)
+    )
     rule = compiled_rule(stack, step, rate)
     gradients = stack_gradients(operands.gradients, splits, view)
     # An update must wait for what was looked up (`lookup/sharded.py`), for which the first number
@@ -651,7 +718,9 @@ def _apply(
         # Nothing is written to padding. A branch around the update would make XLA copy tables and
         # slots.
         if operands.skip is not None:
-            row_ids = jnp.where(operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids)
+            row_ids = jnp.where(
+                operands.skip, jnp.asarray(PADDING_ID, row_ids.dtype), row_ids
+            )
         return row_ids
 
     def to_sums(held, sums):
@@ -704,7 +773,9 @@ def _apply(
         # Here partial sums are exchanged on every platform, and the kernel adds up what arrived.
         def adds_up(held, given):
             sums = storage.widened(given.sums)  # M sums are M bags of one id each
-            by_row = RowGradients(given.row_ids, given.index, None, (sums,), given.segments)
+            by_row = RowGradients(
+                given.row_ids, given.index, None, (sums,), given.segments
+            )
             return in_kernel(held, by_row, GradientLayout(sums.shape[:1]))
 
         received = exchange_sums(ids, gradients, view)

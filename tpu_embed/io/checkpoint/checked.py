@@ -53,10 +53,14 @@ def write_bound(path: Place, checkpoint: str, value: Any) -> None:
       checkpoint: the unique name of the checkpoint.
       value: any JSON value.
     """
-    schema.write_with_crc(path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value})
+    schema.write_with_crc(
+        path, path.name, FORMAT, {"checkpoint": checkpoint, "value": value}
+    )
 
 
-def read_bound(path: Place, form: schema.Form, checkpoint: str | None = None) -> tuple[str, Any]:
+def read_bound(
+    path: Place, form: schema.Form, checkpoint: str | None = None
+) -> tuple[str, Any]:
     """Return the name of the checkpoint that a file belongs to, and its value.
 
     Args:
@@ -115,7 +119,11 @@ def _check_nested(value: Any, depth: int) -> None:
     than the one that saves, so the depth is limited.
     """
     if depth > _DEEPEST:
-        refuse("position", expected=f"at most {_DEEPEST} values inside each other", got="more")
+        refuse(
+            "position",
+            expected=f"at most {_DEEPEST} values inside each other",
+            got="more",
+        )
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):

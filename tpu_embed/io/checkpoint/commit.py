@@ -181,18 +181,29 @@ def check_items(path: Place, items: Sequence[str], *, writer: str) -> None:
     unfinished = UNFINISHED in path.name
     missing = [item for item in items if unfinished or not (path / item).is_dir()]
     if missing:
-        expected, got = f"a directory with {', '.join(items)}", f"none of {', '.join(missing)}"
-        remedy = f"give the directory that {writer} wrote, which every process can reach"
+        expected, got = (
+            f"a directory with {', '.join(items)}",
+            f"none of {', '.join(missing)}",
+        )
+        remedy = (
+            f"give the directory that {writer} wrote, which every process can reach"
+        )
         inside = [path / name for name in committer(path).names()]
         if isinstance(path, Path):
-            inside = [one for one in inside if all((one / item).is_dir() for item in items)]
+            inside = [
+                one for one in inside if all((one / item).is_dir() for item in items)
+            ]
         else:
             inside = [one for one in inside if one.name.isdecimal()]
         if inside:
             shown = ", ".join(sorted(map(str, inside), reverse=True)[:_SHOWN])
             remedy = f"this one has the checkpoints of a manager: give one of {shown}"
         refuse(
-            f"checkpoint {path}", expected=expected, got=got, remedy=remedy, error=FileNotFoundError
+            f"checkpoint {path}",
+            expected=expected,
+            got=got,
+            remedy=remedy,
+            error=FileNotFoundError,
         )
 
 

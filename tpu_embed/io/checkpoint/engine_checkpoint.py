@@ -169,7 +169,9 @@ def restore(
             return checkpoint, None
         trees.check_leaves("model", model)
         leaves = trees.read_leaves(root / MODEL, checkpoint)
-        abstract = jax.tree.map(lambda leaf: trees.abstract_leaf(leaf, everywhere), model)
+        abstract = jax.tree.map(
+            lambda leaf: trees.abstract_leaf(leaf, everywhere), model
+        )
         differences = trees.leaf_differences(leaves, abstract, convert=convert)
         if differences:
             remedy = "give model= as it was saved; convert=True rounds floats"
@@ -200,7 +202,9 @@ def check_engine_or_name_others(engine: Any) -> None:
     Raises:
       TypeError: it is something else.
     """
-    of_modules = "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
+    of_modules = (
+        "save_modules, restore_modules and ModuleCheckpointManager take flax modules"
+    )
     remedy = of_modules if isinstance(engine, nnx.Pytree) else None
     check_engine("engine", engine, remedy=remedy)
 
@@ -232,7 +236,9 @@ def prepare_save(
       ValueError: the state is another engine's, the model has no arrays, or the position is not
         JSON.
     """
-    prepared = tables.prepare(engine, state, path / TABLES, checkpoint=checkpoint, copied=copied)
+    prepared = tables.prepare(
+        engine, state, path / TABLES, checkpoint=checkpoint, copied=copied
+    )
     position = as_json(position)
     items: dict[str, Begin] = {
         TABLES: lambda at: lambda: tables.write(at, prepared),
@@ -316,18 +322,27 @@ def read_record(root: Place, checkpoint: str) -> SavedRecord:
       ValueError: a file is damaged, or belongs to another checkpoint.
     """
     first = read_bound(root / _RECORD.format(0), _RECORD_FORM, checkpoint)[1]
-    return merge_records([_read_marks(root, checkpoint, p) for p in range(first["processes"])])
+    return merge_records(
+        [_read_marks(root, checkpoint, p) for p in range(first["processes"])]
+    )
 
 
 def _read_marks(root: Place, checkpoint: str, process: int) -> SavedRecord:
-    found, tables = read_bound(root / _RECORD.format(process), _RECORD_FORM, checkpoint)[1], {}
+    found, tables = (
+        read_bound(root / _RECORD.format(process), _RECORD_FORM, checkpoint)[1],
+        {},
+    )
     for name, table in found["tables"].items():
         described, forms = table.pop("files"), {}
         for part, dtype in _DTYPES.items():
             first = "lost" if part.startswith("lost") else "keys"
             forms[part] = dtype, (directory.count_of(described, first),)
-        arrays = directory.read_arrays(root / f"{process}", name, described, forms, REMEDY)
-        kept = {part: np.array(array) for part, array in arrays.items()}  # not the files
+        arrays = directory.read_arrays(
+            root / f"{process}", name, described, forms, REMEDY
+        )
+        kept = {
+            part: np.array(array) for part, array in arrays.items()
+        }  # not the files
         tables[name] = SavedMarks(**kept, **table)
     moments = Version(**found["version"]), Version(**found["start"])
     ancestors = tuple(Version(**one) for one in found["ancestors"])

@@ -133,7 +133,12 @@ class _Base(NamedTuple):
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, path: Place, *, checkpoint: str, copied: bool
+    engine: EmbeddingEngine,
+    state: TableState,
+    path: Place,
+    *,
+    checkpoint: str,
+    copied: bool,
 ) -> Callable[[Place], Checksums] | None:
     """Return what writes the rows of a save, see `_write`; None without tables on the host.
 
@@ -155,12 +160,16 @@ def prepare(
     base = _base(homes.saves, path)
     found = {}
     for name in homes.tables:
-        found[name] = _prepare_table(engine, state, name, base, checkpoint, copied=copied)
+        found[name] = _prepare_table(
+            engine, state, name, base, checkpoint, copied=copied
+        )
     homes.begin_save(path, checkpoint, maps.admitted)
     return functools.partial(_write, checkpoint, found, base)
 
 
-def go_on_from(engine: EmbeddingEngine, directory: Place, checkpoint: str | None) -> None:
+def go_on_from(
+    engine: EmbeddingEngine, directory: Place, checkpoint: str | None
+) -> None:
     """Have later saves write only what changes after a restore, and link the rest.
 
     Args:
@@ -177,7 +186,9 @@ def _base(saves: Iterable[Save], path: Place) -> _Base | None:
     """Return the newest save that was finished, still exists, and whose files can be linked."""
     for save in reversed([*saves]):
         try:
-            if Bucket in map(type, (path, save.path)) and not _may_share(path, save.path):
+            if Bucket in map(type, (path, save.path)) and not _may_share(
+                path, save.path
+            ):
                 continue
             there = find(save.path.parent) / save.path.name
             described = described_by(there, save.checkpoint, jax.process_index())
@@ -209,7 +220,9 @@ def _prepare_table(
     home, held = engine.storage[name], engine.vocabularies.held(name)
     row_groups = engine.storage.tables[name].row_groups
     mine = row_groups.are_saved(held.keys)
-    held = held._replace(keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine])
+    held = held._replace(
+        keys=held.keys[mine], rows=held.rows[mine], last_seen=held.last_seen[mine]
+    )
 
     def changed(mark, step):
         """Return which rows have changed: of `held`, bool `[k]`, and the ids of others.
@@ -218,12 +231,18 @@ def _prepare_table(
         """
         ids = home.ids(mark)
         # `set_rows` writes rows at home, too, whichever are on the devices.
-        on_devices = (held.last_seen >= step) | np.isin(held.keys, ids, assume_unique=True)
+        on_devices = (held.last_seen >= step) | np.isin(
+            held.keys, ids, assume_unique=True
+        )
         # Of a row that is on the devices, what is at home is old.
         at_home = np.setdiff1d(ids, held.keys, assume_unique=True)
         return on_devices, at_home[row_groups.are_saved(at_home)]
 
-    old = [] if base is None or name not in base.described else base.described[name]["segments"]
+    old = (
+        []
+        if base is None or name not in base.described
+        else base.described[name]["segments"]
+    )
     since = 1, 0  # all rows
     if base is not None and old:
         # A row that was updated since was in a batch since, or in one that still was to be updated.
@@ -247,11 +266,16 @@ def _prepare_table(
         NewSegment(f"{label}-devices", keys, blocks),
         NewSegment(f"{label}-home", at_home, home.snapshot(at_home).blocks(size)),
     ]
-    return SavedRows(home.fields, row_groups, old, [one for one in made if one.ids.size])
+    return SavedRows(
+        home.fields, row_groups, old, [one for one in made if one.ids.size]
+    )
 
 
 def _write(
-    checkpoint: str, tables: Mapping[str, SavedRows], base: _Base | None, directory: Place
+    checkpoint: str,
+    tables: Mapping[str, SavedRows],
+    base: _Base | None,
+    directory: Place,
 ) -> Checksums:
     """Write and link the segments of all tables; return the checksums of files, by directory.
 
@@ -281,7 +305,10 @@ def _write(
         for one in saved.new:
             checksums |= _write_segment(directory, name, row_dtype(saved.fields), one)
             segments.append({"name": one.name, "rows": one.ids.size})
-        described[name] = {**describe(saved.fields, saved.row_groups), "segments": segments}
+        described[name] = {
+            **describe(saved.fields, saved.row_groups),
+            "segments": segments,
+        }
     write_bound(directory / FILE.format(jax.process_index()), checkpoint, described)
     return checksums
 
@@ -289,7 +316,9 @@ def _write(
 def _directory_of(directory: Any, segment: Json) -> Any:
     """Return the directory of the tables where a segment is: this one, or of an earlier root."""
     root = segment.get("root")
-    return directory if root is None else directory.parent.parent / root / directory.name
+    return (
+        directory if root is None else directory.parent.parent / root / directory.name
+    )
 
 
 def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> Json:
@@ -298,10 +327,16 @@ def describe(fields: Mapping[str, RowField], row_groups: RowGroups) -> Json:
         {"name": name, "shape": list(one.shape), "dtype": np.dtype(one.dtype).name}
         for name, one in fields.items()
     ]
-    return {"owners": row_groups.num_owners, "saved": sorted(row_groups.saved), "fields": described}
+    return {
+        "owners": row_groups.num_owners,
+        "saved": sorted(row_groups.saved),
+        "fields": described,
+    }
 
 
-def _write_segment(directory: Place, table: str, dtype: np.dtype, segment: NewSegment) -> Checksums:
+def _write_segment(
+    directory: Place, table: str, dtype: np.dtype, segment: NewSegment
+) -> Checksums:
     """Write one segment; return the checksums of its files, by directory."""
 
     def as_bytes(rows):
@@ -355,16 +390,27 @@ def read(
       ValueError: a file is damaged, or belongs to another place.
     """
     for one in described:
-        forms = ((part["name"], part["dtype"], tuple(part["shape"])) for part in one["fields"])
+        forms = (
+            (part["name"], part["dtype"], tuple(part["shape"]))
+            for part in one["fields"]
+        )
         dtype = np.dtype([*forms])
         for segment in one["segments"]:
             where, n = _directory_of(directory, segment), segment["rows"]
             arrays = _arrays(where, table, segment["name"], n, dtype).items()
-            of_ids, of_rows = (RowReader(array, checksums.get(at, {})) for at, array in arrays)
+            of_ids, of_rows = (
+                RowReader(array, checksums.get(at, {})) for at, array in arrays
+            )
             for some in blocks_of(range(n), of_rows.array.block):
                 rows = np.ascontiguousarray(of_rows.read(some)).view(dtype)[:, 0]
                 ids = np.ascontiguousarray(of_ids.read(some)).reshape(-1)
-                yield ids, {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
+                yield (
+                    ids,
+                    {
+                        name: np.ascontiguousarray(rows[name])
+                        for name in dtype.names or ()
+                    },
+                )
 
 
 def row_dtype(fields: Mapping[str, RowField]) -> np.dtype:

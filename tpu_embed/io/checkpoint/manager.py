@@ -125,7 +125,9 @@ class _NumberedCheckpoints(abc.ABC):
         """
         step = check_int("step", step, minimum=0)
         with self._lock:
-            preempted = ocp.utils.reached_preemption(step)  # is to be asked at every step
+            preempted = ocp.utils.reached_preemption(
+                step
+            )  # is to be asked at every step
             due = force or preempted or step % self._every == 0
             if not due and (self._last is None or step > self._last):
                 return False
@@ -147,7 +149,9 @@ class _NumberedCheckpoints(abc.ABC):
 
             def saved():
                 write()
-                _in_the_first("remove", self._directory, lambda: self._remove_old(pinned))
+                _in_the_first(
+                    "remove", self._directory, lambda: self._remove_old(pinned)
+                )
 
             # The interpreter waits at its end for a thread, but for none that begins after the main
             # one; an executor takes nothing by then.
@@ -448,6 +452,10 @@ class ModuleCheckpointManager(_NumberedCheckpoints):
           FileNotFoundError: there is no such checkpoint.
         """
         read = functools.partial(
-            restore_modules, modules=modules, key=key, convert=convert, leave_out=leave_out
+            restore_modules,
+            modules=modules,
+            key=key,
+            convert=convert,
+            leave_out=leave_out,
         )
         return self._restore_numbered(step, read)

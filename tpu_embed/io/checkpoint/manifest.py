@@ -83,7 +83,9 @@ def describe(engine: EmbeddingEngine, state: TableState) -> Json:
         "processes": jax.process_count(),
         "step": int(state.step),
         "features": [feature.path for feature in engine.layout.features],
-        "counters": {name: np.asarray(n).tolist() for name, n in state.counters.items()},
+        "counters": {
+            name: np.asarray(n).tolist() for name, n in state.counters.items()
+        },
         "tables": tables,
     }
 
@@ -122,7 +124,9 @@ class Wanted:
 
     def label(self, directory: Place) -> str:
         """Return how messages name the tables in a directory."""
-        return f"checkpoint {directory}" + (f": layer {self.layer!r}" if self.layer else "")
+        return f"checkpoint {directory}" + (
+            f": layer {self.layer!r}" if self.layer else ""
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,20 +203,32 @@ def read(directory: Place, wanted: Wanted) -> SavedTables:
 
     for name in wanted.leave_out:
         if name not in found:
-            refuse(f"{label}: leave_out", expected=f"some of {sorted(found)}", got=repr(name))
-    tables = {name: table for name, table in found.items() if name not in wanted.leave_out}
+            refuse(
+                f"{label}: leave_out",
+                expected=f"some of {sorted(found)}",
+                got=repr(name),
+            )
+    tables = {
+        name: table for name, table in found.items() if name not in wanted.leave_out
+    }
     names = sorted(engine.table_configs)
     for name in sorted(tables.keys() - set(names)):
         expected, got = f"it among the engine's tables {names}", "none of this name"
         left_out = f"leave_out=({wanted.layer or name!r},)"
         remedy = f"name one {name!r}, or leave it out: {left_out}"
         raise mismatch(f"table {name!r}", expected, got, remedy)
-    found_maps = maps.read(directory, checkpoint, checksums, engine, mismatch, saved_tables=tables)
+    found_maps = maps.read(
+        directory, checkpoint, checksums, engine, mismatch, saved_tables=tables
+    )
     lacking = [_lacks_rows(f, tables, wanted, mismatch) for f in fields(engine.layout)]
-    return SavedTables(checkpoint, manifest, tables, checksums, not any(lacking), found_maps)
+    return SavedTables(
+        checkpoint, manifest, tables, checksums, not any(lacking), found_maps
+    )
 
 
-def read_described(directory: Place, checkpoint: str | None) -> tuple[str, Json, Checksums]:
+def read_described(
+    directory: Place, checkpoint: str | None
+) -> tuple[str, Json, Checksums]:
     """Return the name of a checkpoint, the manifest, and the checksums; see `SavedTables`.
 
     Args:
@@ -226,7 +242,9 @@ def read_described(directory: Place, checkpoint: str | None) -> tuple[str, Json,
     checkpoint, manifest = read_bound(directory / _MANIFEST, _FORM, checkpoint)
     checksums: Checksums = {}
     form = schema.mapping(schema.mapping(schema.natural))
-    for process in range(manifest["processes"]):  # they write different files of the same field
+    for process in range(
+        manifest["processes"]
+    ):  # they write different files of the same field
         _, theirs = read_bound(directory / _CHECKSUMS.format(process), form, checkpoint)
         for place, some in theirs.items():
             checksums.setdefault(place, {}).update(some)

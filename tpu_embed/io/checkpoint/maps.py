@@ -39,7 +39,14 @@ from tpu_embed.vocabulary import (
 )
 
 _FILE = "vocabularies.json"
-_ARRAYS = ("keys", "rows", "last_seen", "batches_seen", "waiting_keys", "waiting_counts")
+_ARRAYS = (
+    "keys",
+    "rows",
+    "last_seen",
+    "batches_seen",
+    "waiting_keys",
+    "waiting_counts",
+)
 _FORM = schema.record(
     step=schema.integer(0, 2**31 - 2),
     history=schema.integer(0, 2**31 - 2),
@@ -82,7 +89,9 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     if vocabularies is None:
         return None
     if engine.storage is not None:
-        vocabularies.check_newest(state)  # older rows may have gone home, or changed there
+        vocabularies.check_newest(
+            state
+        )  # older rows may have gone home, or changed there
     step, history = map_version(state)
     if (step, history) != vocabularies.at(step):
         refuse(
@@ -105,7 +114,13 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
         }
     key = np.asarray(data).tolist()
     # A history is a number of this run alone: whoever restores this begins one of its own.
-    return {"step": step, "history": 0, "kind": kind, "key": key, "tables": tables}, maps
+    return {
+        "step": step,
+        "history": 0,
+        "kind": kind,
+        "key": key,
+        "tables": tables,
+    }, maps
 
 
 def write(checkpoint: str, saved: SavedMaps, directory: Place) -> Checksums:
@@ -157,7 +172,9 @@ def read(
         if (name in saved) != (name in wanted):
             forms = ["row numbers", "keys of a dynamic vocabulary"]
             expected, got = forms[name in wanted], forms[name in saved]
-            raise mismatch(f"table {name!r}: ids", expected, got, "declare it as it was")
+            raise mismatch(
+                f"table {name!r}: ids", expected, got, "declare it as it was"
+            )
     vocabularies = engine.vocabularies
     if vocabularies is None:
         return None
@@ -170,7 +187,10 @@ def read(
         before, now = saved[name]["unseen"], rules.unseen
         if now == "shared" and before != now:
             raise mismatch(
-                f"table {name!r}: unseen", repr(now), repr(before), "declare it as it was"
+                f"table {name!r}: unseen",
+                repr(now),
+                repr(before),
+                "declare it as it was",
             )
         state = read_state(directory, name, saved[name], step, checksums)
         capacity = saved[name]["capacity"], before

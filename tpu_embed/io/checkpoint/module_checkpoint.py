@@ -67,7 +67,9 @@ _LAYERS = "layers.json"
 _SHARED = "shared.json"
 
 
-def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any = None) -> None:
+def save_modules(
+    path: str | Path, modules: Mapping[str, Any], *, position: Any = None
+) -> None:
     """Write a checkpoint of flax modules; it is on disk when this returns.
 
     All arrays are saved: parameters, statistics, random keys, metrics, optimizer states, and the
@@ -97,7 +99,9 @@ def save_modules(path: str | Path, modules: Mapping[str, Any], *, position: Any 
       >>> bool((other.films.embedding == model.films.embedding).all())
       True
     """
-    write_checkpoint(path, functools.partial(prepare_modules, modules, position, copied=False))
+    write_checkpoint(
+        path, functools.partial(prepare_modules, modules, position, copied=False)
+    )
 
 
 def restore_modules(
@@ -156,23 +160,35 @@ def restore_modules(
         for name in filter(stays, whole.layers):
             # New rows are made from the key and the name of their table. Tables of different
             # layers may have the same name, so each layer gets a key of its own.
-            own = None if key is None else jax.random.fold_in(key, zlib.crc32(name.encode()))
+            own = (
+                None
+                if key is None
+                else jax.random.fold_in(key, zlib.crc32(name.encode()))
+            )
             bound, engine = f"{checkpoint}/{name}", whole.layers[name].engine
             wanted[name] = Wanted(engine, own, convert, layer=name, checkpoint=bound)
         # An array that was never placed gets a sharding over every device of the first layer.
-        axes = [one.engine.layout.axes for one in wanted.values()] or [make_axes(None, None)]
+        axes = [one.engine.layout.axes for one in wanted.values()] or [
+            make_axes(None, None)
+        ]
         everywhere = axes[0].sharding(())
-        arrays = {p: trees.abstract_leaf(arrays[p], everywhere) for p in filter(stays, arrays)}
+        arrays = {
+            p: trees.abstract_leaf(arrays[p], everywhere) for p in filter(stays, arrays)
+        }
         trees.check_leaves("modules", arrays)
         differences = [
             *_layer_differences(root / LAYERS, [*filter(stays, on_disk)], wanted),
-            *trees.leaf_differences(leaves, arrays, convert=convert, leave_out=leave_out),
+            *trees.leaf_differences(
+                leaves, arrays, convert=convert, leave_out=leave_out
+            ),
         ]
         lists = schema.sequence(schema.texts)
         saved = of_several(read_bound(root / LAYERS / _SHARED, lists, checkpoint)[1])
         if saved != (shared := of_several(whole.shared)):
             what = "layers and variables of several paths"
-            differences.append(message(what, expected=f"{saved}, as saved", got=f"{shared}"))
+            differences.append(
+                message(what, expected=f"{saved}, as saved", got=f"{shared}")
+            )
         if differences:
             remedy = "give the modules as they were saved; convert=True rounds floats, leave_out= "
             remedy += "takes paths, or those above them"
@@ -183,7 +199,9 @@ def restore_modules(
     checkpoint, whole, wanted, arrays = open_checkpoint(
         root, items, prepared, writer="save_modules"
     )
-    found = {name: tables.read(directory_of(root, name), one) for name, one in wanted.items()}
+    found = {
+        name: tables.read(directory_of(root, name), one) for name, one in wanted.items()
+    }
 
     def others():
         variables = trees.read(root / VARIABLES, checkpoint, arrays)
@@ -192,12 +210,19 @@ def restore_modules(
     variables, position = raise_on_all("restore", root, others)
     whole.fill(found, variables)
     for name, one in wanted.items():
-        host_rows.go_on_from(one.engine, directory_of(root, name), found[name].checkpoint)
+        host_rows.go_on_from(
+            one.engine, directory_of(root, name), found[name].checkpoint
+        )
     return position
 
 
 def prepare_modules(
-    modules: Mapping[str, Any], position: Any, *, path: Place, checkpoint: str, copied: bool
+    modules: Mapping[str, Any],
+    position: Any,
+    *,
+    path: Place,
+    checkpoint: str,
+    copied: bool,
 ) -> Mapping[str, Begin]:
     """Return what a checkpoint of modules is written with, by item.
 
@@ -283,7 +308,9 @@ def _layer_differences(
     return messages
 
 
-def _check_left_out(path: Place, leave_out: Sequence[str], known: Collection[str]) -> None:
+def _check_left_out(
+    path: Place, leave_out: Sequence[str], known: Collection[str]
+) -> None:
     """Check that every path in `leave_out` names something.
 
     Raises:
@@ -293,7 +320,9 @@ def _check_left_out(path: Place, leave_out: Sequence[str], known: Collection[str
         if not any(trees.is_left_out(name, [one]) for name in known):
             tops = sorted({name.split("/")[0] for name in known})
             refuse(
-                f"checkpoint {path}: leave_out", expected=f"{tops}, or paths below", got=repr(one)
+                f"checkpoint {path}: leave_out",
+                expected=f"{tops}, or paths below",
+                got=repr(one),
             )
 
 
@@ -396,14 +425,23 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     """
     by_name = _checked(modules)
     objects = dict(nnx.iter_graph(by_name))
-    layers = {_path(k): one for k, one in objects.items() if isinstance(one, EngineLayer)}
+    layers = {
+        _path(k): one for k, one in objects.items() if isinstance(one, EngineLayer)
+    }
     # The variables of layers are saved as tables: only the others become leaves.
-    own = {id(variable) for layer in layers.values() for variable in layer.state_variables}
+    own = {
+        id(variable) for layer in layers.values() for variable in layer.state_variables
+    }
     flat = nnx.to_flat_state(nnx.state(by_name))
     holders = [(keys, holder) for keys, holder in flat if id(holder) not in own]
-    replaceable = nnx.Pytree | nnx.State | dict | list  # what is in a tuple cannot be replaced
+    replaceable = (
+        nnx.Pytree | nnx.State | dict | list
+    )  # what is in a tuple cannot be replaced
     for keys, holder in holders:
-        if not (isinstance(holder, nnx.Variable) or isinstance(objects[keys[:-1]], replaceable)):
+        if not (
+            isinstance(holder, nnx.Variable)
+            or isinstance(objects[keys[:-1]], replaceable)
+        ):
             refuse(
                 f"modules: {_path(keys)!r}",
                 expected="arrays that can be replaced",
@@ -430,7 +468,9 @@ def _shared(by_name: Mapping[str, Any]) -> list[list[str]]:
     return sorted(sorted(found) for found in paths.values() if len(found) > 1)
 
 
-def _holders(node: Any, keys: Keys, above: frozenset[int]) -> Iterator[tuple[Keys, Any]]:
+def _holders(
+    node: Any, keys: Keys, above: frozenset[int]
+) -> Iterator[tuple[Keys, Any]]:
     """Yield every layer and variable at every place that it has, with its keys."""
     if isinstance(node, EngineLayer | nnx.Variable):
         yield keys, node

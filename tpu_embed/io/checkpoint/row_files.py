@@ -104,9 +104,14 @@ class RowArray:
         """
         # A chunk is what one process writes at a time, so that no two write to the same file.
         chunk = (self.block, shards_together) if self.alternate else (1, self.block)
-        grid = {"name": "regular", "configuration": {"chunk_shape": (*chunk, *self.row)}}
+        grid = {
+            "name": "regular",
+            "configuration": {"chunk_shape": (*chunk, *self.row)},
+        }
         chunks = {"chunk_grid": grid, "chunk_key_encoding": _KEYS}
-        return self._opened(chunks, open=True, create=True, store_data_equal_to_fill_value=True)
+        return self._opened(
+            chunks, open=True, create=True, store_data_equal_to_fill_value=True
+        )
 
     def open(self) -> ts.TensorStore:
         """Open the array for reading.
@@ -126,10 +131,19 @@ class RowArray:
             )
 
     def _opened(self, chunks: Mapping[str, Any], **options: bool) -> ts.TensorStore:
-        kvstore, above, codecs = {"driver": "file", "path": f"{self.path}/"}, None, _CODECS
+        kvstore, above, codecs = (
+            {"driver": "file", "path": f"{self.path}/"},
+            None,
+            _CODECS,
+        )
         if isinstance(self.path, Bucket):
             kvstore, above, codecs = self.path.spec, self.path.context, _CODECS[:1]
-        metadata = {"shape": self.shape, "data_type": self.dtype.name, "codecs": codecs, **chunks}
+        metadata = {
+            "shape": self.shape,
+            "data_type": self.dtype.name,
+            "codecs": codecs,
+            **chunks,
+        }
         spec = {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata, **options}
         # A context of its own: what one restore has read is not what another one gets.
         return wait(ts.open(spec, context=ts.Context({}, above)), self.path)
@@ -145,7 +159,9 @@ class RowWriter:
 
     def __init__(self, array: RowArray, shards_together: int) -> None:
         self._array, self._store = array, array.create(shards_together)
-        self._at_once = _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
+        self._at_once = (
+            _AT_ONCE_IN_BUCKET if isinstance(array.path, Bucket) else _AT_ONCE
+        )
         self._writing: collections.deque[tuple[str, Any]] = collections.deque()
         self._checksums = {_METADATA: files.checksum(array.path / _METADATA, "")}
 
@@ -169,11 +185,17 @@ class RowWriter:
         sizes = _chunk_shape(self._store)
         numbers = [part.start // size for part, size in zip(place, sizes, strict=False)]
         name = _chunk_name(self._array, numbers)
-        future = self._store[place].write(rows, can_reference_source_data_indefinitely=True)
+        future = self._store[place].write(
+            rows, can_reference_source_data_indefinitely=True
+        )
         self._writing.append((name, future))
         if isinstance(self._array.path, Bucket):
-            sum_of_rows = zlib.crc32(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-            padding = bytes(_rows_bytes(self._store) - rows.nbytes)  # at the end of the last chunks
+            sum_of_rows = zlib.crc32(
+                np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+            )
+            padding = bytes(
+                _rows_bytes(self._store) - rows.nbytes
+            )  # at the end of the last chunks
             self._checksums[name] = zlib.crc32(padding, sum_of_rows)
 
     def finish(self) -> dict[str, int]:
@@ -236,13 +258,17 @@ class RowReader:
       ValueError: a file is not the one that was written; the array has another shape or dtype.
     """
 
-    def __init__(self, array: RowArray, checksums: dict[str, int], runs: int = 1) -> None:
+    def __init__(
+        self, array: RowArray, checksums: dict[str, int], runs: int = 1
+    ) -> None:
         self.array, self._checksums = array, checksums
         self._check(_METADATA, files.checksum(array.path / _METADATA, ""))
         self._store = array.open()
         grids = zip(array.shape, _chunk_shape(self._store)[:2], strict=False)
         self._grids = [Grid(-(-n // size), size, alternate=False) for n, size in grids]
-        self._ahead = _AT_ONCE_IN_BUCKET // runs if isinstance(array.path, Bucket) else 0
+        self._ahead = (
+            _AT_ONCE_IN_BUCKET // runs if isinstance(array.path, Bucket) else 0
+        )
         # Of each run, the chunks of a block and of those ahead; chunks side by side are a block.
         side_by_side = self._grids[1].shards if array.alternate else 1
         self._room = (runs * (1 + self._ahead) + 1) * side_by_side
@@ -294,7 +320,9 @@ class RowReader:
             place = (i + k, j) if self.array.alternate else (i, j + k)
             name = _chunk_name(self.array, place)
             if name in chunks:
-                chunks[name] = chunks.pop(name)  # those that were wanted lately are the last ones
+                chunks[name] = chunks.pop(
+                    name
+                )  # those that were wanted lately are the last ones
             elif name == wanted or name in self._checksums:
                 chunks[name] = self._begin(name, place)
         if isinstance(chunks[wanted], ts.Future):
@@ -310,7 +338,9 @@ class RowReader:
             return kvstore.read(name)
         sizes = [grid.size for grid in self._grids]
         ends = zip(place, sizes, self.array.shape, strict=False)
-        return self._store[tuple(slice(k * n, min(k * n + n, end)) for k, n, end in ends)].read()
+        return self._store[
+            tuple(slice(k * n, min(k * n + n, end)) for k, n, end in ends)
+        ].read()
 
     def _received(self, name: str) -> np.ndarray:
         """Return a chunk that is read, after comparing the checksum of its file.
@@ -323,7 +353,9 @@ class RowReader:
         if isinstance(path, Bucket):
             data = path.bytes_of(future)
             self._check(name, zlib.crc32(data))
-            return np.frombuffer(data, self.array.dtype).reshape(_chunk_shape(self._store))
+            return np.frombuffer(data, self.array.dtype).reshape(
+                _chunk_shape(self._store)
+            )
         self._check(name, _stored_sum(path, _rows_bytes(self._store)))
         return np.asarray(wait(future, path))
 
@@ -346,7 +378,8 @@ def _runs(ids: Ids) -> list[tuple[slice, range]]:
     if len(ends) * _LEAST_RUN > ids.size:
         return []
     return [
-        (slice(a, b), range(int(ids[a]), int(ids[b - 1]) + 1)) for a, b in itertools.pairwise(ends)
+        (slice(a, b), range(int(ids[a]), int(ids[b - 1]) + 1))
+        for a, b in itertools.pairwise(ends)
     ]
 
 

@@ -50,7 +50,9 @@ def read_maps(path: str | Path) -> dict[str, tuple[KeyScores, int, dict[str, int
         step = described["step"]
         for name, saved in described["tables"].items():
             state = maps.read_state(directory, name, saved, step, checksums)
-            totals: dict[str, int] = dict(zip(COUNTERS, state.counters.tolist(), strict=True))
+            totals: dict[str, int] = dict(
+                zip(COUNTERS, state.counters.tolist(), strict=True)
+            )
             scores = KeyScores(*state[:6], step=step)
             found[f"{prefix}{name}"] = scores, saved["capacity"], totals
     if not found:
@@ -135,7 +137,9 @@ def _lines(name: str, one: Mapping[str, Any]) -> list[str]:
             heads = {column: column.replace("_", " ") for column in widths}
             lines.append(f"  {title}")
             for row in (heads, *keys):
-                lines.append("  " + "".join(f"{row[c]:>{width}}" for c, width in widths.items()))
+                lines.append(
+                    "  " + "".join(f"{row[c]:>{width}}" for c, width in widths.items())
+                )
     return lines
 
 

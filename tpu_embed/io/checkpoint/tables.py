@@ -31,7 +31,14 @@ from tpu_embed._checks import message, refuse
 from tpu_embed._types import Array
 from tpu_embed.core.engine import EmbeddingEngine
 from tpu_embed.core.layout import NUMBERS_SLOT, Layout, TableSlice
-from tpu_embed.core.rows import DeviceRows, Grid, as_stored, blocks_of, copy_rows, pieces
+from tpu_embed.core.rows import (
+    DeviceRows,
+    Grid,
+    as_stored,
+    blocks_of,
+    copy_rows,
+    pieces,
+)
 from tpu_embed.core.state import (
     Field,
     TableState,
@@ -83,7 +90,12 @@ class Prepared(NamedTuple):
 
 
 def prepare(
-    engine: EmbeddingEngine, state: TableState, path: Place, *, checkpoint: str, copied: bool
+    engine: EmbeddingEngine,
+    state: TableState,
+    path: Place,
+    *,
+    checkpoint: str,
+    copied: bool,
 ) -> Prepared:
     """Collect what must be written from a state.
 
@@ -161,7 +173,9 @@ class LocalShards:
         different numbers of shards, or shards that are not neighbours.
     """
 
-    def __init__(self, state: TableState, layout: Layout, field: Field, *, copied: bool) -> None:
+    def __init__(
+        self, state: TableState, layout: Layout, field: Field, *, copied: bool
+    ) -> None:
         self.field = field
         self.rows = DeviceRows(state, layout, field.table.name, [field.part])
         holders = layout.axes.processes_of_parts(field.stack.shard_axes)
@@ -170,7 +184,9 @@ class LocalShards:
         # With 4 shards of processes 0 0 1 1 two are side by side: process 0 writes shards 0 and 1,
         # process 1 writes 2 and 3. With 0 1 0 1 chunks of two shards would have two writers.
         n = int(np.bincount(owners).max())
-        regular = owners.size % n == 0 and (owners.reshape(-1, n) == owners[::n, None]).all()
+        regular = (
+            owners.size % n == 0 and (owners.reshape(-1, n) == owners[::n, None]).all()
+        )
         self.side_by_side = n if regular else 1
         if copied:
             self.rows.keep(self.numbers)
@@ -184,7 +200,9 @@ class LocalShards:
         grid = self.rows.grid
         found = self.rows.read_here(grid.ids(shards, first, last))[self.field.part]
         shape = (last - first, len(shards)) if grid.alternate else (1, last - first)
-        return found.reshape(*shape, *found.shape[1:]).view(np.dtype(self.field.shape.dtype))
+        return found.reshape(*shape, *found.shape[1:]).view(
+            np.dtype(self.field.shape.dtype)
+        )
 
 
 def row_array(path: Place, field: Field) -> RowArray:
@@ -209,7 +227,9 @@ def write_rows(array: RowArray, shards: LocalShards) -> dict[str, int]:
                 some = shards.numbers[at]
                 place = slice(some[0], some[-1] + 1)
                 rows = shards.block(some, lines.start, lines.stop)
-                writer.write((lines, place) if array.alternate else (place, lines), rows)
+                writer.write(
+                    (lines, place) if array.alternate else (place, lines), rows
+                )
         return writer.finish()
 
 
@@ -251,18 +271,27 @@ def read(directory: Place, wanted: Wanted) -> FoundTables:
     found = restore.found
     first = restore.first_state()  # one program on all
     state = on_all(lambda: restore.fill(first))
-    said, forms = found.manifest, jax.eval_shape(engine.init, jax.random.key(0)).counters
-    counters = matched_counters(said["counters"], said["features"], forms, engine.layout)
+    said, forms = (
+        found.manifest,
+        jax.eval_shape(engine.init, jax.random.key(0)).counters,
+    )
+    counters = matched_counters(
+        said["counters"], said["features"], forms, engine.layout
+    )
     scalars = np.asarray(said["step"], np.int32), counters
     step, counters = put_everywhere(scalars, engine.layout.axes)
     state = dataclasses.replace(state, step=step, counters=counters)
     if found.maps is None:
         return FoundTables(state, None, {}, None)
     key = found.maps.key
-    if key is None and state.vocabulary is not None:  # no map was saved, and what is new is drawn
+    if (
+        key is None and state.vocabulary is not None
+    ):  # no map was saved, and what is new is drawn
         key = jax.tree.map(np.asarray, random_key(state.vocabulary))
     vocabulary = vocabulary_of_maps(found.maps.states, key, engine.layout)
-    homes = on_all(lambda: restore.named("rows at home", lambda: restore.homes(vocabulary)))
+    homes = on_all(
+        lambda: restore.named("rows at home", lambda: restore.homes(vocabulary))
+    )
     name = found.checkpoint if restore.goes_on else None
     state = dataclasses.replace(state, vocabulary=vocabulary)
     return FoundTables(state, found.maps.states, homes, name)
@@ -298,9 +327,17 @@ class _Restore:
         assert key is not None, "checked"
         made = engine.init(key)
         for name in drawn:
-            parts = [f.part for f in self._fields(name) if self.found.form(f) is not None]
-            source, sink = (DeviceRows(x, engine.layout, name, parts) for x in (state, made))
-            copy_rows(source.read_here, sink.write, sink.lines(sink.grid.shards * sink.grid.size))
+            parts = [
+                f.part for f in self._fields(name) if self.found.form(f) is not None
+            ]
+            source, sink = (
+                DeviceRows(x, engine.layout, name, parts) for x in (state, made)
+            )
+            copy_rows(
+                source.read_here,
+                sink.write,
+                sink.lines(sink.grid.shards * sink.grid.size),
+            )
             made = sink.state
         return made
 
@@ -314,9 +351,13 @@ class _Restore:
                 if f.slot == NUMBERS_SLOT:
                     state = self._with_numbers(state, f)
             elif not (f.shape.per_row and f.table.name in self.by_id):
-                state = self.named(f.label, functools.partial(self._fill_whole, state, f))
+                state = self.named(
+                    f.label, functools.partial(self._fill_whole, state, f)
+                )
         for name in self._by_id_on_devices:
-            state = self.named("rows by id", functools.partial(self._fill_by_id, state, name))
+            state = self.named(
+                "rows by id", functools.partial(self._fill_by_id, state, name)
+            )
         return state
 
     def named(self, label: str, read: Callable[[], _T]) -> _T:
@@ -332,7 +373,11 @@ class _Restore:
             what = f"{self.wanted.label(self.directory)}: {label}"
             expected = "files as they were written"
             text = message(what, expected=expected, got=str(error), remedy=REMEDY)
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+            kind = (
+                FileNotFoundError
+                if isinstance(error, FileNotFoundError)
+                else ValueError
+            )
             raise kind(text) from error
 
     def _fill_whole(self, state: TableState, f: Field) -> TableState:
@@ -373,7 +418,9 @@ class _Restore:
         made: dict[str, HostRows] = {}
         for name, table in self._host_tables.items():
             made[name] = HostRows(table.fields, table.storage.path)
-            for every, rows in self._blocks(name):  # of a row that comes twice, the last
+            for every, rows in self._blocks(
+                name
+            ):  # of a row that comes twice, the last
                 mine = table.row_groups.at_home(every.view(np.uint64))
                 ids = every[mine].view(np.uint64)
                 saved = {part: some[mine] for part, some in rows.items()}
@@ -435,7 +482,11 @@ class _Restore:
 
     def _reader(self, f: Field, runs: int = 1) -> RowReader:
         """Return a reader of a field that is saved whole; see `RowReader`."""
-        table, form, place = self.found.tables[f.table.name], self.found.form(f), field_place(f)
+        table, form, place = (
+            self.found.tables[f.table.name],
+            self.found.form(f),
+            field_place(f),
+        )
         assert form is not None, "checked"
         grid = Grid(1, 1, True)
         if f.shape.per_row:
@@ -461,7 +512,9 @@ class _Restore:
             yield (
                 now,
                 {
-                    f.part: as_stored(rows[f.part][here].view(np.dtype(form["dtype"])), f)
+                    f.part: as_stored(
+                        rows[f.part][here].view(np.dtype(form["dtype"])), f
+                    )
                     for f, form in forms.items()
                     if form is not None
                 },
@@ -474,8 +527,12 @@ class _Restore:
         if name not in self.by_id:
             mine = [f for f in self._fields(name) if self.found.form(f) is not None]
             readers = {f.part: self._reader(f) for f in mine}
-            block = min(reader.array.block * reader.array.shards for reader in readers.values())
-            for ids in blocks_of(range(self.found.tables[name]["vocabulary_size"]), block):
+            block = min(
+                reader.array.block * reader.array.shards for reader in readers.values()
+            )
+            for ids in blocks_of(
+                range(self.found.tables[name]["vocabulary_size"]), block
+            ):
                 rows = {part: reader.read(ids) for part, reader in readers.items()}
                 yield np.asarray(ids, np.uint64), rows
             return
@@ -500,10 +557,14 @@ class _Restore:
         """
         whole, found = ids.copy(), self.found.maps
         if table.key_rules is not None and found is not None:
-            known = (found.states.ids if table.is_on_host else found.states.maps)[table.name]
+            known = (found.states.ids if table.is_on_host else found.states.maps)[
+                table.name
+            ]
             # Keys 70 90 in the rows 0 2; of the ids 0 1 2 the first and the last have a key.
             rows = known.rows.view(np.uint64)
-            _, here, at = np.intersect1d(ids, rows, assume_unique=True, return_indices=True)
+            _, here, at = np.intersect1d(
+                ids, rows, assume_unique=True, return_indices=True
+            )
             whole[here] = known.keys[at]
         return number_ids(whole)
 
@@ -518,7 +579,9 @@ class _Restore:
         return rows.state
 
 
-def read_by_id(directory: Place, checkpoint: str, described: Json) -> dict[str, list[Json]]:
+def read_by_id(
+    directory: Place, checkpoint: str, described: Json
+) -> dict[str, list[Json]]:
     """Return what each process has said of the tables in a directory that are saved by id.
 
     Args:
@@ -536,9 +599,13 @@ def read_by_id(directory: Place, checkpoint: str, described: Json) -> dict[str, 
         return {}
     for process in range(described["processes"]):
         every.append(said := host_rows.described_by(directory, checkpoint, process))
-        expected = {name: _fields_of(tables[name]) for name in every[0] if name in tables}
+        expected = {
+            name: _fields_of(tables[name]) for name in every[0] if name in tables
+        }
         got = {
-            name: {part["name"]: [part["shape"], part["dtype"]] for part in one["fields"]}
+            name: {
+                part["name"]: [part["shape"], part["dtype"]] for part in one["fields"]
+            }
             for name, one in said.items()
         }
         if got != expected:
@@ -553,7 +620,9 @@ def read_by_id(directory: Place, checkpoint: str, described: Json) -> dict[str, 
 
 def _fields_of(table: Json) -> dict[str, list[Any]]:
     """Return shape and stored dtype of what a row has, by name, from the manifest of its table."""
-    slots = {slot_field(name): one for name, one in table["slots"].items() if one["per_row"]}
+    slots = {
+        slot_field(name): one for name, one in table["slots"].items() if one["per_row"]
+    }
     return {
         name: [one["shape"], storage.stored_dtype(one["dtype"]).name]
         for name, one in {VALUES: table["table"], **slots}.items()

@@ -47,7 +47,9 @@ def begin(directory: Place, checkpoint: str, tree: PyTree) -> Callable[[], None]
         return _begin_in_bucket(directory, checkpoint, tree)
     handler, loop, futures = ocp.PyTreeCheckpointHandler(), asyncio.new_event_loop(), []
     if jax.tree.leaves(saved := _with_numbers(jax.tree.map(_as_array, tree))):
-        copied = handler.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(saved))
+        copied = handler.async_save(
+            epath.Path(directory), args=ocp.args.PyTreeSave(saved)
+        )
         # In a thread, because a loop may be running here, as in a notebook.
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             futures = pool.submit(loop.run_until_complete, copied).result()
@@ -103,19 +105,25 @@ def read(directory: Place, checkpoint: str, tree: PyTree) -> PyTree:
     wanted = ocp.args.PyTreeRestore(numbers, restore_args=forms, partial_restore=True)
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         found = handler.restore(epath.Path(directory), args=wanted)
-    return jax.tree.map(lambda leaf, new: _made_empty(leaf) if new is None else new, tree, found)
+    return jax.tree.map(
+        lambda leaf, new: _made_empty(leaf) if new is None else new, tree, found
+    )
 
 
 # -- in a bucket, where orbax does not tell one of two writers: an object per shard of a leaf ------
 
 
-def _begin_in_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> Callable[[], None]:
+def _begin_in_bucket(
+    directory: Bucket, checkpoint: str, tree: PyTree
+) -> Callable[[], None]:
     """Copy this process's shards of a tree to the host, and return what writes them."""
     pieces: dict[str, bytes] = {}
     for i, leaf in enumerate(map(_numbers, jax.tree.leaves(tree))):
         for index, data in _shards(leaf):
             # Rows 0 to 7 and columns 4 to 7 of the third leaf are the object 2@0-8,4-8.
-            ends = [one.indices(n) for one, n in zip(index, np.shape(leaf), strict=True)]
+            ends = [
+                one.indices(n) for one, n in zip(index, np.shape(leaf), strict=True)
+            ]
             place = ",".join(f"{first}-{last}" for first, last, _ in ends)
             pieces[f"{i}@{place}"] = np.asarray(data).tobytes()
 
@@ -134,7 +142,11 @@ def _shards(leaf: Any) -> list[tuple[tuple[slice, ...], Any]]:
     if jax.process_index() and getattr(leaf, "is_fully_addressable", True):
         return []
     if isinstance(leaf, jax.Array):
-        return [(one.index, one.data) for one in leaf.addressable_shards if one.replica_id == 0]
+        return [
+            (one.index, one.data)
+            for one in leaf.addressable_shards
+            if one.replica_id == 0
+        ]
     return [(tuple(map(slice, np.shape(leaf))), leaf)]
 
 
@@ -155,7 +167,9 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
     for key in directory.parts or ():
         number, at, _ = key.removeprefix(f"{directory.key}/").partition("@")
         if at and number.isdecimal():
-            pieces.setdefault(int(number), []).append(dataclasses.replace(directory, key=key))
+            pieces.setdefault(int(number), []).append(
+                dataclasses.replace(directory, key=key)
+            )
 
     def read_leaf(path, leaf):
         name, kinds = name_of(path), []
@@ -164,18 +178,23 @@ def _read_from_bucket(directory: Bucket, checkpoint: str, tree: PyTree) -> PyTre
             dtype = np.asarray(leaf).dtype
         elif _is_key(leaf):
             data = jax.eval_shape(
-                lambda key: kinds.append(jax.random.key_impl(key)) or _numbers(key), leaf
+                lambda key: kinds.append(jax.random.key_impl(key)) or _numbers(key),
+                leaf,
             )
             shape, dtype = data.shape, data.dtype
         whole: Any = np.zeros(shape, dtype)
         for piece in pieces.get(numbers[name], []):
-            ends = [one.split("-") for one in piece.name.partition("@")[2].split(",") if one]
+            ends = [
+                one.split("-") for one in piece.name.partition("@")[2].split(",") if one
+            ]
             part = whole[(*(slice(int(first), int(last)) for first, last in ends), ...)]
             part[...] = np.frombuffer(piece.read_bytes(), dtype).reshape(part.shape)
         if python:
             return type(leaf)(whole)
         whole = (
-            jax.random.wrap_key_data(whole, impl=kinds[0]) if kinds else whole.astype(leaf.dtype)
+            jax.random.wrap_key_data(whole, impl=kinds[0])
+            if kinds
+            else whole.astype(leaf.dtype)
         )
         return whole if isinstance(leaf, np.ndarray) else _placed(whole, leaf)
 
@@ -325,7 +344,11 @@ def is_left_out(name: str, leave_out: Sequence[str]) -> bool:
 
 
 def leaf_differences(
-    found: Mapping[str, Any], tree: PyTree, *, convert: bool, leave_out: Sequence[str] = ()
+    found: Mapping[str, Any],
+    tree: PyTree,
+    *,
+    convert: bool,
+    leave_out: Sequence[str] = (),
 ) -> list[str]:
     """Return a message for each leaf of a tree that is not as it was saved.
 
@@ -339,21 +362,29 @@ def leaf_differences(
     for path in sorted(found.keys() | wanted.keys()):
         if path not in wanted or path not in found:
             if not is_left_out(path, leave_out):
-                expected, got = ("one" if path in forms else "none" for forms in (wanted, found))
-                differences.append(message(f"leaf {path!r}", expected=expected, got=got))
+                expected, got = (
+                    "one" if path in forms else "none" for forms in (wanted, found)
+                )
+                differences.append(
+                    message(f"leaf {path!r}", expected=expected, got=got)
+                )
             continue
         for kind, wish in wanted[path].items():
             given = found[path][kind]
             rounds = kind == "dtype" and is_float(wish) and is_float(given)
             if wish != given and not (rounds and convert):
                 expected, got = f"{kind} {wish}", f"{kind} {given}"
-                differences.append(message(f"leaf {path!r}", expected=expected, got=got))
+                differences.append(
+                    message(f"leaf {path!r}", expected=expected, got=got)
+                )
     return differences
 
 
 def is_float(dtype: str) -> bool:
     """Tell whether a dtype, by name, is one of real floats; a type of Python's is not."""
-    return schema.dtype(dtype) is None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return schema.dtype(dtype) is None and jnp.issubdtype(
+        jnp.dtype(dtype), jnp.floating
+    )
 
 
 def _as_array(leaf: Any) -> Any:

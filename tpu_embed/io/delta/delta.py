@@ -93,7 +93,11 @@ def export_delta(
         for part in ("step", "edits", "keys"):
             mine, last = getattr(first, part), getattr(version, part)
             if mine > last:
-                refuse("since", expected=f"at most {last}, the state's {part}", got=f"{mine}")
+                refuse(
+                    "since",
+                    expected=f"at most {last}, the state's {part}",
+                    got=f"{mine}",
+                )
         return version, first, touched.changes(first)
 
     version, first, changes = raise_on_all("export_delta", root.parent, prepared)
@@ -117,7 +121,10 @@ def export_delta(
 
 
 def _read_tables(
-    engine: EmbeddingEngine, state: TableState, changes: Mapping[str, Changes], root: Place
+    engine: EmbeddingEngine,
+    state: TableState,
+    changes: Mapping[str, Changes],
+    root: Place,
 ) -> dict[str, directory.Table]:
     """Return what changed in all processes, with values; only the first process keeps rows."""
     tables: dict[str, directory.Table] = {}
@@ -125,10 +132,17 @@ def _read_tables(
         f, mine = field(engine.layout, name, None), changes[name]
         size, dim, dtype, rule = f.table.declared_size, f.stack.dim, f.stack.dtype, None
         if mine.keys is not None:
-            keys, rows, shared = _of_all_maps(f"export_delta: table {name!r}", mine.keys, mine)
+            keys, rows, shared = _of_all_maps(
+                f"export_delta: table {name!r}", mine.keys, mine
+            )
             found = engine.rows(state, name, np.append(rows, shared))
             stored, n = found.view(storage.stored_dtype(dtype)), keys.size
-            arrays = {"keys": keys, "values": stored[:n], "lost": mine.lost, "shared": stored[n:]}
+            arrays = {
+                "keys": keys,
+                "values": stored[:n],
+                "lost": mine.lost,
+                "shared": stored[n:],
+            }
             rule = directory.rule_without_row(f.table.key_rules)
         else:
             ids = _of_all_processes(mine.rows.astype(f.stack.index_dtype), size)
@@ -139,7 +153,10 @@ def _read_tables(
             for some in pieces(ids.size, rows.block):
                 found = rows.read(ids[some])[VALUES]
                 values[some] = found[: len(kept[some])]
-            arrays = {"ids": kept.astype(delta_files.kept_dtype(size)), "values": values}
+            arrays = {
+                "ids": kept.astype(delta_files.kept_dtype(size)),
+                "values": values,
+            }
         tables[name] = directory.Table(size, dim, dtype, rule, arrays)
     return tables
 
@@ -157,7 +174,11 @@ def _of_all_maps(
     shared = np.array([] if changes.shared is None else [changes.shared], np.int64)
     pairs = _gathered(what, np.stack([keys, changes.rows.view(np.uint64)], axis=1))
     keys, first = np.unique(pairs[:, 0], return_index=True)
-    return keys, pairs[first, 1].view(np.int64), np.unique(_gathered(f"{what}: shared", shared))
+    return (
+        keys,
+        pairs[first, 1].view(np.int64),
+        np.unique(_gathered(f"{what}: shared", shared)),
+    )
 
 
 def _gathered(what: str, mine: np.ndarray) -> np.ndarray:
@@ -208,7 +229,11 @@ def apply_delta(
     given = {name: _arrays(table) for name, table in tables.items()}
     absent = set(given) - set(delta.tables)
     if absent:
-        refuse("tables", expected=f"tables among {sorted(delta.tables)}", got=f"{sorted(absent)}")
+        refuse(
+            "tables",
+            expected=f"tables among {sorted(delta.tables)}",
+            got=f"{sorted(absent)}",
+        )
     changed = {name: delta.tables[name] for name in given}
     if with_keys := sorted(name for name, one in changed.items() if one.has_keys):
         refuse(
@@ -220,10 +245,17 @@ def apply_delta(
     if not delta_files.follows(delta, root, version):
         return version
     # Two loops, so that nothing has changed if any table is refused.
-    parts = {name: delta_files.served_parts(changed[name], given[name]) for name in given}
+    parts = {
+        name: delta_files.served_parts(changed[name], given[name]) for name in given
+    }
     for name, arrays in given.items():
         for part, rows in parts[name].items():
-            _check(f"table {name!r}: {part}", arrays[part], rows, changed[name].vocabulary_size)
+            _check(
+                f"table {name!r}: {part}",
+                arrays[part],
+                rows,
+                changed[name].vocabulary_size,
+            )
     for name, arrays in given.items():
         for part, rows in parts[name].items():
             arrays[part][changed[name].arrays["ids"]] = rows.view(arrays[part].dtype)

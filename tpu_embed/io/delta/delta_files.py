@@ -35,7 +35,9 @@ SHARED_ROW = 0
 """The row of a served table with keys that unseen keys share; of zeros if they share none."""
 
 
-def served_parts(change: directory.Table, names: Collection[str]) -> dict[str, np.ndarray]:
+def served_parts(
+    change: directory.Table, names: Collection[str]
+) -> dict[str, np.ndarray]:
     """Return changed rows in the parts of a served table: its values, or also scales and offsets.
 
     Of a table with keys, the row that unseen keys share comes first, if it changed.
@@ -207,17 +209,27 @@ def read(root: Place) -> Delta:
       ValueError: a file is damaged, of another format, or not part of a delta.
     """
     described = read_metadata(root)
-    tables = {name: _read_changes(root, name, one) for name, one in described["tables"].items()}
+    tables = {
+        name: _read_changes(root, name, one)
+        for name, one in described["tables"].items()
+    }
     since, version = (Version(**described[part]) for part in ("since", "version"))
-    return Delta(since, version, tuple(Version(**one) for one in described["ancestors"]), tables)
+    return Delta(
+        since, version, tuple(Version(**one) for one in described["ancestors"]), tables
+    )
 
 
 def _read_changes(root: Place, name: str, table: Json) -> directory.Table:
     """Return what changed in one table."""
     size, dim, described = table["vocabulary_size"], table["dim"], table["files"]
-    stored, has_keys = storage.stored_dtype(table["dtype"]).name, table["unseen"] is not None
+    stored, has_keys = (
+        storage.stored_dtype(table["dtype"]).name,
+        table["unseen"] is not None,
+    )
     ids = "keys" if has_keys else "ids"
-    n, lost, shared = (directory.count_of(described, part) for part in (ids, "lost", "shared"))
+    n, lost, shared = (
+        directory.count_of(described, part) for part in (ids, "lost", "shared")
+    )
     forms: directory.ArrayForms = {"values": (stored, (n, dim))}
     if has_keys:
         forms |= {"keys": ("uint64", (n,)), "lost": ("uint64", (lost,))}
@@ -233,7 +245,9 @@ def _read_changes(root: Place, name: str, table: Json) -> directory.Table:
         expected = f"ascending ids from 0 to {size - 1}"
         fit = not n or (numbers[0] >= 0 and numbers[-1] < size)
     if not (fit and directory.ascend(numbers)):
-        refuse(f"{root}: table {name!r}", expected=expected, got="others", remedy=_REMEDY)
+        refuse(
+            f"{root}: table {name!r}", expected=expected, got="others", remedy=_REMEDY
+        )
     return directory.Table.of(table, arrays)
 
 

@@ -117,14 +117,18 @@ def export_model(
     declared = structure.flatten(feature_config)
     drawn = tables_on_host(declared, given := stored_tables(tables, declared))
     keys = all_keys(vocabularies, declared)
-    keys |= {name: FixedVocabulary(table.ids, table.ids) for name, table in drawn.items()}
+    keys |= {
+        name: FixedVocabulary(table.ids, table.ids) for name, table in drawn.items()
+    }
     _check_version(version, vocabularies)
     # The program takes row numbers; `load_model` has the map.
     plain = _by_row_number(declared, keys)
     arguments = _arguments_of(plain, keys, features, weights, inputs, batch)
     written = _written_tables(declared, given, keys)
     exported = _exported(model, plain, written, arguments, chosen)
-    if importlib.util.find_spec("flatbuffers") is None:  # wrong arguments are told of first
+    if (
+        importlib.util.find_spec("flatbuffers") is None
+    ):  # wrong arguments are told of first
         refuse(
             "export_model",
             expected="flatbuffers",
@@ -188,19 +192,27 @@ def _by_row_number(declared: Structure, names: Collection[str]) -> Structure:
     """
     changes = {"vocabulary_size": _INT32_MAX, "vocabulary": None, "storage": None}
     plain = {
-        id(table): dataclasses.replace(table, name=name, **(changes if name in names else {}))
+        id(table): dataclasses.replace(
+            table, name=name, **(changes if name in names else {})
+        )
         for name, table in declared.configs.items()
     }
 
     def renumbered(feature):
         bad = feature.on_bad_id if feature.table.vocabulary is None else "drop"
-        return dataclasses.replace(feature, table=plain[id(feature.table)], on_bad_id=bad)
+        return dataclasses.replace(
+            feature, table=plain[id(feature.table)], on_bad_id=bad
+        )
 
-    return structure.flatten(declared.unflatten([renumbered(one) for one in declared.features]))
+    return structure.flatten(
+        declared.unflatten([renumbered(one) for one in declared.features])
+    )
 
 
 def _written_tables(
-    declared: Structure, given: Sequence[Stored | RowSource], keys: Mapping[str, FixedVocabulary]
+    declared: Structure,
+    given: Sequence[Stored | RowSource],
+    keys: Mapping[str, FixedVocabulary],
 ) -> dict[str, directory.Table]:
     """Return the tables as they are written, by name: bfloat16 as its bits in uint16."""
     found = {}
@@ -209,9 +221,13 @@ def _written_tables(
         if mine is not None:
             unseen = directory.rule_without_row(config.vocabulary)
             arrays = {model_files.KEYS: mine.keys}
-            arrays |= _sorted(table, mine.rows, config.vocabulary_size, unseen == "shared")
+            arrays |= _sorted(
+                table, mine.rows, config.vocabulary_size, unseen == "shared"
+            )
         else:
-            assert isinstance(table, Stored), "rows of a table on the host are sorted by key"
+            assert isinstance(table, Stored), (
+                "rows of a table on the host are sorted by key"
+            )
             arrays = {part: np.asarray(array) for part, array in table.arrays.items()}
         if arrays["values"].dtype == jnp.bfloat16:
             arrays["values"] = arrays["values"].view(np.uint16)
@@ -233,7 +249,9 @@ def _sorted(
     """
     n, arrays = rows.size, {}
     room = 1 + min(capacity, _INT32_MAX - 1, with_room(n))
-    for part, found in table.read(np.append(rows, capacity - 1) if shared else rows).items():
+    for part, found in table.read(
+        np.append(rows, capacity - 1) if shared else rows
+    ).items():
         arrays[part] = np.zeros((room, *found.shape[1:]), found.dtype)
         arrays[part][1 : n + 1] = found[:n]
         if shared:
@@ -253,7 +271,9 @@ def _exported(
 ) -> jax_export.Exported:
     """Return the exported program of the lookups followed by the model."""
     # A program for any batch size looks up one example at a time, which has no output_shape.
-    plain = [dataclasses.replace(feature, output_shape=None) for feature in declared.features]
+    plain = [
+        dataclasses.replace(feature, output_shape=None) for feature in declared.features
+    ]
     flat = dataclasses.replace(declared, features=tuple(plain))
 
     def served(tables, features, weights, *inputs):
@@ -308,12 +328,16 @@ def _by_example(
         part = declared.only(mine)
         stored = tuple(Stored(tables[name]) for name in part.table_names)
         one = jax.vmap(functools.partial(one_example, server_of(part), stored))
-        activations = one([features[path] for path in mine], [weights.get(path) for path in mine])
+        activations = one(
+            [features[path] for path in mine], [weights.get(path) for path in mine]
+        )
         found |= dict(zip(mine, activations, strict=True))
     # A `Jagged` has a replica for each example, which begins at its place 0: its values [b, L, D]
     # are padded rows of these lengths, of one replica.
     return [
-        Jagged.from_padded(one.values, one.row_splits[:, 1], 1) if isinstance(one, Jagged) else one
+        Jagged.from_padded(one.values, one.row_splits[:, 1], 1)
+        if isinstance(one, Jagged)
+        else one
         for one in (found[path] for path in declared.paths)
     ]
 
@@ -401,7 +425,9 @@ def _arguments_of(
         for label, ids, feature in zip(labels, given, declared.features, strict=True)
     ]
     scope = jax_export.SymbolicScope()
-    fixed, firsts = _first_dimensions(declared, [shape[0] for shape in shapes], batch, scope)
+    fixed, firsts = _first_dimensions(
+        declared, [shape[0] for shape in shapes], batch, scope
+    )
     ids, numbers, described = {}, {}, {}
     every = zip(declared.paths, labels, declared.features, shapes, scales, strict=True)
     for path, label, feature, example, scale in every:
@@ -414,11 +440,15 @@ def _arguments_of(
             if len(example) == 1 or got != example:
                 refuse(
                     f"weights of {label}",
-                    expected=f"shape {example}" if len(example) > 1 else "None for ids [B]",
+                    expected=f"shape {example}"
+                    if len(example) > 1
+                    else "None for ids [B]",
                     got=got,
                 )
             double = feature.table.dtype == "float64"
-            numbers[path] = jax.ShapeDtypeStruct(shape, np.float64 if double else np.float32)
+            numbers[path] = jax.ShapeDtypeStruct(
+                shape, np.float64 if double else np.float32
+            )
         described[path] = {
             "table": feature.table.name,
             **model_files.describe(ids[path]),
@@ -438,9 +468,14 @@ def _shapes_of_inputs(inputs: Any, firsts: dict[int, Any]) -> tuple[PyTree, ...]
     def as_input(key, leaf):
         shape = np.shape(leaf)
         if not shape:
-            return jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf)))
+            return jax.ShapeDtypeStruct(
+                (), jax.dtypes.canonicalize_dtype(jnp.result_type(leaf))
+            )
         if shape[0] not in firsts:
-            what, sizes = f"inputs{jax.tree_util.keystr(key)}", " or ".join(map(str, firsts))
+            what, sizes = (
+                f"inputs{jax.tree_util.keystr(key)}",
+                " or ".join(map(str, firsts)),
+            )
             refuse(
                 what,
                 expected=f"batch size {sizes} as first dimension",
@@ -471,7 +506,10 @@ def _dense(label: str, ids: Any, *, any_key: bool) -> tuple[int, ...]:
 
 
 def _first_dimensions(
-    declared: Structure, sizes: Sequence[int], batch: int | None, scope: jax_export.SymbolicScope
+    declared: Structure,
+    sizes: Sequence[int],
+    batch: int | None,
+    scope: jax_export.SymbolicScope,
 ) -> tuple[int | None, dict[int, Any]]:
     """Return the only batch size, and the first dimension of arguments by that of their examples.
 
@@ -493,7 +531,10 @@ def _first_dimensions(
         check_int("batch", batch, minimum=1)
     if batch is not None and different != [batch]:
         known = ", ".join(map(str, different))
-        expected, remedy = f"that of features, {known}", "give examples of the size that is served"
+        expected, remedy = (
+            f"that of features, {known}",
+            "give examples of the size that is served",
+        )
         if len(different) > 1:
             expected = f"None for features of the sizes {known}"
             remedy = "leave it out, and pad what you serve to a few sizes"

@@ -161,7 +161,9 @@ def publish(
 
     def planned():
         version = touched.version(state)
-        plan = _plan(root, touched, version, deltas) if jax.process_index() == 0 else None
+        plan = (
+            _plan(root, touched, version, deltas) if jax.process_index() == 0 else None
+        )
         return version, plan
 
     version, plan = raise_on_all("publish", root, planned)
@@ -170,7 +172,9 @@ def publish(
         since = Version(*since)
         if since == version:
             return version
-        export_delta(f"{root / Publication(number, 'delta').name}", engine, state, touched, since)
+        export_delta(
+            f"{root / Publication(number, 'delta').name}", engine, state, touched, since
+        )
         number += 1
     if full:
         one = Publication(number, "full")
@@ -341,7 +345,9 @@ class FollowingModel:
         # end. Both at once, so that there is nothing between two assignments.
         self._copies: tuple[_Copy, _Copy | None] = first, second
         self._applying = threading.Lock()
-        self._lock = threading.RLock()  # a finalizer may need it in the thread that has it
+        self._lock = (
+            threading.RLock()
+        )  # a finalizer may need it in the thread that has it
 
     @property
     def version(self) -> Version | None:
@@ -364,7 +370,9 @@ class FollowingModel:
         """
         return self._answer(lambda model: model.keys(name))
 
-    def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
+    def __call__(
+        self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None
+    ) -> PyTree:
         """Return the outputs of the model; see `ServedModel`."""
         return self._answer(lambda model: model(features, *inputs, weights=weights))
 
@@ -393,7 +401,10 @@ class FollowingModel:
                 time.sleep(_LOOK_SECONDS)
             self._copies = answering, None
             if spare.missed is not None:
-                spare.model, spare.missed = spare.model.with_prepared(spare.missed), None
+                spare.model, spare.missed = (
+                    spare.model.with_prepared(spare.missed),
+                    None,
+                )
             spare.model = spare.model.with_prepared(prepared)
             answering.missed = prepared
             with self._lock:
@@ -467,7 +478,9 @@ class FollowingModel:
             try:
                 self._end(ended)
             finally:
-                self._end(ended)  # for Ctrl-C that came before the first one had its effect
+                self._end(
+                    ended
+                )  # for Ctrl-C that came before the first one had its effect
 
     def _begin(self, call: _Call) -> ServedModel:
         """Return the model that answers a call; it stays as it is until the call has ended."""

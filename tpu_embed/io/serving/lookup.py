@@ -52,7 +52,14 @@ from tpu_embed.core.ids import (
     host_ids,
     structure,
 )
-from tpu_embed.core.layout import FeatureLayout, Layout, MeshAxes, ResolvedTable, Stack, make_stacks
+from tpu_embed.core.layout import (
+    FeatureLayout,
+    Layout,
+    MeshAxes,
+    ResolvedTable,
+    Stack,
+    make_stacks,
+)
 from tpu_embed.core.lookup import by_feature, combine, not_differentiable
 from tpu_embed.core.place import natural_spec, pack_line
 from tpu_embed.core.state import TableState, first_rows
@@ -134,21 +141,29 @@ def serving_lookup(
                 refuse(
                     f"table {name!r}",
                     expected="ids that are row numbers on the devices",
-                    got="keys of a dynamic vocabulary" if living else "ids of a table on the host",
+                    got="keys of a dynamic vocabulary"
+                    if living
+                    else "ids of a table on the host",
                     remedy="look up outside the jit, and give it the activations",
                 )
         source = server.traced(given, scales)
-        arrays = [one for one in stored if isinstance(one, Stored)]  # all: others were refused
+        arrays = [
+            one for one in stored if isinstance(one, Stored)
+        ]  # all: others were refused
         found, bad_ids = server.activations(arrays, source)
         source.report(bad_ids, server.layout)
     else:
-        found = server.placed(stored, given, scales, _finders(vocabularies, whole, declared))
+        found = server.placed(
+            stored, given, scales, _finders(vocabularies, whole, declared)
+        )
     return declared.unflatten(found)
 
 
 def server_of(declared: Structure) -> Server:
     """Return the server of a feature configuration; equal configurations share one."""
-    return _server(declared.labels, declared.features, declared.tables, declared.table_names)
+    return _server(
+        declared.labels, declared.features, declared.tables, declared.table_names
+    )
 
 
 @functools.lru_cache(64)
@@ -174,10 +189,12 @@ def _server(
 def _rounded(spec: BatchSpec) -> BatchSpec:
     """Return the spec with sizes rounded up to powers of two, so that few programs compile."""
     stacks = tuple(
-        dataclasses.replace(stack, ids=_power_of_two(stack.ids)) for stack in spec.stacks
+        dataclasses.replace(stack, ids=_power_of_two(stack.ids))
+        for stack in spec.stacks
     )
     shapes = tuple(
-        shape.with_capacity(_power_of_two(shape.capacity or 0)) for shape in spec.feature_shapes
+        shape.with_capacity(_power_of_two(shape.capacity or 0))
+        for shape in spec.feature_shapes
     )
     return dataclasses.replace(spec, feature_shapes=shapes, stacks=stacks)
 
@@ -219,7 +236,9 @@ class Server:
         """
         layout = self.layout
         hosts = [
-            host_ids(f"feature {feature.path!r}", feature.config, feature.table.name, *leaves)
+            host_ids(
+                f"feature {feature.path!r}", feature.config, feature.table.name, *leaves
+            )
             for feature, *leaves in zip(layout.features, ids, weights, strict=True)
         ]
         hosts, whole = _with_rows(hosts, layout, tables, find)
@@ -266,7 +285,9 @@ class Server:
         layout = self.layout
         (located, bad_ids), splits = source.locate(layout), source.row_splits(layout)
         pairs = zip(layout.stacks, jax.tree.map(jnp.asarray, tables), strict=True)
-        fixed: dict[str, Any] = not_differentiable({stack.name: table for stack, table in pairs})
+        fixed: dict[str, Any] = not_differentiable(
+            {stack.name: table for stack, table in pairs}
+        )
         found: dict[int, Any] = {}
         for view, ids in zip(view_stacks(source.spec, layout), located, strict=True):
             stack = view.stack
@@ -302,7 +323,9 @@ class Stored:
         if not all(isinstance(array, np.ndarray) for array in self.arrays.values()):
             return jax.tree.map(snapshot, self)
         valid = np.maximum(row_ids, 0)
-        return Stored({name: array[valid] for name, array in self.arrays.items()}, picked=True)
+        return Stored(
+            {name: array[valid] for name, array in self.arrays.items()}, picked=True
+        )
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return some rows, int64 `[n]`, on the host, by part."""
@@ -317,12 +340,17 @@ class Stored:
         """
         # A plain table needs no gather: the row ids themselves are positions in its values.
         values = self.arrays["values"]
-        plain = values.dtype in (stack.compute_dtype, jnp.uint16) and FIRST not in self.arrays
+        plain = (
+            values.dtype in (stack.compute_dtype, jnp.uint16)
+            and FIRST not in self.arrays
+        )
         if not self.picked and plain:
             return values, row_ids
         arrays = {name: array for name, array in self.arrays.items() if name != FIRST}
         if not self.picked:
-            arrays = {name: dispatch.gather_rows(a, row_ids) for name, a in arrays.items()}
+            arrays = {
+                name: dispatch.gather_rows(a, row_ids) for name, a in arrays.items()
+            }
         values = arrays["values"]
         if "scale" in arrays:
             values = QuantizedTable(**arrays).dequantized()
@@ -331,15 +359,25 @@ class Stored:
         if values.dtype != jnp.uint16:
             values = values.astype(stack.compute_dtype)
         positions = jax.lax.iota(row_ids.dtype, row_ids.shape[0])
-        return values, jnp.where(row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions)
+        return values, jnp.where(
+            row_ids < 0, jnp.asarray(PADDING_ID, row_ids.dtype), positions
+        )
 
     def _with_first(self, values: Array, row_ids: Array) -> Array:
         """Return rows `[N, D]`, those with a number beyond the table from the rows drawn first."""
         num_rows = self.arrays["values"].shape[0]
         numbers = (row_ids - num_rows).astype(row_ids.dtype)
-        drawn = dispatch.gather_rows(self.arrays[FIRST], jnp.maximum(numbers, PADDING_ID))
-        if values.dtype != drawn.dtype:  # dequantized ones are floats, and bfloat16 ones are bits
-            drawn = storage.decode(drawn, "bfloat16") if drawn.dtype == jnp.uint16 else drawn
+        drawn = dispatch.gather_rows(
+            self.arrays[FIRST], jnp.maximum(numbers, PADDING_ID)
+        )
+        if (
+            values.dtype != drawn.dtype
+        ):  # dequantized ones are floats, and bfloat16 ones are bits
+            drawn = (
+                storage.decode(drawn, "bfloat16")
+                if drawn.dtype == jnp.uint16
+                else drawn
+            )
             drawn = drawn.astype(values.dtype)
         return jnp.where((numbers >= 0)[:, None], drawn, values)
 
@@ -450,14 +488,18 @@ def stored_tables(
             remedy="key them by TableConfig, or by its name (table_0, … without one)",
         )
     return tuple(
-        _stored(f"table {name!r}", given[name], config) for name, config in used.configs.items()
+        _stored(f"table {name!r}", given[name], config)
+        for name, config in used.configs.items()
     )
 
 
 def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
     """Return by name what a user gives by `TableConfig` or by name."""
     check_type(
-        what, given, Mapping, expected="a mapping from TableConfig or table name to its array"
+        what,
+        given,
+        Mapping,
+        expected="a mapping from TableConfig or table name to its array",
     )
     names = dict(zip(declared.tables, declared.table_names, strict=True))
     found: dict[str, Any] = {}
@@ -465,7 +507,9 @@ def _by_name(what: str, given: Any, declared: Structure) -> dict[str, Any]:
         name = names.get(key, f"{key!r}") if isinstance(key, TableConfig) else str(key)
         if name in found:
             refuse(
-                f"{what}: {name}", expected="each table once", got="it by TableConfig and by name"
+                f"{what}: {name}",
+                expected="each table once",
+                got="it by TableConfig and by name",
             )
         found[name] = one
     return found
@@ -475,7 +519,10 @@ def _stored(what: str, table: Any, config: TableConfig) -> Stored | RowSource:
     rows, dim = config.vocabulary_size, config.dim
     if config.storage is not None:
         if not callable(table):
-            expected, got = "a function from ids to rows, for a table on the host", type(table)
+            expected, got = (
+                "a function from ids to rows, for a table on the host",
+                type(table),
+            )
             refuse(
                 what,
                 expected=expected,
@@ -526,7 +573,9 @@ def _finders(given: Any, whole: Structure, used: Structure) -> dict[str, Find]:
         are row numbers.
       TypeError: it is of another type.
     """
-    living = {name: one for name, one in used.configs.items() if one.vocabulary is not None}
+    living = {
+        name: one for name, one in used.configs.items() if one.vocabulary is not None
+    }
     if isinstance(given, Vocabularies):
         found = {n: _find_now(given, n, living[n]) for n in living if n in given.tables}
     elif given is None or isinstance(given, Mapping):
@@ -645,13 +694,19 @@ def _find_now(vocabularies: Vocabularies, name: str, config: TableConfig) -> Fin
     return lambda keys: vocabularies.find(name, keys, vocabularies.admitted)
 
 
-def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, FixedVocabulary]:
+def _fixed(
+    given: Mapping[Any, Any] | None, whole: Structure
+) -> dict[str, FixedVocabulary]:
     tables, found = whole.configs, {}
     for name, one in _by_name("vocabularies", given or {}, whole).items():
         rules = tables[name].vocabulary if name in tables else None
         if rules is None:
-            refuse("vocabularies", expected="tables with a dynamic vocabulary", got=name)
-        check_type(f"vocabularies: {name}", one, FixedVocabulary, expected="a FixedVocabulary")
+            refuse(
+                "vocabularies", expected="tables with a dynamic vocabulary", got=name
+            )
+        check_type(
+            f"vocabularies: {name}", one, FixedVocabulary, expected="a FixedVocabulary"
+        )
         # The last row may be the one that unseen keys share.
         most = tables[name].vocabulary_size - (rules.unseen == "shared")
         if one.num_rows > most:
@@ -662,6 +717,8 @@ def _fixed(given: Mapping[Any, Any] | None, whole: Structure) -> dict[str, Fixed
 
 def _not_its_own(name: str, expected: str, got: str) -> ValueError:
     """Return the error about a vocabulary that does not fit its table."""
-    remedy = "give the vocabulary that belongs to these tables, and declare their capacity"
+    remedy = (
+        "give the vocabulary that belongs to these tables, and declare their capacity"
+    )
     what = f"vocabularies: {name}"
     return ValueError(message(what, expected=expected, got=got, remedy=remedy))

@@ -33,7 +33,9 @@ KIND, PROGRAM, KEYS = "model", "model.stablehlo", "keys"
 _REMEDY = "export the model again, or copy the directory whole"
 
 _SHAPE = schema.sequence(schema.optional(schema.natural))  # null: any size
-_LEAF = schema.record(path=schema.text, shape=_SHAPE, size=schema.text, dtype=schema.text)
+_LEAF = schema.record(
+    path=schema.text, shape=_SHAPE, size=schema.text, dtype=schema.text
+)
 _FEATURE = schema.record(
     table=schema.text,
     shape=_SHAPE,
@@ -76,7 +78,9 @@ def describe(leaf: Any) -> Json:
 def describe_leaves(tree: PyTree) -> list[Json]:
     """Return path, shape and dtype of each leaf of the inputs or outputs, for the metadata."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [{"path": jax.tree_util.keystr(key), **describe(leaf)} for key, leaf in leaves]
+    return [
+        {"path": jax.tree_util.keystr(key), **describe(leaf)} for key, leaf in leaves
+    ]
 
 
 def write(
@@ -100,7 +104,9 @@ def write(
         "tables": directory.write_tables(root, tables),
         "jax": jax.__version__,
         "program": _write_file(root, PROGRAM, program),
-        "first_rows": {name: _write_file(root, _first_file(name), one) for name, one in drawn},
+        "first_rows": {
+            name: _write_file(root, _first_file(name), one) for name, one in drawn
+        },
         **described,
     }
     directory.write_metadata(root, KIND, metadata)
@@ -157,10 +163,15 @@ def read(
         )
     program, tables = read_file(PROGRAM, metadata["program"]), {}
     for name, one in described:
-        arrays = directory.read_arrays(root, name, one["files"], _forms(one), _REMEDY, whole=check)
+        arrays = directory.read_arrays(
+            root, name, one["files"], _forms(one), _REMEDY, whole=check
+        )
         if check and KEYS in arrays and not directory.ascend(arrays[KEYS]):
             refuse(
-                f"{root}: table {name!r}", expected="ascending keys", got="others", remedy=_REMEDY
+                f"{root}: table {name!r}",
+                expected="ascending keys",
+                got="others",
+                remedy=_REMEDY,
             )
         tables[name] = arrays
     first = {name: read_file(_first_file(name), one) for name, one in programs.items()}
@@ -175,8 +186,12 @@ def _forms(table: Json) -> directory.ArrayForms:
     """Return the dtype and shape that each part of a table must have."""
     size, dim, keys = table["vocabulary_size"], table["dim"], {}
     if table["unseen"] is not None:
-        n, size = (directory.count_of(table["files"], part) for part in (KEYS, "values"))
-        keys = {KEYS: ("uint64", (min(n, size - 1),))}  # each has a row, and row 0 is no key's
+        n, size = (
+            directory.count_of(table["files"], part) for part in (KEYS, "values")
+        )
+        keys = {
+            KEYS: ("uint64", (min(n, size - 1),))
+        }  # each has a row, and row 0 is no key's
     if "scale" in table["files"]:
         one = ("float32", (size,))
         return keys | {"values": ("int8", (size, dim)), "scale": one, "offset": one}

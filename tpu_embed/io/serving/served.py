@@ -69,7 +69,9 @@ class ServedModel:
     _features: Mapping[str, FeatureRules] = dataclasses.field(repr=False)
     _keys: Mapping[str, ServedKeys] = dataclasses.field(repr=False)
     _first: Mapping[str, Callable[..., Any]] = dataclasses.field(repr=False)
-    _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)  # copied from files
+    _own: frozenset[str] = dataclasses.field(
+        default=frozenset(), repr=False
+    )  # copied from files
 
     @property
     def version(self) -> Version | None:
@@ -88,7 +90,11 @@ class ServedModel:
           ValueError: the ids of the table are row numbers, or there is no such table.
         """
         if name not in self._keys:
-            refuse("table", expected=f"a table with keys, of {sorted(self._keys)}", got=repr(name))
+            refuse(
+                "table",
+                expected=f"a table with keys, of {sorted(self._keys)}",
+                got=repr(name),
+            )
         return self._keys[name].all()
 
     def apply(self, path: str | os.PathLike[str]) -> ServedModel:
@@ -108,7 +114,9 @@ class ServedModel:
             it with another shape or dtype; with keys, the model is not older than the delta.
         """
         prepared = self.prepare(path)
-        return self if prepared is None else self.with_prepared(prepared, in_place=False)
+        return (
+            self if prepared is None else self.with_prepared(prepared, in_place=False)
+        )
 
     def apply_in_place(self, path: str | os.PathLike[str]) -> ServedModel:
         """Apply a delta in the memory of this model's tables, and return a model to use instead.
@@ -140,7 +148,9 @@ class ServedModel:
             return None
         delta_files.check_declared(delta, root, described)
         changed = {
-            name: writing_of(delta.tables[name], self.tables[name], self._keys.get(name))
+            name: writing_of(
+                delta.tables[name], self.tables[name], self._keys.get(name)
+            )
             for name in described
             if any(array.size for array in delta.tables[name].arrays.values())
         }
@@ -150,9 +160,13 @@ class ServedModel:
         """Return a copy of this model, none of whose tables are in files."""
         tables = jax.tree.map(jnp.copy, self.tables)
         keys = {name: one.copy() for name, one in self._keys.items()}
-        return dataclasses.replace(self, tables=tables, _keys=keys, _own=frozenset(tables))
+        return dataclasses.replace(
+            self, tables=tables, _keys=keys, _own=frozenset(tables)
+        )
 
-    def with_prepared(self, prepared: Prepared, *, in_place: bool = True) -> ServedModel:
+    def with_prepared(
+        self, prepared: Prepared, *, in_place: bool = True
+    ) -> ServedModel:
         """Return a model with what was prepared for this one, or for one with equal tables.
 
         Args:
@@ -179,7 +193,9 @@ class ServedModel:
                 remedy="use the model that it returned",
             )
 
-    def __call__(self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None) -> PyTree:
+    def __call__(
+        self, features: PyTree, *inputs: PyTree, weights: PyTree | None = None
+    ) -> PyTree:
         """Return the outputs of the model.
 
         Args:
@@ -294,15 +310,21 @@ def _check_program(root: Path, exported: jax_export.Exported, metadata: Json) ->
       ValueError: it takes other arguments.
     """
     features = metadata["features"].items()
-    unknown = [one["table"] for _, one in features if one["table"] not in metadata["tables"]]
+    unknown = [
+        one["table"] for _, one in features if one["table"] not in metadata["tables"]
+    ]
     said = {
         "tables": {name: _taken(table) for name, table in metadata["tables"].items()},
         "features": _forms(metadata["features"]),
-        "weights": {path: (f["weights"], f["shape"]) for path, f in features if f["weights"]},
+        "weights": {
+            path: (f["weights"], f["shape"]) for path, f in features if f["weights"]
+        },
         "inputs": metadata["inputs"],
     }
     given, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    tables, ids, weights = jax.tree.map(lambda a: (str(a.dtype), model_files.shape(a)), given[:3])
+    tables, ids, weights = jax.tree.map(
+        lambda a: (str(a.dtype), model_files.shape(a)), given[:3]
+    )
     leaves = model_files.describe_leaves(given[3:])
     taken = {"tables": tables, "features": ids, "weights": weights, "inputs": leaves}
     if unknown or taken != said:
@@ -321,7 +343,9 @@ def _taken(table: Json) -> dict[str, tuple[str, list[int | None]]]:
         return forms
     # The program has any number of rows, and no keys.
     del forms[model_files.KEYS]
-    taken = {part: (dtype, [None, *shape[1:]]) for part, (dtype, shape) in forms.items()}
+    taken = {
+        part: (dtype, [None, *shape[1:]]) for part, (dtype, shape) in forms.items()
+    }
     if table["unseen"] == "initial":
         stored = storage.stored_dtype(table["dtype"]).name
         taken[FIRST] = stored, [None, table["dim"]]
@@ -410,7 +434,9 @@ def _by_feature(
         if isinstance(ids, (SparseIds, RaggedIds)) and ids.weights is not None:
             weighted.add(path)
     _check_paths("features", given, described)
-    _check_paths("weights", weighted, [path for path, one in described.items() if one["weights"]])
+    _check_paths(
+        "weights", weighted, [path for path, one in described.items() if one["weights"]]
+    )
     return {path: (given[path], beside.get(path)) for path in described}
 
 
@@ -445,7 +471,9 @@ def _check_paths(what: str, given: Collection[str], described: Collection[str]) 
         )
 
 
-def _batch_sizes(given: Mapping[str, np.ndarray], described: Mapping[str, Json]) -> dict[str, int]:
+def _batch_sizes(
+    given: Mapping[str, np.ndarray], described: Mapping[str, Json]
+) -> dict[str, int]:
     """Return the batch sizes by name; features that share one must agree."""
     found: dict[str, tuple[str, int]] = {}
     for path, ids in given.items():
@@ -529,7 +557,9 @@ def _program_ids(
     return found
 
 
-def _shape_in_program(feature: FeatureRules, given: Any, shape: Sequence[Any]) -> tuple[int, ...]:
+def _shape_in_program(
+    feature: FeatureRules, given: Any, shape: Sequence[Any]
+) -> tuple[int, ...]:
     """Return the shape in which the program gets ids, whose rows may be given shorter than there.
 
     Args:
@@ -573,7 +603,10 @@ def _padded(host: HostIds, shape: tuple[int, ...]) -> tuple[Any, Any]:
         at = host.bags, host.rows.places - host.rows.row_splits[host.bags]
     elif given.combines:
         # In the bags 0 0 2 the first ids are those at 0 0 2, so the columns 0 1 2 - 0 0 2 = 0 1 0.
-        at = host.bags, np.arange(host.bags.size) - np.searchsorted(host.bags, host.bags)
+        at = (
+            host.bags,
+            np.arange(host.bags.size) - np.searchsorted(host.bags, host.bags),
+        )
     else:
         at = np.divmod(host.bags, each)
 
@@ -600,9 +633,16 @@ def _mark_ends(feature: FeatureRules, ids: np.ndarray, lengths: np.ndarray) -> N
     if feature.config.on_bad_id != "clip":
         ids[rows, ends - 1] = np.iinfo(ids.dtype).max
         return
-    is_cut = (ends == feature.length) & (ends < ids.shape[1]) & (feature.config.keep == "first")
+    is_cut = (
+        (ends == feature.length)
+        & (ends < ids.shape[1])
+        & (feature.config.keep == "first")
+    )
     if not is_cut.all():
         expected = 'rows that do not end in a missing id, under on_bad_id="clip"'
-        got, remedy = f"one in example {rows[~is_cut][0]}", "leave missing ids out where a row ends"
+        got, remedy = (
+            f"one in example {rows[~is_cut][0]}",
+            "leave missing ids out where a row ends",
+        )
         raise feature.error(expected=expected, got=got, remedy=remedy)
     ids[rows, ends] = 0

@@ -98,7 +98,10 @@ class ServedKeys:
             return np.zeros(keys.size, _ROW)
         # Keys 5 7 9 11 with a stride of 2: 9 is after the first 9, so at place 2 or 3. The firsts
         # stay in the processor's cache; a search in all keys would wait for memory at every step.
-        at = np.maximum(np.searchsorted(self._firsts, keys, side="right") - 1, 0) * _STRIDE
+        at = (
+            np.maximum(np.searchsorted(self._firsts, keys, side="right") - 1, 0)
+            * _STRIDE
+        )
         last, step = self._exported.size - 1, _STRIDE // 2
         while step:
             further = np.minimum(at + step, last)
@@ -121,14 +124,18 @@ class ServedKeys:
         fresh = np.arange(self.num_rows, self.num_rows + count - reused, dtype=_ROW)
         rows[is_new] = np.append(free[free.size - reused :], fresh)
         left = free[: free.size - reused]
-        return Plan(keys, rows, is_new, lost[gone > 0], left, self.num_rows + fresh.size)
+        return Plan(
+            keys, rows, is_new, lost[gone > 0], left, self.num_rows + fresh.size
+        )
 
     def change(self, plan: Plan) -> None:
         """Do what `plan` said."""
         # Only keys of the export must be remembered as lost; of a stream, they would be too many.
         exported = self._exported_rows(plan.lost) > 0
         self._moved.remove(plan.lost[~exported])
-        self._moved.write(plan.lost[exported], {"row": np.zeros(int(exported.sum()), _ROW)})
+        self._moved.write(
+            plan.lost[exported], {"row": np.zeros(int(exported.sum()), _ROW)}
+        )
         self._moved.write(plan.keys[plan.is_new], {"row": plan.rows[plan.is_new]})
         self._free, self.num_rows = plan.free, plan.num_rows
 
@@ -191,7 +198,9 @@ def set_rows(array: Array, ids: np.ndarray, rows: np.ndarray) -> Array:
         block, values = ids[first : first + size], rows[first : first + size]
         missing = (0, size - block.size)
         places = np.pad(block, missing, constant_values=PADDING_ID)
-        array = _set(array, places, np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1)))
+        array = _set(
+            array, places, np.pad(values, [missing] + [(0, 0)] * (rows.ndim - 1))
+        )
     return array
 
 
@@ -241,7 +250,9 @@ class Prepared(NamedTuple):
     tables: dict[str, Writing]
 
 
-def writing_of(change: directory.Table, arrays: Parts, keys: ServedKeys | None) -> Writing:
+def writing_of(
+    change: directory.Table, arrays: Parts, keys: ServedKeys | None
+) -> Writing:
     """Return what a change writes to a table; nothing changes yet.
 
     Args:
@@ -279,7 +290,8 @@ def write(
     # row is set, as if keys were only lost, the arrays stay the same, so the keys are copied.
     in_place = {n for n in own if n in writings and writings[n].can_replace(tables[n])}
     new = {
-        n: tables[n] if n in in_place else _copied(one, tables[n]) for n, one in writings.items()
+        n: tables[n] if n in in_place else _copied(one, tables[n])
+        for n, one in writings.items()
     }
     jax.block_until_ready(new)
     plans = {name: one.plan for name, one in writings.items() if one.plan is not None}
@@ -287,7 +299,10 @@ def write(
     for names in (new.keys() - in_place, in_place):  # what cannot be undone comes last
         for name in names:
             one, arrays = writings[name], new[name].items()
-            new[name] = {part: set_rows(array, one.rows, one.parts[part]) for part, array in arrays}
+            new[name] = {
+                part: set_rows(array, one.rows, one.parts[part])
+                for part, array in arrays
+            }
         jax.block_until_ready(new)
     for name, plan in plans.items():
         new_keys[name].change(plan)
