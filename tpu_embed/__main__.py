@@ -486,9 +486,8 @@ def main() -> None:
     _add_plan(commands)
     _add_vocabulary(commands)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal may lack the bars' characters
+        # A terminal may lack the bars' characters.
+        sys.stdout.reconfigure(errors="replace")
     try:
         _check_spelling(sys.argv[1:], commands.choices)
         args = parser.parse_args()

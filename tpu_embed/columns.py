@@ -269,9 +269,8 @@ def read_stream(value: Any) -> Any | None:
 def is_column(value: Any) -> bool:
     """Tell whether a value, other than a list, has the looks of an array or a column."""
     known = hasattr(value, "__array__") or hasattr(value, "__arrow_c_stream__")
-    return known and not isinstance(
-        value, type
-    )  # np.ndarray itself has `__array__`, too
+    # np.ndarray itself has `__array__`, too.
+    return known and not isinstance(value, type)
 
 
 _TIMES = (datetime.date, datetime.time, datetime.timedelta)

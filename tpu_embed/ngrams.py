@@ -112,9 +112,8 @@ def ngram_ids(
     bits, present = tokens.astype(np.uint32), tokens >= 0
     ids = []
     for first, order in zip(range(0, len(primes), heads), orders, strict=True):
-        hashes = xp.asarray(
-            states[first : first + heads]
-        )  # [heads], then [..., L, heads]
+        # [heads], then [..., L, heads].
+        hashes = xp.asarray(states[first : first + heads])
         whole = present
         for back in reversed(range(order)):
             hashes = _mix(hashes ^ _moved(xp, bits, back)[..., None])

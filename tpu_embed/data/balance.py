@@ -173,9 +173,8 @@ def _reorder_sparse(path: str, ids: SparseIds, order: np.ndarray) -> SparseIds:
     """Return coordinates whose rows are in another order, sorted by row again."""
     check_coordinates(path, ids)
     given = ids.indices.astype(np.int64)  # NumPy makes floats of uint64 beside int64
-    rows = np.argsort(order)[
-        given[:, 0]
-    ]  # the place that the row of each entry goes to
+    # The place that the row of each entry goes to.
+    rows = np.argsort(order)[given[:, 0]]
     sort = np.argsort(rows, kind="stable")  # columns ascend in a row, and stay so
     indices = np.concatenate([rows[sort, None], given[sort, 1:]], axis=1)
     weights = None if ids.weights is None else ids.weights[sort]

@@ -365,9 +365,8 @@ def copy_arrays(part: Any, place: Callable[[EventValues], Any] | None = None) ->
     if hasattr(part, "__array__") or hasattr(part, "__dlpack__"):
         return copy.deepcopy(part)
     if isinstance(part, dict):
-        made = copy.copy(
-            part
-        )  # an OrderedDict stays one, and a defaultdict keeps its default
+        # An OrderedDict stays one, and a defaultdict keeps its default.
+        made = copy.copy(part)
         for key, value in part.items():
             made[key] = copy_arrays(value, place)
         return made

@@ -185,9 +185,8 @@ class Worker(threading.Thread):
         self._pin = feed.pin
         # A finalizer may stop this in the middle of any call, also of one that puts or gets.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._notes: queue.SimpleQueue[None] = (
-            queue.SimpleQueue()
-        )  # for a loop that waits
+        # For a loop that waits.
+        self._notes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._before = self._requested = before
         self._outcomes: dict[int, Placed | BaseException | None] = {}
         self.reason: BaseException | None = None
@@ -375,9 +374,8 @@ class Prefetcher:
         # not keep a generator alive.
         self._source: Iterator[Any] | None = iter(batches)
         self._stateful = isinstance(self._source, Stateful)
-        self._taken = Placed(
-            0, state_of(self._source), None
-        )  # the last batch that the loop took
+        # The last batch that the loop took.
+        self._taken = Placed(0, state_of(self._source), None)
         self._over = False
         # The end of the data (None) or an error, until it is raised.
         self._last: tuple[BaseException | None] | None = None

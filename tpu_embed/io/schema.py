@@ -173,11 +173,12 @@ def _key(key: str) -> str:
 
 
 def _problem(expected: str, value: Any) -> Problem:
+    # Short, however large or deep the value is.
     return (
         "",
         expected,
         reprlib.repr(value),
-    )  # short, however large or deep the value is
+    )
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -209,9 +209,8 @@ class RowStore:
 
     def __init__(self, widths: Sequence[int], file: BinaryIO | None) -> None:
         sizes = np.array(widths, np.int64)
-        number = (
-            -1 if file is None else os.dup(file.fileno())
-        )  # the store closes its own
+        # The store closes its own.
+        number = -1 if file is None else os.dup(file.fileno())
         self._store = cpu.function("storage_new")(sizes.ctypes.data, sizes.size, number)
         if self._store is None:
             raise MemoryError("no memory for a store of rows")

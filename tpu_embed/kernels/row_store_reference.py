@@ -54,10 +54,11 @@ class RowStore:
     def __init__(self, widths: Sequence[int], file: BinaryIO | None) -> None:
         self._widths, self._file = tuple(widths), file
         self._width = sum(widths)
+        # A file is mapped by whole pages.
         page, rows = (
             1 if file is None else mmap.PAGESIZE,
             1,
-        )  # a file is mapped by whole pages
+        )
         while 2 * rows * self._width <= _FIRST_BYTES or rows * self._width % page:
             rows *= 2
         self._first_rows = rows

@@ -228,9 +228,8 @@ def _check_parameter(path: str, leaf: Any) -> None:
     """
     number = isinstance(leaf, int | float | complex)
     dtype = jnp.result_type(leaf) if number else getattr(leaf, "dtype", None)
-    named = isinstance(
-        dtype, np.dtype
-    )  # not that of a key of jax.random, or of a torch.Tensor
+    # Not that of a key of jax.random, or of a torch.Tensor.
+    named = isinstance(dtype, np.dtype)
     if named and jnp.issubdtype(dtype, jnp.inexact):
         return
     got = str(dtype) if named else type(leaf).__name__

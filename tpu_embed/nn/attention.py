@@ -124,9 +124,8 @@ def _events(splits, times, asked, flags) -> Events:
     segment = jnp.cumsum(begun)[:-1].astype(jnp.int32)
     segment = jnp.where(segment < len(splits) - 1, segment, -1)
     before = jnp.cumsum(flags) - flags  # candidates before each event, in the batch
-    among = (
-        before - before[jnp.minimum(splits[segment], len(flags) - 1)]
-    )  # in the example
+    # In the example.
+    among = before - before[jnp.minimum(splits[segment], len(flags) - 1)]
     position = index - among.astype(jnp.int32) * flags
     return Events(index, segment, position, flags, times, asked)
 
@@ -192,9 +191,8 @@ class Form(NamedTuple):
 class Tables(NamedTuple):
     """Learned biases; None stands for none."""
 
-    position: (
-        Array | None
-    )  # [heads, W + P + W], by distance; the first and last W are margins
+    # [heads, W + P + W], by distance; the first and last W are margins.
+    position: Array | None
     time: Array | None  # [heads, T], by the bucket of the time between key and query
 
 

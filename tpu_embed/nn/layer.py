@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
-from jax._src import (
-    core,
-)  # which trace is current, and of which kind, has no public name
+
+# Which trace is current, and of which kind, has no public name.
+from jax._src import core
 from jax._src.interpreters.ad import JVPTrace, LinearizeTrace
 
 from tpu_embed._checks import check_type, message, refuse, refuse_derivatives, warn_user
@@ -320,9 +320,8 @@ class TableLayer(nnx.Module, EngineLayer):
         """
         maps = self.engine.vocabularies
         if maps is not None and batch.keys.is_training and batch.keys.steps is not None:
-            maps.check_next(
-                map_version(self.state), batch.keys
-            )  # of a clone that is left behind
+            # Of a clone that is left behind.
+            maps.check_next(map_version(self.state), batch.keys)
         state, admitted = engine_of_batch(self.engine, batch).admit(self.state, batch)
         self.set_state(state)
         return admitted
@@ -425,9 +424,8 @@ class TableLayer(nnx.Module, EngineLayer):
             missing = -len(x) % replicas if len(x) else replicas
             if not missing:
                 return x
-            x = (
-                as_signed(x) if x.dtype.kind == "u" else x
-            )  # no unsigned number is padding
+            # No unsigned number is padding.
+            x = as_signed(x) if x.dtype.kind == "u" else x
             xp: Any = np if isinstance(x, np.ndarray) else jnp
             widths = [(0, missing), *[(0, 0)] * (x.ndim - 1)]
             return xp.pad(x, widths, constant_values=fill)

@@ -129,9 +129,8 @@ def log_uniform_log_q(ids: Any, vocabulary_size: int) -> Array:
     check_below(
         "log_uniform_log_q: ids", ids, size, expected="ids below V", remedy=remedy
     )
-    last = min(
-        size - 1, np.iinfo(array.dtype).max
-    )  # the largest id that its dtype can hold
+    # The largest id that its dtype can hold.
+    last = min(size - 1, np.iinfo(array.dtype).max)
     above = jnp.maximum(array, 0).astype(jnp.float32) + jnp.float32(1)
     log_q = jnp.log(jnp.log1p(1 / above) / jnp.float32(np.log(size + 1)))
     return jnp.where((array < 0) | (array > last), jnp.float32(0), log_q)

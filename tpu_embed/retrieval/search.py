@@ -204,12 +204,10 @@ def _hide(scores: Array, rows: Array, first: Array, blocks: int) -> Array:
         flat, begin = flat_and_begin
         places = begin[:, None] + np.arange(most, dtype=begin.dtype)
         local = jnp.take_along_axis(rows, places, axis=1, mode="clip") - first
-        within = (
-            local % BUNDLE_ROWS * bundles + local // BUNDLE_ROWS
-        )  # of `[G, n]`, flat
-        within = jnp.where(
-            places < end[:, None], within, size
-        )  # outside: nothing is written
+        # Of `[G, n]`, flat.
+        within = local % BUNDLE_ROWS * bundles + local // BUNDLE_ROWS
+        # Outside: nothing is written.
+        within = jnp.where(places < end[:, None], within, size)
         hide = jax.vmap(lambda of_query, at: of_query.at[at].set(-jnp.inf, mode="drop"))
         return hide(flat, within), begin + most
 
@@ -274,9 +272,8 @@ def _product(queries: Array, rows: Array, bundles: int) -> Array:
 
 def _masked(scores: Array, usable: Array) -> Array:
     """Return scores as they are compared: -inf for NaN and where not usable, and no -0.0."""
-    scores = jnp.where(
-        scores == 0, jnp.zeros((), scores.dtype), scores
-    )  # else 0.0 is above -0.0
+    # Else 0.0 is above -0.0.
+    scores = jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores)
     return jnp.where(usable & (scores > -jnp.inf), scores, -jnp.inf)
 
 
@@ -287,9 +284,8 @@ def _merge_bundles(width: int) -> Callable[[Found, _Block], Found]:
         if not width:
             return found
         _, chosen = jax.lax.top_k(block.maxima, width)
-        chosen = jnp.sort(
-            chosen, axis=1
-        )  # [B, w]; by index again, so that ties stay in order
+        # [B, w]; by index again, so that ties stay in order.
+        chosen = jnp.sort(chosen, axis=1)
         scores = _take(block.scores, chosen[:, None], axis=2)  # [B, G, w]
         scores = _masked(scores.swapaxes(1, 2), block.usable[chosen])  # [B, w, G]
         places = chosen.astype(block.first_index.dtype) * BUNDLE_ROWS
@@ -517,9 +513,8 @@ def _search(
             for x in found
         )
         if stack.shard_axes:
-            falling, ids = jax.lax.sort(
-                (-scores, ids), num_keys=2
-            )  # equal scores by id
+            # Equal scores by id.
+            falling, ids = jax.lax.sort((-scores, ids), num_keys=2)
             scores = -falling
         missing = ((0, 0), (0, max(0, k - scores.shape[1])))
         scores = jnp.pad(scores[:, :k], missing, constant_values=-jnp.inf)
@@ -588,9 +583,8 @@ def check_exclude(exclude: Any, queries: int, stack: Stack, table: TableSlice) -
             expected=f"shape [{queries}, E], a line per query",
             got=f"{list(array.shape)}",
         )
-    on = (
-        jnp if isinstance(array, jax.Array) else np
-    )  # NumPy sorts ten times as fast as XLA's CPU
+    # NumPy sorts ten times as fast as XLA's CPU.
+    on = jnp if isinstance(array, jax.Array) else np
     # Ids of 64 bits must not become others that are in the table when they are cut to 32. Beside
     # those of 8 bits, V = 300 would be 44.
     last = min(table.vocabulary_size - 1, np.iinfo(array.dtype).max)

@@ -192,9 +192,8 @@ def sampled_softmax(
     for array in of_right:
         _check_like_queries(what, "positives", array, of_query)
     *before, dim = of_query.shape
-    shared = (
-        by_index or chosen is not None
-    )  # all queries choose from the same negatives, [K, D]
+    # All queries choose from the same negatives, [K, D].
+    shared = by_index or chosen is not None
     fits = drawn.ndim == 2 or (drawn.shape[:-2] == tuple(before) and not shared)
     if drawn.ndim < 2 or drawn.shape[-1] != dim or not fits:
         each = "" if shared else f" or {[*before, 'N', dim]}".replace("'", "")
@@ -444,7 +443,6 @@ def _log_sum(differences: Array) -> Array:
     """Return log(1 + Σ exp(differences)) over the last axis; the 1 is that of the right item."""
     # The right one's difference to itself is 0. A loss near 0 keeps its digits, which
     # log Σ exp(logits) - logit would lose where logits are large.
-    own = jnp.zeros_like(
-        differences.sum(axis=-1, keepdims=True)
-    )  # also without differences
+    # Also without differences.
+    own = jnp.zeros_like(differences.sum(axis=-1, keepdims=True))
     return jax.nn.logsumexp(jnp.concatenate([own, differences], axis=-1), axis=-1)

@@ -336,9 +336,8 @@ class Homes:
     """
 
     _rows: dict[str, HostRows]  # by table
-    _departures: dict[
-        int, _Departure
-    ]  # rows on their way, or that were lost there, by step
+    # Rows on their way, or that were lost there, by step.
+    _departures: dict[int, _Departure]
     saves: collections.deque[Save]
 
     def __init__(self, tables: Mapping[str, HomeTable]) -> None:

@@ -110,9 +110,8 @@ class HostRows:
         self._mark = 1
         self.replaced = 0
         self._snapshots: weakref.WeakSet[RowSnapshot] = weakref.WeakSet()
-        self._changing = (
-            threading.Lock()
-        )  # no snapshot begins between putting aside and writing
+        # No snapshot begins between putting aside and writing.
+        self._changing = threading.Lock()
 
     def __len__(self) -> int:
         """Return how many rows there are."""

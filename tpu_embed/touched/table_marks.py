@@ -236,9 +236,8 @@ class IdMarks:
             some = np.unique(ids[order[first:last]])
             self._newest = max(self._newest, int(steps[order[first]]))
             newest = {"step": np.full(some.size, self._newest, _STEP)}
-            self._steps.write(
-                some, newest, mark=self._newest + 1
-            )  # those of rows begin at 1
+            # Those of rows begin at 1.
+            self._steps.write(some, newest, mark=self._newest + 1)
 
     def remove(self, ids: np.ndarray) -> None:
         """Forget the marks of ids, uint64 `[n]`."""
@@ -370,9 +369,8 @@ class HostedMarks:
             if rows.size:
                 before[stack.name] = rows, ids[rows]
             ids[np.concatenate(lost)] = -1
-            ids[np.concatenate(given)] = np.concatenate(
-                keys
-            )  # a row that was lost may be, at once
+            # A row that was lost may be, at once.
+            ids[np.concatenate(given)] = np.concatenate(keys)
         self._before.append(before)
         self._noted = step
         for stack, rows, updated in self._waiting.pop(step, []):

@@ -16,9 +16,8 @@ Unseen = Literal["zero", "shared"]
 
 _WAITING_PER_ROW = 4
 _MAX_ROWS = 2**31 - 1
-_MAX_WAITING = (
-    3 * 2**30
-)  # with the room that their order needs, still numbers of 32 bits
+# With the room that their order needs, still numbers of 32 bits.
+_MAX_WAITING = 3 * 2**30
 _MAX_LOOKAHEAD = 2**16  # steps are numbers of 32 bits
 
 

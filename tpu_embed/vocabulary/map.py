@@ -131,9 +131,8 @@ def fit(
     if options.evict == "lfu":
         scores.append(state.batches_seen)
     dropped = max(0, state.keys.size - options.num_rows)
-    stay = np.sort(
-        np.lexsort(scores)[dropped:]
-    )  # positions in `keys`, whose rows ascend
+    # Positions in `keys`, whose rows ascend.
+    stay = np.sort(np.lexsort(scores)[dropped:])
     rows = state.rows[stay].copy()
     # Rows (0, 4, 5, 7) in a capacity of 5: 0 and 4 are kept, 5 and 7 become the free rows 1 and 2.
     beyond = rows >= options.num_rows
@@ -505,9 +504,8 @@ class GroupedMap:
         for group, one in enumerate(self._maps):
             mine = np.flatnonzero(of_unknown == group)
             taken = one.take(self._number_of[known[of_known == group]], unknown[mine])
-            every = np.append(
-                self._groups.rows[group], -1
-            )  # rows in the place of its numbers
+            # Rows in the place of its numbers.
+            every = np.append(self._groups.rows[group], -1)
             part = taken._replace(
                 rows=every[taken.rows],
                 new_rows=every[taken.new_rows],

@@ -103,9 +103,8 @@ class Admitter:
         def exchange(call):
             new_state = bring(state, call)
             if vocabularies.admitted < steps.first:
-                vocabularies.check_next(
-                    now, keys
-                )  # maps may have been loaded since an interrupt
+                # Maps may have been loaded since an interrupt.
+                vocabularies.check_next(now, keys)
                 vocabularies.note_admitted(steps.first)
                 if self._homes is not None:
                     for name, incoming in keys.incoming.items():

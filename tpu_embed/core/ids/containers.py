@@ -97,9 +97,8 @@ class SparseIds:
         """
         ragged = RaggedIds.from_lists(bags, weights=weights)
         lengths = np.diff(ragged.row_splits)
-        rows = np.repeat(
-            np.arange(len(lengths)), lengths
-        )  # lengths 2 0 1: examples 0 0 2
+        # Lengths 2 0 1: examples 0 0 2.
+        rows = np.repeat(np.arange(len(lengths)), lengths)
         indices = np.stack([rows, positions_in_rows(ragged.row_splits)], axis=1)
         width = int(lengths.max(initial=1)) if width is None else width
         return cls(indices, ragged.values, (len(lengths), width), ragged.weights)

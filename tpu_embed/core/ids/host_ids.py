@@ -264,9 +264,8 @@ class _Rows(NamedTuple):
 
 def _of_dense(feature: FeatureRules, ids: np.ndarray) -> _Rows:
     """Return the rows of a jagged feature's array `[B, H]`, without padding."""
-    dense_shape(
-        feature.path, feature.config, ids.shape, weighted=False
-    )  # checks the rank
+    # Checks the rank.
+    dense_shape(feature.path, feature.config, ids.shape, weighted=False)
     rows, positions = np.nonzero(np.ma.filled(ids != PADDING_ID, False))
     return _Rows((len(ids),), rows, lambda: positions, None)
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src.mesh import (
-    get_concrete_mesh,
-)  # jax.sharding.get_mesh cannot be called in a jit
+
+# jax.sharding.get_mesh cannot be called in a jit.
+from jax._src.mesh import get_concrete_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tpu_embed._checks import check_type, refuse

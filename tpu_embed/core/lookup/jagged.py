@@ -466,9 +466,8 @@ class Jagged:
             got=list(array.shape),
             remedy="one value per example; inside jax.vmap, those of the replica's examples",
         )
-        parts = array.reshape(
-            *by_replica, *array.shape[1:]
-        )  # every part stays on its device
+        # Every part stays on its device.
+        parts = array.reshape(*by_replica, *array.shape[1:])
         return self._by_replica(
             lambda splits, part: segments.spread(splits, part, self._capacity), parts
         )

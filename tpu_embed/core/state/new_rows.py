@@ -584,6 +584,5 @@ def _exchange(
     rows = open_rows(sent.written[0], stack)
     rows += zero_after([*copies.values()]).astype(rows.dtype)
     values = {part: field[0] for part, field in sent.fields.items()}
-    return copies, tuple(
-        write_parts(held, rows, values, stack)
-    )  # plain, for `Exchange`
+    # Plain, for `Exchange`.
+    return copies, tuple(write_parts(held, rows, values, stack))

@@ -340,9 +340,8 @@ def _read_marks(root: Place, checkpoint: str, process: int) -> SavedRecord:
         arrays = directory.read_arrays(
             root / f"{process}", name, described, forms, REMEDY
         )
-        kept = {
-            part: np.array(array) for part, array in arrays.items()
-        }  # not the files
+        # Not the files.
+        kept = {part: np.array(array) for part, array in arrays.items()}
         tables[name] = SavedMarks(**kept, **table)
     moments = Version(**found["version"]), Version(**found["start"])
     ancestors = tuple(Version(**one) for one in found["ancestors"])

@@ -125,9 +125,8 @@ class _NumberedCheckpoints(abc.ABC):
         """
         step = check_int("step", step, minimum=0)
         with self._lock:
-            preempted = ocp.utils.reached_preemption(
-                step
-            )  # is to be asked at every step
+            # To be asked at every step.
+            preempted = ocp.utils.reached_preemption(step)
             due = force or preempted or step % self._every == 0
             if not due and (self._last is None or step > self._last):
                 return False

@@ -89,9 +89,8 @@ def prepare(engine: EmbeddingEngine, state: TableState) -> SavedMaps | None:
     if vocabularies is None:
         return None
     if engine.storage is not None:
-        vocabularies.check_newest(
-            state
-        )  # older rows may have gone home, or changed there
+        # Older rows may have gone home, or changed there.
+        vocabularies.check_newest(state)
     step, history = map_version(state)
     if (step, history) != vocabularies.at(step):
         refuse(

@@ -434,9 +434,8 @@ def take_apart(modules: Mapping[str, Any]) -> Modules:
     }
     flat = nnx.to_flat_state(nnx.state(by_name))
     holders = [(keys, holder) for keys, holder in flat if id(holder) not in own]
-    replaceable = (
-        nnx.Pytree | nnx.State | dict | list
-    )  # what is in a tuple cannot be replaced
+    # What is in a tuple cannot be replaced.
+    replaceable = nnx.Pytree | nnx.State | dict | list
     for keys, holder in holders:
         if not (
             isinstance(holder, nnx.Variable)

@@ -193,9 +193,8 @@ class RowWriter:
             sum_of_rows = zlib.crc32(
                 np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
             )
-            padding = bytes(
-                _rows_bytes(self._store) - rows.nbytes
-            )  # at the end of the last chunks
+            # At the end of the last chunks.
+            padding = bytes(_rows_bytes(self._store) - rows.nbytes)
             self._checksums[name] = zlib.crc32(padding, sum_of_rows)
 
     def finish(self) -> dict[str, int]:
@@ -320,9 +319,8 @@ class RowReader:
             place = (i + k, j) if self.array.alternate else (i, j + k)
             name = _chunk_name(self.array, place)
             if name in chunks:
-                chunks[name] = chunks.pop(
-                    name
-                )  # those that were wanted lately are the last ones
+                # Those that were wanted lately are the last ones.
+                chunks[name] = chunks.pop(name)
             elif name == wanted or name in self._checksums:
                 chunks[name] = self._begin(name, place)
         if isinstance(chunks[wanted], ts.Future):

@@ -345,9 +345,8 @@ class FollowingModel:
         # end. Both at once, so that there is nothing between two assignments.
         self._copies: tuple[_Copy, _Copy | None] = first, second
         self._applying = threading.Lock()
-        self._lock = (
-            threading.RLock()
-        )  # a finalizer may need it in the thread that has it
+        # A finalizer may need it in the thread that has it.
+        self._lock = threading.RLock()
 
     @property
     def version(self) -> Version | None:
@@ -478,9 +477,8 @@ class FollowingModel:
             try:
                 self._end(ended)
             finally:
-                self._end(
-                    ended
-                )  # for Ctrl-C that came before the first one had its effect
+                # For Ctrl-C that came before the first one had its effect.
+                self._end(ended)
 
     def _begin(self, call: _Call) -> ServedModel:
         """Return the model that answers a call; it stays as it is until the call has ended."""

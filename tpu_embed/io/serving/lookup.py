@@ -147,9 +147,8 @@ def serving_lookup(
                     remedy="look up outside the jit, and give it the activations",
                 )
         source = server.traced(given, scales)
-        arrays = [
-            one for one in stored if isinstance(one, Stored)
-        ]  # all: others were refused
+        # All: others were refused.
+        arrays = [one for one in stored if isinstance(one, Stored)]
         found, bad_ids = server.activations(arrays, source)
         source.report(bad_ids, server.layout)
     else:

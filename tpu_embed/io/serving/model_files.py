@@ -189,9 +189,8 @@ def _forms(table: Json) -> directory.ArrayForms:
         n, size = (
             directory.count_of(table["files"], part) for part in (KEYS, "values")
         )
-        keys = {
-            KEYS: ("uint64", (min(n, size - 1),))
-        }  # each has a row, and row 0 is no key's
+        # Each has a row, and row 0 is no key's.
+        keys = {KEYS: ("uint64", (min(n, size - 1),))}
     if "scale" in table["files"]:
         one = ("float32", (size,))
         return keys | {"values": ("int8", (size, dim)), "scale": one, "offset": one}

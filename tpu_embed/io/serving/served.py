@@ -69,9 +69,8 @@ class ServedModel:
     _features: Mapping[str, FeatureRules] = dataclasses.field(repr=False)
     _keys: Mapping[str, ServedKeys] = dataclasses.field(repr=False)
     _first: Mapping[str, Callable[..., Any]] = dataclasses.field(repr=False)
-    _own: frozenset[str] = dataclasses.field(
-        default=frozenset(), repr=False
-    )  # copied from files
+    # Copied from files.
+    _own: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
 
     @property
     def version(self) -> Version | None:
