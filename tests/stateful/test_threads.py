@@ -2,6 +2,7 @@
 
 import threading
 
+import jax
 import numpy as np
 import pytest
 from facade_cases import assert_same, batch, gradients, make_embedding
@@ -137,6 +138,28 @@ def test_one_thread_enqueues_and_another_trains(pipelined):
     for thread in threads:
         thread.join()
     assert_same(embedding.state, other.state)
+
+
+def test_many_threads_enqueue():
+    """The batches of each of them keep their order."""
+    embedding = make_embedding()
+    numbers = np.repeat(np.arange(6, dtype=np.float32)[:, None], 2, axis=1)
+    embedding.load({"user": numbers[:5], "item": numbers})
+
+    def feed(thread):
+        for n in range(6):
+            shown = np.array([[n, -1]] * 4, np.int32)
+            user = np.full(4, thread, np.int32)
+            embedding.enqueue({**batch(0), "user": user, "shown": shown})
+
+    for thread in [Thread(feed, number) for number in range(5)]:
+        thread.join()
+    seen = [[] for _ in range(5)]
+    while embedding.waiting:
+        activations = jax.tree.map(np.asarray, embedding.dequeue())
+        seen[int(activations["user"][0, 0])].append(int(activations["shown"][0, 0]))
+        embedding.apply_gradients(jax.tree.map(np.zeros_like, activations))
+    assert seen == [list(range(6))] * 5
 
 
 def test_the_first_of_two_threads_sets_the_size(monkeypatch):

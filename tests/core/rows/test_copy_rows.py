@@ -23,7 +23,7 @@ HOLDERS = ("devices", "host", "devices", "file", "devices", "host", "file", "dev
 
 
 @pytest.mark.parametrize("seed", MANY)
-@pytest.mark.quick(1)
+@pytest.mark.quick(2)
 def test_rows_are_the_same_everywhere(seed, tmp_path, monkeypatch):
     rng = np.random.default_rng(seed)
     dim, dtype = int(rng.integers(1, 40)), str(rng.choice(["float32", "bfloat16"]))
